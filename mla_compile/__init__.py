@@ -1,0 +1,76 @@
+"""Absorbed decode for models with Multi-head Latent Attention that nobody prepared for it.
+
+Three doors lead to the same passes::
+
+    fast = mla_compile.optimize(model)            # a module that shares the model's weights
+    step = torch.compile(model, backend="mla")    # through the entry point, without importing this package
+    report = mla_compile.explain(model, *inputs)  # what would be done, and why not where it would not
+
+The names below are the whole public interface. They are imported on first use: what a program does not call costs it
+nothing at import. Importing the package registers its ops, so that a saved graph which uses them loads.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# A checkout keeps passes/ and kernels/ beside this package, a wheel inside it; both are imported as mla_compile.*.
+_here = Path(__file__).resolve().parent
+if not (_here / "passes").is_dir():
+    __path__.append(str(_here.parent))
+
+from mla_compile.errors import (  # noqa: E402  (the search path above comes first)
+    CaptureError,
+    InputError,
+    MlaCompileError,
+    MlaCompileWarning,
+    OptionError,
+    WeightError,
+)
+
+if TYPE_CHECKING:
+    from mla_compile.api import explain, optimize
+    from mla_compile.options import Options
+    from mla_compile.report import Report, SiteReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "InputError",
+    "MlaCompileError",
+    "MlaCompileWarning",
+    "OptionError",
+    "Options",
+    "Report",
+    "SiteReport",
+    "WeightError",
+    "__version__",
+    "explain",
+    "optimize",
+]
+
+import_module("mla_compile.ops")
+
+_OWNERS = {
+    "Options": "mla_compile.options",
+    "Report": "mla_compile.report",
+    "SiteReport": "mla_compile.report",
+    "explain": "mla_compile.api",
+    "optimize": "mla_compile.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that owns a public name when the name is first used (PEP 562)."""
+    if name not in _OWNERS:
+        raise AttributeError(f"module 'mla_compile' has no attribute {name!r}")
+    value = getattr(import_module(_OWNERS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

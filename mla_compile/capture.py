@@ -1,0 +1,234 @@
+"""The doors in: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
+
+All three go through ``aot_export_module(pre_dispatch=True)`` or what ``torch.export`` does with it: in-place writes are
+gone and listed as mutations, composite operations (linear, scaled_dot_product_attention) are still one node each. The
+doors out are in :mod:`mla_compile.emit`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import UnspecializedParamBufferSource
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from mla_compile.emit import to_exported, to_graph_module, to_plain_graph_module
+from mla_compile.errors import CaptureError, InputError
+from mla_compile.program import Fold, Program, copy_graph, view_source
+
+__all__ = [
+    "Fold",
+    "Program",
+    "from_dynamo",
+    "from_exported",
+    "from_graph_module",
+    "to_exported",
+    "to_graph_module",
+    "to_plain_graph_module",
+]
+
+
+def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
+    """The program of a graph that Dynamo hands to a backend; to be called inside the backend, before anything else.
+
+    Weights are the inputs that Dynamo reached as a parameter or a buffer of a module, unless this graph writes to them:
+    a cache is often a buffer. Raises :class:`CaptureError` with the reason.
+    """
+    program = _functionalize(gm, list(example_inputs))
+    for node, origin, value in zip(
+        program.placeholders, gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True
+    ):
+        if not isinstance(value, torch.Tensor) or node.name in program.mutations:
+            continue
+        if isinstance(value, torch.nn.Parameter) or _is_module_state(getattr(origin, "_dynamo_source", None)):
+            program.weights[node.name] = _with_values(value)
+    return program
+
+
+def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> Program:
+    """The program of any traced module.
+
+    With ``meta["val"]`` on its placeholders its own (possibly symbolic) shapes are kept; otherwise it is captured for
+    the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay its attributes.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    recorded = [node.meta.get("val") for node in placeholders]
+    if all(value is not None for value in recorded):
+        values = recorded
+    elif example_inputs is None:
+        missing = next(node.name for node, value in zip(placeholders, recorded, strict=True) if value is None)
+        raise InputError(
+            f'input {missing!r} of the graph has no meta["val"]: pass example_inputs, one per placeholder '
+            f"({', '.join(node.name for node in placeholders)})"
+        )
+    else:
+        values = list(example_inputs)
+        if len(values) != len(placeholders):
+            raise InputError(
+                f"the graph has {len(placeholders)} inputs ({', '.join(node.name for node in placeholders)}), "
+                f"got {len(values)} example inputs"
+            )
+    return _functionalize(gm, values)
+
+
+def from_exported(exported: torch.export.ExportedProgram) -> Program:
+    """The program of an ExportedProgram; its ``original`` is that program with in-place writes removed."""
+    try:  # raises whatever an operator or its fake kernel raises
+        functional = exported.run_decompositions({})
+    except Exception as error:
+        raise _failure("the exported program cannot be made functional", error) from error
+    signature = functional.graph_signature
+    graph = copy_graph(functional.graph)
+    _drop_grad_mode(graph)
+    gm = fx.GraphModule(functional.graph_module, graph)
+    by_target = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    mutated: list[str] = []
+    for spec in signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            mutated.append(by_target[spec.target])
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            mutated.append(str(spec.target))
+        elif spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"the exported program returns a {spec.kind.name}; only inference programs are supported"
+            )
+    tensors = {**functional.constants, **functional.state_dict}
+    weights = {
+        name: _with_values(tensors[target])
+        for target, name in by_target.items()
+        if isinstance(tensors.get(target), torch.Tensor) and name not in mutated
+    }
+    return _finish(Program(gm, tuple(mutated), weights, original=functional))
+
+
+def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
+    """``aot_export_module``, then lifted parameters and buffers put back as get_attr nodes of their old names."""
+    from torch._functorch.aot_autograd import aot_export_module
+
+    _refuse_autocast(gm, values)
+    flat = _flat(gm)
+    state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
+    try:  # tracing raises whatever an operator, a fake kernel or a guard raises
+        with torch.no_grad():
+            traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
+    except Exception as error:
+        raise _failure("the graph cannot be made functional", error) from error
+    if signature.output_tokens or signature.parameters_to_mutate:
+        what = "an operator with side effects" if signature.output_tokens else "a write to a parameter"
+        raise CaptureError(f"the graph contains {what}")
+
+    graph: fx.Graph = traced.graph
+    _drop_grad_mode(graph)
+    inputs = graph.find_nodes(op="placeholder")
+    by_old_name = {node.name: node for node in inputs}
+    attributes: dict[str, Any] = {node.target: _attribute(traced, node.target) for node in _get_attrs(graph)}
+    weights: dict[str, torch.Tensor | None] = {
+        node.name: _with_values(attributes[node.target])
+        for node in _get_attrs(graph)
+        if isinstance(attributes[node.target], torch.Tensor)
+    }
+    written = {*signature.buffers_to_mutate.values()}
+    for node, (name, tensor) in zip(inputs, state, strict=False):
+        target = name if name not in attributes else f"{name}_state"
+        attributes[target] = tensor
+        with graph.inserting_before(inputs[0]):
+            attribute = graph.create_node("get_attr", target)
+        attribute.meta = dict(node.meta)
+        by_old_name[node.name] = by_old_name[name] = attribute
+        node.replace_all_uses_with(attribute)
+        if name not in written:
+            weights[attribute.name] = _with_values(tensor)
+    for node in inputs[: len(state)]:
+        graph.erase_node(node)
+    for node, origin in zip(inputs[len(state) :], flat.graph.find_nodes(op="placeholder"), strict=True):
+        node._rename(origin.name)
+        node.target = node.name
+
+    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    outputs: Any = graph.output_node().args[0]
+    new_values = [output.name for output in outputs[: len(outputs) - len(signature.user_outputs)]]
+    if sorted(new_values) != sorted(mutated):
+        raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
+    mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
+    used = {node.target for node in _get_attrs(graph) if node.users or node.name in mutations}
+    for node in _get_attrs(graph):
+        if node.target not in used:
+            weights.pop(node.name, None)
+            graph.erase_node(node)
+    traced_gm = fx.GraphModule({target: attributes[target] for target in used}, graph)
+    return _finish(Program(traced_gm, mutations, weights, original=gm))
+
+
+def _finish(program: Program) -> Program:
+    """Fill in what follows from the graph, and check what every later step relies on."""
+    for node in program.gm.graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            program.fake_mode = node.meta["val"].fake_mode
+            break
+    written = program.outputs[: len(program.mutations)]
+    owner = {new: name for new, name in zip(written, program.mutations, strict=True) if isinstance(new, fx.Node)}
+    for index, value in enumerate(program.outputs[len(written) :]):
+        root = value
+        while root is not None and root not in owner:
+            root = view_source(root)
+        if root is not None:
+            program.aliases[index] = owner[root]
+    program.gm.graph.lint()
+    return program
+
+
+def _flat(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` that takes and returns flat tuples and owns its constants as buffers."""
+    graph = copy_graph(gm.graph)
+    output = graph.output_node()
+    output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+    return fx.GraphModule(gm, graph)
+
+
+def _refuse_autocast(gm: fx.GraphModule, values: Sequence[Any]) -> None:
+    """Pre-dispatch graphs do not show the casts of autocast, so nothing can be proved about their dtypes."""
+    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    inside = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in gm.graph.nodes)
+    if inside or any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind)):
+        raise CaptureError(
+            "autocast is active and its casts are not in the graph; cast the model with .to(dtype) instead"
+        )
+
+
+def _drop_grad_mode(graph: fx.Graph) -> None:
+    """Grad mode switches mean nothing in an inference graph, and would outlive it."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            graph.erase_node(node)
+
+
+def _get_attrs(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="get_attr"))
+
+
+def _attribute(module: Any, target: Any) -> Any:
+    return operator.attrgetter(target)(module)
+
+
+def _is_module_state(source: Any) -> bool:
+    """Whether Dynamo reached an input through the parameters or buffers of a module."""
+    while source is not None:
+        if isinstance(source, UnspecializedParamBufferSource):
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def _with_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor
+
+
+def _failure(what: str, error: Exception) -> CaptureError:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return CaptureError(f"{what}: {type(error).__name__}: {lines[0]}")

@@ -1,0 +1,154 @@
+"""Stable codes for what became of an attention site: one line of meaning each, and what a user can change.
+
+Codes are part of the interface: scripts and tests match on them, so a code is never renamed or given another meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+Verdict = Literal["absorbed", "kept", "refused", "not_mla"]
+
+
+class Code(str, Enum):
+    """Why a site was absorbed, kept, refused or is not MLA; equal to its plain string."""
+
+    ABSORBED = "absorbed"
+
+    COST_PREFILL = "cost_prefill"
+    COST_LATENT_WIDE = "cost_latent_wide"
+    FORMS_EXPANDED = "forms_expanded"
+    KEYS_USED_ELSEWHERE = "keys_used_elsewhere"
+    VALUES_USED_ELSEWHERE = "values_used_elsewhere"
+    PER_HEAD_ROPE = "per_head_rope"
+    VERIFY_FAILED = "verify_failed"
+    TOO_MANY_SOURCES = "too_many_sources"
+    TRAINING = "training"
+
+    POSITION_DEPENDENT = "position_dependent"
+    NONLINEAR = "nonlinear"
+    TOKEN_MIXING = "token_mixing"
+    HEAD_DEPENDENT_LATENT = "head_dependent_latent"
+    SOFTMAX_AXIS = "softmax_axis"
+    DROPOUT = "dropout"
+    MASK_DEPENDS_ON_KEYS = "mask_depends_on_keys"
+    UNSUPPORTED_WEIGHT = "unsupported_weight"
+    UNSUPPORTED_OP = "unsupported_op"
+    GRAPH_BREAK = "graph_break"
+    EXPANDED_CACHE = "expanded_cache"
+
+    NOT_MLA = "not_mla"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class CodeInfo:
+    """What a code means: its usual verdict, one line of meaning, and generic advice (``None``: nothing to do)."""
+
+    verdict: Verdict
+    meaning: str
+    fix: str | None = None
+
+
+CODES: dict[Code, CodeInfo] = {
+    Code.ABSORBED: CodeInfo("absorbed", "decode attention reads the latent rows; K and V are not expanded"),
+    Code.COST_PREFILL: CodeInfo(
+        "kept",
+        "this call has so many queries that expanding K and V once is cheaper",
+        'nothing to change; forms="absorbed" forces the absorbed form where one numerics is needed everywhere',
+    ),
+    Code.COST_LATENT_WIDE: CodeInfo(
+        "kept", "the latent rows are as wide as the K and V they would replace, so there is nothing to save"
+    ),
+    Code.FORMS_EXPANDED: CodeInfo(
+        "kept", 'the option forms="expanded" asks for the original form', 'use forms="auto" or forms="absorbed"'
+    ),
+    Code.KEYS_USED_ELSEWHERE: CodeInfo(
+        "kept",
+        "something besides this attention reads the expanded keys, so they are computed anyway",
+        "cache or return the latent instead of the expanded keys",
+    ),
+    Code.VALUES_USED_ELSEWHERE: CodeInfo(
+        "kept",
+        "something besides this attention reads the expanded values, so they are computed anyway",
+        "cache or return the latent instead of the expanded values",
+    ),
+    Code.PER_HEAD_ROPE: CodeInfo(
+        "kept",
+        "each head has its own rotary key, so the cached rows would be as wide as K",
+        "share one rotary key between the heads, as MLA does",
+    ),
+    Code.VERIFY_FAILED: CodeInfo(
+        "kept",
+        "the rewritten attention was checked against float64, was worse than the original allows, and was rolled back",
+        "please report it with the dims and dtype shown; run this site in float32 to see whether rounding is the cause",
+    ),
+    Code.TOO_MANY_SOURCES: CodeInfo(
+        "kept",
+        "K or V is assembled from more source tensors than the absorbed form takes",
+        "concatenate the sources into one latent before the up-projection",
+    ),
+    Code.TRAINING: CodeInfo(
+        "kept",
+        "gradients are enabled, and training runs in the original form",
+        "call it under torch.no_grad() or torch.inference_mode()",
+    ),
+    Code.POSITION_DEPENDENT: CodeInfo(
+        "refused",
+        "a position-dependent factor such as RoPE lies between the up-projection and the scores",
+        "apply RoPE to a separate key shared by all heads and leave the up-projected part unrotated",
+    ),
+    Code.NONLINEAR: CodeInfo(
+        "refused",
+        "a norm or another nonlinear function lies between the up-projection and the attention",
+        "apply it to the latent, before the up-projection",
+    ),
+    Code.TOKEN_MIXING: CodeInfo(
+        "refused",
+        "tokens are mixed between the latent and the attention, so a key is no image of one latent row",
+        "mix tokens before the latent is formed",
+    ),
+    Code.HEAD_DEPENDENT_LATENT: CodeInfo(
+        "refused",
+        "heads read different latents, so there is no one row per token that all heads share",
+        "project all heads from one latent",
+    ),
+    Code.SOFTMAX_AXIS: CodeInfo(
+        "refused",
+        "the softmax does not run over the keys",
+        "normalise the scores over the key axis",
+    ),
+    Code.DROPOUT: CodeInfo(
+        "refused", "attention dropout is active", "call model.eval(), or set the attention dropout to 0"
+    ),
+    Code.MASK_DEPENDS_ON_KEYS: CodeInfo(
+        "refused",
+        "the mask is computed from the expanded keys or values, which the absorbed form does not have",
+        "compute the mask from positions or from the latent",
+    ),
+    Code.UNSUPPORTED_WEIGHT: CodeInfo(
+        "refused",
+        "an up-projection weight has a layout or dtype that cannot be used here (sparse, float8)",
+        "dequantize the up-projection weight in the graph, or keep it dense in bfloat16, float16 or float32",
+    ),
+    Code.UNSUPPORTED_OP: CodeInfo(
+        "refused",
+        "an operation between the latent and the attention is not known to be linear along features",
+        "write that step with linear, matmul, view, transpose, slice, cat, add or mul by a constant",
+    ),
+    Code.GRAPH_BREAK: CodeInfo(
+        "refused",
+        "K and V enter this graph as inputs, so the latent and the up-projection are out of sight",
+        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it)",
+    ),
+    Code.EXPANDED_CACHE: CodeInfo(
+        "refused",
+        "the cache holds K and V per head, so the latent of the cached tokens is out of sight",
+        "cache the latent and the rotary key, and expand K and V after reading the cache",
+    ),
+    Code.NOT_MLA: CodeInfo("not_mla", "K and V are no linear image of a narrower latent: plain MHA, GQA or MQA"),
+}

@@ -1,0 +1,50 @@
+"""The letters used everywhere: code, formulas, documentation and error messages.
+
+===== ============================================================ =============
+B     batch
+S     query tokens in this call
+T     tokens attended to (cached and new)
+H     attention heads
+D     model width
+L     latent width, d_c in the papers (kv_lora_rank)                512 in V3
+Q     query latent width, d_c' (q_lora_rank)                        1536
+N     per-head width of the unrotated part of q and k (qk_nope)     128
+R     width of the rotary key shared by all heads (qk_rope)         64
+V     per-head value width (v_head_dim)                             128
+===== ============================================================ =============
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes of one Multi-head Latent Attention site (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    ``Q`` is the width of what the query projection reads (the query latent, or the model width where queries are not
+    compressed) and ``D`` the model width; either is ``None`` where the graph does not show it.
+    """
+
+    H: int
+    L: int
+    R: int
+    N: int
+    V: int
+    Q: int | None = None
+    D: int | None = None
+
+    @property
+    def expanded_values(self) -> int:
+        """Values per cached token when K and V are stored per head: H(N+R+V)."""
+        return self.H * (self.N + self.R + self.V)
+
+    @property
+    def latent_values(self) -> int:
+        """Values per cached token when only the latent and the shared rotary key are stored: L+R."""
+        return self.L + self.R
+
+    def __str__(self) -> str:
+        shown = {k: getattr(self, k) for k in "HLRNVQD" if getattr(self, k) is not None}
+        return " ".join(f"{k}={v}" for k, v in shown.items())

@@ -1,0 +1,214 @@
+"""The doors out: a :class:`Program` becomes what it was captured from, mutations, aliases and signature included."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._export.verifier import SpecViolationError
+from torch.export.graph_signature import InputKind, InputSpec, OutputSpec, TensorArgument
+from torch.utils import _pytree as pytree
+
+from mla_compile.errors import CaptureError
+from mla_compile.program import Program, view_source
+
+aten = torch.ops.aten
+
+
+def to_graph_module(program: Program) -> fx.GraphModule:
+    """A graph that Dynamo's caller and Inductor accept in place of the captured one.
+
+    Placeholders carry what Dynamo wrote on the originals (source, static address, example value), so that static
+    inputs, CUDA graphs and freezing work as before. A fold's placeholder has no source and counts as a static address.
+    Constants of the graph are its buffers, and AOTAutograd asks for the source of each.
+    """
+    gm = _with_writes(program)
+    original: fx.GraphModule = program.original
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for node, origin in zip(inputs, original.graph.find_nodes(op="placeholder"), strict=False):
+        node.meta = {**origin.meta, "val": node.meta["val"]}
+        node.type = origin.type
+        if hasattr(origin, "_dynamo_source"):
+            node._dynamo_source = origin._dynamo_source  # type: ignore[attr-defined]  # as Dynamo itself sets it
+    for node in inputs[len(inputs) - len(program.folds) :] if program.folds else ():
+        node._dynamo_source = None  # type: ignore[attr-defined]
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    gm.meta = dict(original.meta)
+    for name, value in vars(original).items():
+        if name not in vars(gm):
+            setattr(gm, name, value)
+    state = [name for name, _ in (*gm.named_parameters(), *gm.named_buffers())]
+    known = getattr(original, "_param_name_to_source", {})
+    gm._param_name_to_source = {name: known.get(name, ConstantSource(name)) for name in state}
+    gm.recompile()
+    return gm
+
+
+def to_plain_graph_module(program: Program, folded: Mapping[str, torch.Tensor] | None = None) -> fx.GraphModule:
+    """A GraphModule called and returning like the original one, with its parameters under their old names.
+
+    ``folded`` holds the values of the program's folds; they become buffers.
+    """
+    gm = _with_writes(program)
+    original: fx.GraphModule = program.original
+    for fold in program.folds:
+        value = (folded or {})[fold.placeholder]
+        node = next(n for n in gm.graph.find_nodes(op="placeholder") if n.name == fold.placeholder)
+        gm.register_buffer(fold.placeholder, value)
+        with gm.graph.inserting_before(node):
+            attribute = gm.graph.create_node("get_attr", fold.placeholder)
+        attribute.meta = node.meta
+        node.replace_all_uses_with(attribute)
+        gm.graph.erase_node(node)
+    for node, origin in zip(
+        gm.graph.find_nodes(op="placeholder"), original.graph.find_nodes(op="placeholder"), strict=True
+    ):
+        node.target, node.args, node.type = origin.target, origin.args, origin.type
+    output = gm.graph.output_node()
+    leaves, spec = pytree.tree_flatten(original.graph.output_node().args[0])
+    flat: Any = output.args[0]
+    if len(leaves) != len(flat):
+        raise CaptureError(f"the graph returned {len(leaves)} values, its rewritten form {len(flat)}")
+    output.args = (pytree.tree_unflatten(flat, spec),)
+    _check_inputs(gm, original)
+    gm.graph.set_codegen(original.graph._codegen)
+    gm.meta = dict(original.meta)
+    gm.train(original.training)
+    gm.recompile()
+    return gm
+
+
+def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Keep the original's checks of its inputs; where it was captured for example inputs, refuse any other shape."""
+    inputs = dict(zip(original.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True))
+    last = next(iter(reversed(inputs.values())), None)
+    if last is None:
+        return
+    with gm.graph.inserting_after(last):
+        for node in original.graph.nodes:
+            if node.op == "call_module" and not node.users and set(node.all_input_nodes) <= set(inputs):
+                gm.add_submodule(str(node.target), original.get_submodule(str(node.target)))
+                gm.graph.node_copy(node, lambda origin: inputs[origin])
+        for origin, node in inputs.items():
+            value = node.meta["val"]
+            if "val" not in origin.meta and isinstance(value, torch.Tensor):
+                gm.graph.call_function(
+                    aten._assert_tensor_metadata.default, (node, list(value.shape), None, value.dtype)
+                )
+
+
+def to_exported(program: Program, folded: Mapping[str, torch.Tensor] | None = None) -> torch.export.ExportedProgram:
+    """An ExportedProgram with the inputs, outputs, state and constraints of the captured one.
+
+    Weights that are no longer read stay in the signature. ``folded`` holds the values of the program's folds; they
+    become buffers that are not part of the state dict.
+    """
+    original: torch.export.ExportedProgram = program.original
+    program = program.copy()
+    graph = program.gm.graph
+    signature = copy.deepcopy(original.graph_signature)
+    constants = dict(original.constants)
+    inputs = graph.find_nodes(op="placeholder")
+    first_user = next((i for i, s in enumerate(signature.input_specs) if s.kind is InputKind.USER_INPUT), len(inputs))
+    for fold in program.folds:
+        node = program.node(fold.placeholder)
+        if first_user < len(inputs):
+            inputs[first_user].prepend(node)
+        constants[node.name] = (folded or {})[fold.placeholder]
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), node.name, persistent=False)
+        signature.input_specs.insert(first_user, spec)
+    _keep_old_values(program)
+    signature.output_specs = [
+        OutputSpec(spec.kind, dataclasses.replace(spec.arg, name=value.name), spec.target)
+        if isinstance(value, fx.Node)
+        else spec
+        for spec, value in zip(signature.output_specs, program.outputs, strict=True)
+    ]
+    graph.lint()
+    program.gm.recompile()
+    try:
+        return torch.export.ExportedProgram(
+            root=program.gm,
+            graph=graph,
+            graph_signature=signature,
+            state_dict=dict(original.state_dict),
+            range_constraints=copy.deepcopy(original.range_constraints),
+            module_call_graph=list(original.module_call_graph),
+            example_inputs=original.example_inputs,
+            constants=constants,
+            verifiers=original.verifiers,
+        )
+    except SpecViolationError as error:
+        raise CaptureError(f"the rewritten graph is no valid exported program: {error}") from error
+
+
+def _with_writes(program: Program) -> fx.GraphModule:
+    """A copy whose graph writes its mutated inputs just before the output and returns the caller's values only.
+
+    Before: ``return (index_copy, y)``. After: ``copy_ = aten.copy_(cache, index_copy); return (y,)``: Inductor turns
+    the two into one write in place, where returning the new value would copy the whole cache in every call.
+    """
+    program = program.copy()
+    _keep_old_values(program)
+    graph = program.gm.graph
+    output = graph.output_node()
+    new_values = program.outputs[: len(program.mutations)]
+    returned = list(program.outputs[len(program.mutations) :])
+    written: dict[str, tuple[Any, fx.Node]] = {}
+    with graph.inserting_before(output):
+        for name, new in zip(program.mutations, new_values, strict=True):
+            target = program.node(name)
+            if new is target:
+                written[name] = (new, target)
+                continue
+            node = graph.call_function(aten.copy_.default, (target, new))
+            node.meta["val"] = target.meta["val"]
+            written[name] = (new, node)
+        for index, name in program.aliases.items():
+            returned[index] = _view_again(graph, returned[index], *written[name])
+        output.args = (tuple(returned),)
+    graph.lint()
+    return program.gm
+
+
+def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:
+    """The chain of views from ``new`` to ``value``, made on ``written`` instead."""
+    chain = []
+    node: fx.Node | None = value
+    while node is not None and node is not new:
+        chain.append(node)
+        node = view_source(node)
+    if node is None:
+        raise CaptureError(f"the returned value {value.name} is no longer a view of the input that was written")
+    result = written
+    for step in reversed(chain):
+        result = graph.call_function(step.target, (result, *step.args[1:]), step.kwargs)  # type: ignore[arg-type]
+        result.meta = dict(step.meta)
+    return result
+
+
+def _keep_old_values(program: Program) -> None:
+    """Copy what shows the memory of an input that is about to be written: it was the old value that was meant."""
+    graph = program.gm.graph
+    output = graph.output_node()
+    mutated = {program.node(name) for name in program.mutations}
+    values = list(program.outputs)
+    own = dict(zip(program.mutations, values, strict=False))
+    for index, value in enumerate(values):
+        if not isinstance(value, fx.Node):
+            continue
+        root: fx.Node = value
+        while (source := view_source(root)) is not None:
+            root = source
+        if root not in mutated or (value is root and own[root.name] is root):
+            continue
+        with graph.inserting_before(output):
+            clone = graph.call_function(aten.clone.default, (value,))
+        clone.meta = dict(value.meta)
+        values[index] = clone
+    output.args = (tuple(values),)

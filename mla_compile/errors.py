@@ -1,0 +1,48 @@
+"""The exceptions and warnings of mla_compile: one family, so that one ``except`` catches all of it.
+
+Every message says what was got, what was expected and what to do next. Raising any of them leaves the user's model,
+tensors and files as they were.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MlaCompileError(Exception):
+    """Base of everything mla_compile raises on purpose."""
+
+
+class OptionError(MlaCompileError, ValueError):
+    """An option that does not exist, or a value it cannot take."""
+
+
+class InputError(MlaCompileError, TypeError):
+    """An argument of the wrong kind: not a model, example inputs that do not fit, tensors whose shapes disagree."""
+
+
+class CaptureError(MlaCompileError, RuntimeError):
+    """The model could not be turned into one functional ATen graph."""
+
+
+class WeightError(MlaCompileError, RuntimeError):
+    """A weight whose values are needed cannot be used: on the meta device, sparse, of an unsupported dtype."""
+
+
+class StaleWeightError(WeightError):
+    """A weight that was folded into a product has changed in a way that cannot be followed."""
+
+
+class VerificationError(MlaCompileError, RuntimeError):
+    """A rewritten attention differs from the original by more than rounding (raised only in strict mode)."""
+
+
+class MlaCompileWarning(UserWarning):
+    """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: results are right, speed is not."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

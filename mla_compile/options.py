@@ -1,0 +1,89 @@
+"""The options of every door, one frozen record: their names, their values and what a wrong one is answered with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_type_hints
+
+from mla_compile.errors import OptionError, nearest
+
+Forms = Literal["auto", "absorbed", "expanded"]
+FoldMode = Literal["auto", "never", "always"]
+Lowering = Literal["op", "aten"]
+Codegen = Literal["inductor", "eager"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may ask for.
+
+    Attributes:
+        forms: ``auto`` chooses the cheaper form of each call, ``absorbed`` and ``expanded`` use one form everywhere.
+        fold: whether weights are multiplied ahead of time: where the cost model gains, never, or wherever possible.
+        lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen that stands on its own.
+        codegen: ``inductor`` compiles the graph, ``eager`` runs the rewritten graph as it is.
+        verify: check each distinct rewritten site against float64 before it is used.
+        strict: raise where otherwise a warning is given and the original graph is kept.
+        inductor: options passed on to Inductor.
+    """
+
+    forms: Forms = "auto"
+    fold: FoldMode = "auto"
+    lowering: Lowering = "op"
+    codegen: Codegen = "inductor"
+    verify: bool = False
+    strict: bool = False
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if name == "inductor":
+                if not isinstance(value, Mapping):
+                    raise OptionError(f"inductor is {value!r}, expected a mapping of Inductor options")
+            elif kind is bool:
+                if not isinstance(value, bool):
+                    raise OptionError(f"{name} is {value!r}, expected True or False")
+            elif value not in get_args(kind):
+                known = [str(choice) for choice in get_args(kind)]
+                hint = nearest(value, known) if isinstance(value, str) else ""
+                raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all options."""
+        return tuple(entry.name for entry in dataclasses.fields(cls))
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None = None, **defaults: Any) -> Options:
+        """Options from a user's mapping on top of ``defaults``.
+
+        A name that is not ours but an option of Inductor (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
+        Raises :class:`OptionError` for any other name, with the nearest known one.
+        """
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")
+        ours, inductor = dict(defaults), dict(defaults.pop("inductor", {}))
+        for name, value in (given or {}).items():
+            if name == "inductor" and isinstance(value, Mapping):
+                inductor.update(value)
+            elif name in cls.names():
+                ours[name] = value
+            else:
+                inductor[str(name)] = value
+        if inductor:
+            _check_inductor(inductor, cls.names())
+        ours.setdefault("inductor", inductor)
+        return cls(**ours)
+
+
+def _check_inductor(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
+    from torch._inductor import list_options  # imports all of Inductor, so only when one of its options is named
+
+    known = {name.replace("-", "_") for name in list_options()}
+    for name in given:
+        if name.replace("-", "_") not in known:
+            hint = nearest(name, ours) or nearest(name, known)
+            raise OptionError(f"there is no option {name!r}{hint}; options: {', '.join(ours)}, and those of Inductor")

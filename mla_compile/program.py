@@ -1,0 +1,107 @@
+"""What every door leads to: a functional pre-dispatch ATen graph, and what is known about its inputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A product of weights that a graph takes as an extra input instead of computing it in every call.
+
+    ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
+    """
+
+    placeholder: str
+    compute: Compute
+    weights: tuple[str, ...]
+
+
+@dataclass
+class Program:
+    """A captured graph: functional pre-dispatch ATen with ``meta["val"]`` on every node.
+
+    Attributes:
+        gm: placeholders in the order of the captured callable's flat inputs; the output node returns one flat tuple,
+            the new values of ``mutations`` first, then what the callable returned.
+        mutations: names of the nodes (placeholders, or get_attr of a mutated buffer) whose new values come first in the
+            output.
+        weights: node name (placeholder or get_attr) -> live tensor, for parameters, module buffers and constants;
+            ``None`` where there are no values (fake or meta tensors).
+        folds: extra placeholders appended after all others, filled by whoever runs the program.
+        fake_mode: the mode the metadata was made in.
+        aliases: index of a returned value -> the mutated input it is a view of. The views are made again on the input
+            after it was written, so that the caller gets the input's memory as in the original program.
+        original: what was captured, for the way back out.
+    """
+
+    gm: fx.GraphModule
+    mutations: tuple[str, ...] = ()
+    weights: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    folds: list[Fold] = field(default_factory=list)
+    fake_mode: Any = None
+    aliases: dict[int, str] = field(default_factory=dict)
+    original: Any = None
+
+    def copy(self) -> Program:
+        """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
+        return Program(
+            gm=fx.GraphModule(self.gm, copy_graph(self.gm.graph)),
+            mutations=self.mutations,
+            weights=dict(self.weights),
+            folds=list(self.folds),
+            fake_mode=self.fake_mode,
+            aliases=dict(self.aliases),
+            original=self.original,
+        )
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The input nodes, folds last."""
+        return list(self.gm.graph.find_nodes(op="placeholder"))
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What the output node returns: new values of the mutated inputs, then the caller's values."""
+        (flat,) = self.gm.graph.output_node().args
+        return tuple(flat)  # type: ignore[arg-type]  # a tuple by construction
+
+    def node(self, name: str) -> fx.Node:
+        """The node of that name; ``KeyError`` where there is none."""
+        for node in self.gm.graph.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(name)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph with the same nodes, names and metadata, called with and returning plain positional values."""
+    copied = fx.Graph()
+    returned, output = copied.graph_copy(graph, val_map={}, return_output_node=True)  # type: ignore[misc]
+    copied.output(returned).meta = dict(output.meta)
+    return copied
+
+
+def view_source(node: Any) -> fx.Node | None:
+    """The tensor (or tuple of views) one step back whose memory ``node`` shows; ``None`` when ``node`` is no view."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
+        return None
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return None
+    if node.target is operator.getitem:
+        return source if view_source(source) is not None else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    returned = schema.returns[0].alias_info if schema.returns else None
+    given = schema.arguments[0].alias_info
+    return source if returned is not None and given is not None and not given.is_write else None

@@ -1,0 +1,180 @@
+"""What runs in each call around compiled graphs: the choice between two of them, and folded weights kept up to date."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from mla_compile.errors import StaleWeightError, WeightError
+from mla_compile.passes import formulas
+from mla_compile.pipeline import SiteCost
+from mla_compile.program import Fold, Program
+
+Call = Callable[..., Any]
+
+
+def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence[Any]], bool] | None:
+    """A function of one call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
+
+    ``None`` where a size is not known from the inputs, for instance one computed in the graph.
+    """
+    gain = sympy.Integer(0)
+    for (dims, B, S, T), count in Counter((v.dims, v.B, v.S, v.T) for v in variants).items():
+        letters = {formulas.S: S, formulas.T: T, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
+        gain += count * B * dims.H * formulas.absorption_gain().subs(letters)
+    symbols = sorted(gain.free_symbols, key=str)
+    readers = [_reader(program, symbol) for symbol in symbols]
+    if any(reader is None for reader in readers):
+        return None
+    value = sympy.lambdify(symbols, gain, modules="math")
+
+    def absorbed_pays(inputs: Sequence[Any]) -> bool:
+        return bool(value(*[read(inputs) for read in readers if read is not None]) > 0)
+
+    return absorbed_pays
+
+
+def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Sequence[Any]], int] | None:
+    """Where in the inputs the value of a shape symbol stands."""
+    values = [node.meta["val"] for node in program.placeholders]
+    for index, value in enumerate(values):
+        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
+            return lambda inputs: int(inputs[index])
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for axis, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    return lambda inputs: int(inputs[index].shape[axis])
+    return None
+
+
+def choose_by_call(pays: Callable[[Sequence[Any]], bool], absorbed: Call, expanded: Call) -> Call:
+    """A callable that runs one of two compiled graphs of the same inputs."""
+
+    def call(*inputs: Any) -> Any:
+        return absorbed(*inputs) if pays(inputs) else expanded(*inputs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A weight as it was when it was folded: the object, and a copy of its values."""
+
+    tensor: torch.Tensor
+    snapshot: torch.Tensor
+    version: int
+    address: int
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed since: the cheap signs first, then every bit."""
+        if self.version != _version(self.tensor) or self.address != self.tensor.data_ptr():
+            return False
+        return same_bits(self.tensor.detach(), self.snapshot)
+
+
+class FoldedWeights:
+    """The values of a program's folds, computed from the live weights and again whenever one of those has changed.
+
+    Every call compares each weight bit by bit with a copy made when it was folded, because ``p.data.mul_(2)`` changes
+    neither the identity, nor the address, nor the version of ``p``. New values are written into the same memory, so
+    that a CUDA graph that holds the address stays right. One compiled graph may serve several layers in turn: values
+    are kept per set of weights, the least recently used set is dropped first.
+    """
+
+    SETS = 128
+
+    def __init__(self, program: Program) -> None:
+        self._folds = list(program.folds)
+        positions = {node.name: index for index, node in enumerate(program.placeholders)}
+        names = dict.fromkeys(name for fold in self._folds for name in fold.weights)
+        self._read = {name: _weight_reader(program, positions, name) for name in names}
+        self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
+
+    def values(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """One tensor per fold for these inputs. Raises :class:`WeightError` for weights that cannot be folded."""
+        live = {name: read(inputs) for name, read in self._read.items()}
+        # An id cannot be reused here: the entry keeps the tensors alive.
+        key = tuple(id(tensor) for tensor in live.values())
+        seen, values = self._known.pop(key, ({}, []))
+        changed = {name for name in live if name not in seen or not seen[name].is_current()}
+        if not values:
+            values = [compute(fold, live) for fold in self._folds]
+        for fold, value in zip(self._folds, values, strict=True) if seen else ():
+            if changed.intersection(fold.weights):
+                _overwrite(value, compute(fold, live), fold)
+        for name in changed:
+            tensor = live[name].detach()
+            seen[name] = _Seen(live[name], tensor.clone(), _version(tensor), tensor.data_ptr())
+        self._known[key] = (seen, values)
+        if len(self._known) > self.SETS:
+            del self._known[next(iter(self._known))]
+        return values
+
+
+def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The value of a fold; :class:`WeightError` where a weight has no dense values."""
+    for name in fold.weights:
+        check_weight(name, live[name])
+    with torch.no_grad():
+        return fold.compute({name: live[name].detach() for name in fold.weights}).contiguous()
+
+
+def check_weight(name: str, tensor: torch.Tensor | None) -> None:
+    """Raises :class:`WeightError` unless the tensor holds dense values of a type that products can be formed in."""
+    problem = None
+    if tensor is None or tensor.is_meta:
+        problem = "has no values (it is on the meta device, or fake)"
+    elif tensor.layout is not torch.strided:
+        problem = f"is stored as {tensor.layout}"
+    elif tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        problem = f"is {tensor.dtype}"
+    if problem is not None:
+        raise WeightError(f'weight {name!r} {problem} and cannot be folded; load or dequantize it, or use fold="never"')
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits: NaN equals itself, and 0 differs from -0."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: Fold) -> None:
+    if value.shape != new.shape or value.dtype != new.dtype or value.device != new.device:
+        raise StaleWeightError(
+            f"a weight of the fold {fold.placeholder!r} changed: its product was {list(value.shape)} {value.dtype} on "
+            f"{value.device}, now {list(new.shape)} {new.dtype} on {new.device}; compile the model again"
+        )
+    value.copy_(new)
+
+
+def _weight_reader(
+    program: Program, positions: Mapping[str, int], name: str
+) -> Callable[[Sequence[Any]], torch.Tensor]:
+    if name in positions:
+        index = positions[name]
+        return lambda inputs: inputs[index]
+    target = str(program.node(name).target)
+    owner, _, leaf = target.rpartition(".")
+    module = program.gm.get_submodule(owner)
+    return lambda inputs: getattr(module, leaf)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def with_folds(call: Call, folds: FoldedWeights) -> Call:
+    """A callable of the original inputs that appends the folded weights."""
+
+    def folded(*inputs: Any) -> Any:
+        return call(*inputs, *folds.values(inputs))
+
+    return folded

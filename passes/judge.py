@@ -1,0 +1,219 @@
+"""Analysis: what to do with each attention: absorb it, keep it, or refuse it, always with a reason.
+
+For every attention the sources of its keys and values are chosen (the narrowest rows that weights expand), the proof
+obligations of :mod:`mla_compile.passes.plan` are checked, and the cost model picks a form. Last, sites whose expanded
+keys or values are computed anyway because someone else reads them are taken back: absorbing those saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mla_compile.codes import CODES, Code
+from mla_compile.passes.cost import Choice, Device, Fold, Forms, choose, saves_cache
+from mla_compile.passes.explain_refusal import explain_refusal
+from mla_compile.passes.graph import bytes_hint, hint, size, val
+from mla_compile.passes.linear_map import LinearMaps, Piece, Stop
+from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
+from mla_compile.passes.site import AttentionSite
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
+
+    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks.
+    """
+
+    site: AttentionSite
+    code: Code
+    reason: str
+    blame: fx.Node | None = None
+    plan: AbsorbPlan | None = None
+    choice: Choice | None = None
+    by_call: bool = False
+
+    @property
+    def absorb(self) -> bool:
+        return self.code is Code.ABSORBED
+
+
+def judge(
+    graph: fx.Graph,
+    sites: Sequence[AttentionSite],
+    maps: LinearMaps,
+    device: Device,
+    forms: Forms = "auto",
+    fold: Fold = "auto",
+) -> list[Verdict]:
+    """One verdict per site, in order."""
+    verdicts = [_judge_site(site, maps, device, forms, fold) for site in sites]
+    return _respect_other_users(graph, verdicts)
+
+
+def _judge_site(site: AttentionSite, maps: LinearMaps, device: Device, forms: Forms, fold: Fold) -> Verdict:
+    keys = [maps.map(p.k.node) for p in site.products]
+    values = maps.map(site.v.node)
+    pieces = [*pieces_of(keys), *pieces_of([values])]
+    cuts, wide = _choose_sources(pieces)
+    at_cuts = maps.with_stops(cuts)
+    plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
+    if isinstance(plan, Stop):
+        stop = explain_refusal(site, plan, maps, wide)
+        return Verdict(site, Code(stop.code), stop.detail, stop.node)
+    if site.problem is not None:
+        return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
+    if not saves_cache(plan.dims):
+        rows, whole = plan.dims.latent_values, plan.dims.expanded_values
+        return Verdict(site, Code.COST_LATENT_WIDE, f"the latent rows hold {rows} values, K and V {whole}", plan=plan)
+    return _choose_form(plan, device, forms, fold)
+
+
+def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
+    b, s, t = plan.sizes()
+    counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
+    element = val(plan.latent.node).element_size()
+    prefill = not isinstance(s, int) and s == t
+    single = s == 1 and forms == "auto"  # one query: decode, absorbed
+    choice = choose(
+        plan.dims, B=counts[0], S=counts[1], T=counts[2], element_bytes=element, device=device,
+        forms="absorbed" if single else forms, fold=fold, can_fold_query=True, can_fold_output=True,
+    )  # fmt: skip
+    if not isinstance(s, int) and forms == "auto" and not prefill:
+        return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)
+    if choice.absorbed and not (prefill and forms == "auto"):
+        return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
+    code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
+    return Verdict(plan.site, code, choice.reason, None, plan, choice)
+
+
+def _axis_hint(plan: AbsorbPlan, axis: Iterable[object]) -> int:
+    """The size of a product of atoms at the sizes seen when the graph was traced."""
+    hints = {}
+    operands = [plan.site.out, plan.site.v, *(p.k for p in plan.site.products)]
+    for operand in operands:
+        for own, dim in zip(operand.axes, val(operand.node).shape, strict=True):
+            hints[own] = hint(size(dim), dim)
+    whole = tuple(axis)
+    if whole in hints:
+        return hints[whole]  # type: ignore[index]
+    total = 1
+    for atom in whole:
+        total *= hints.get((atom,), atom.size if isinstance(atom.size, int) else 1)  # type: ignore[attr-defined, index]
+    return total
+
+
+@dataclass(frozen=True)
+class _Cut:
+    node: fx.Node
+    bytes: int
+    piece: Piece
+
+
+def _cuts(piece: Piece, proper: bool) -> _Cut | None:
+    """The narrowest tensor on the way from the source to the piece, before (proper) or after its last projection."""
+    last = piece.path[-1]
+    best: tuple[int, int, int] | None = None
+    where: fx.Node | None = None
+    for index, visit in enumerate(piece.path):
+        if (visit.contractions < last.contractions) != proper:
+            continue
+        key = (bytes_hint(visit.node), last.scalings - visit.scalings, index)
+        if best is None or key < best:
+            best, where = key, visit.node
+    return None if best is None or where is None else _Cut(where, best[0], piece)
+
+
+def _choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | None]:
+    """Where the walks should end, and a source that was passed over because its rows are no narrower."""
+    proper: dict[fx.Node, list[Piece]] = {}
+    chosen: set[fx.Node] = set()
+    wide: fx.Node | None = None
+    for piece in pieces:
+        cut = _cuts(piece, proper=True)
+        trivial = _cuts(piece, proper=False)
+        if cut is not None:
+            proper.setdefault(cut.node, []).append(piece)
+        elif trivial is not None:
+            chosen.add(trivial.node)
+    for node, using in proper.items():
+        expanded = {c.node: c.bytes for c in (_cuts(p, proper=False) for p in using) if c is not None}
+        if bytes_hint(node) < sum(expanded.values()):
+            chosen.add(node)
+        else:
+            chosen.update(expanded)
+            wide = node
+    return chosen, wide
+
+
+def _respect_other_users(graph: fx.Graph, verdicts: list[Verdict]) -> list[Verdict]:
+    """Takes back every site whose expansion stays alive although the site no longer reads it."""
+    while True:
+        chosen = {v.site.node: v for v in verdicts if v.absorb}
+        alive = _alive(graph, chosen)
+        for index, verdict in enumerate(verdicts):
+            if verdict.absorb and (found := _expansion_alive(verdict, alive)) is not None:
+                verdicts[index] = _taken_back(verdict, *found)
+                break
+        else:
+            return verdicts
+
+
+def _alive(graph: fx.Graph, absorbed: dict[fx.Node, Verdict]) -> dict[fx.Node, fx.Node | None]:
+    """Every node still needed when the sites are absorbed, and one node that needs it."""
+    output = graph.output_node()
+    alive: dict[fx.Node, fx.Node | None] = {output: None}
+    queue = [output]
+    products = {p.node: v for v in absorbed.values() if v.site.open_core for p in v.site.products if p.node}
+    while queue:
+        node = queue.pop()
+        inputs: list[fx.Node] = list(node.all_input_nodes)
+        verdict = absorbed.get(node) or products.get(node)
+        if verdict is not None and verdict.plan is not None:
+            site = verdict.site
+            inputs = [*verdict.plan.sources, *_weight_nodes(verdict.plan), *(p.q.node for p in site.products)]
+            inputs += [m.operand.node for m in site.masks]
+            if site.open_core and node is site.node and site.probs is not None:
+                inputs = [*verdict.plan.sources, *_weight_nodes(verdict.plan), site.probs.node]
+        for i in inputs:
+            if i not in alive:
+                alive[i] = node
+                queue.append(i)
+    return alive
+
+
+def _weight_nodes(plan: AbsorbPlan) -> list[fx.Node]:
+    factors = [f for t in (*plan.keys, *plan.vals) for f in (t.piece.weight, t.piece.bias) if f is not None]
+    return [n for f in factors for n in f.expr.leaves()]
+
+
+def _expansion_alive(verdict: Verdict, alive: dict[fx.Node, fx.Node | None]) -> tuple[str, fx.Node] | None:
+    """A projection between the sources and K or V that is still computed: whose it is, and the node."""
+    assert verdict.plan is not None
+    for which, terms in (("keys", verdict.plan.keys), ("values", verdict.plan.vals)):
+        for term in terms:
+            for before, visit in zip(term.piece.path, term.piece.path[1:], strict=False):
+                if visit.contractions > before.contractions and visit.node in alive:
+                    return which, visit.node
+    return None
+
+
+def _taken_back(verdict: Verdict, which: str, node: fx.Node) -> Verdict:
+    masks = {m.operand.node for m in verdict.site.masks}
+    seen: set[fx.Node] = set()
+    queue = [node]
+    while queue:
+        for user in queue.pop().users:
+            if user in masks:
+                code = Code.MASK_DEPENDS_ON_KEYS
+                return replace(verdict, code=code, reason=CODES[code].meaning, blame=user)
+            if user not in seen and user is not verdict.site.node:
+                seen.add(user)
+                queue.append(user)
+    code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
+    return replace(verdict, code=code, reason=CODES[code].meaning, blame=node)
+
+

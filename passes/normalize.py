@@ -1,0 +1,51 @@
+"""Many spellings, one graph: what carries no meaning for the analysis is removed before it starts.
+
+Before::
+
+    _assert_tensor_metadata(x, None, None, float32)      # a check that tracing left behind
+    y = clone(x); z = _to_copy(y, dtype=<dtype of y>)
+
+After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks were true when the graph was traced and
+guard nothing that Dynamo's own guards do not. Copies whose value escapes (outputs, inputs written in place) stay.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mla_compile.passes.graph import packet, same, shape, val
+
+aten = torch.ops.aten
+_CHECKS = {aten._assert_tensor_metadata}
+
+
+def normalize(graph: fx.Graph) -> int:
+    """Removes checks and empty operators; returns how many."""
+    removed = 0
+    for node in list(graph.nodes):
+        if packet(node) in _CHECKS:
+            graph.erase_node(node)
+            removed += 1
+        elif _is_empty(node):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)
+            removed += 1
+    return removed
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """An operator that returns its input as it is, and whose users only compute with it."""
+    if any(user.op == "output" for user in node.users):
+        return False
+    op = packet(node)
+    if op is aten.dropout:
+        return not node.args[2] or node.args[1] == 0
+    if op in (aten.detach, aten.alias):
+        return True
+    if op in (aten.expand, aten.slice) and isinstance(node.args[0], fx.Node):
+        old, new = shape(node.args[0]), shape(node)
+        if len(old) != len(new) or not all(same(a, b) for a, b in zip(old, new, strict=True)):
+            return False
+        return bool(val(node.args[0]).stride() == val(node).stride())
+    return False

@@ -1,0 +1,343 @@
+"""Following attention scores from the query-key product to the softmax and on to the value product.
+
+Between the products people write a scale, masks, casts, reshapes, in any order. All of it is followed backwards from the
+value product, with axes as atoms, until a product of two activations is reached. What does not fit the plain formula
+does not end the walk: it is noted (``open_core``), because the products can still be rewritten one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from mla_compile.passes.atoms import Atom, Axes, Axis, Split, flatten, fresh_axis, regroup, substitute
+from mla_compile.passes.graph import argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.linear_contract import parse_einsum
+from mla_compile.passes.linear_map import Stop
+from mla_compile.passes.site import MaskTerm, Operand, Product
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``scale * sum(products)`` with masks, possibly after a softmax over the atoms ``softmax``."""
+
+    axes: Axes
+    products: tuple[Product, ...]
+    scale: float = 1.0
+    masks: tuple[MaskTerm, ...] = ()
+    softmax: Axis = ()
+    open_core: str | None = None
+    problem: Stop | None = None
+    padded: tuple[tuple[Atom, Axis], ...] = ()  # a longer axis (a sink was appended) and the axis it was made from
+
+    def opened(self, why: str) -> Scores:
+        return self if self.open_core else replace(self, open_core=why)
+
+    def split(self, split: Split) -> Scores:
+        if not split:
+            return self
+        return replace(
+            self,
+            axes=tuple(substitute(a, split) for a in self.axes),
+            products=tuple(p.split(split) for p in self.products),
+            masks=tuple(m.split(split) for m in self.masks),
+            softmax=substitute(self.softmax, split),
+            padded=tuple((a, substitute(b, split)) for a, b in self.padded),
+        )
+
+
+_SAME = {
+    aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as, aten.lift_fresh,
+}  # fmt: skip
+_VIEWS = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze}
+_SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
+_ELEMENTWISE = {aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum}
+
+
+class ScoreTracer:
+    """Walks back from one node; remembers what it has seen in this graph."""
+
+    def __init__(self, weights: Collection[fx.Node]) -> None:
+        self.weights = weights
+        self._seen: dict[fx.Node, Scores | None] = {}
+
+    def is_product(self, node: fx.Node) -> bool:
+        """Whether ``node`` multiplies two activations along an axis."""
+        labelled = product_labels(node) if packet(node) in _PRODUCTS else None
+        return labelled is not None and not any(o in self.weights for o, _ in labelled[:2])
+
+    def probabilities(self, node: fx.Node) -> Scores | None:
+        scores = self.trace(node)
+        return scores if scores is not None and scores.softmax else None
+
+    def trace(self, node: fx.Node) -> Scores | None:
+        if node not in self._seen:
+            self._seen[node] = None  # while it is being traced; graphs have no cycles
+            self._seen[node] = self._trace(node)
+        return self._seen[node]
+
+    def _trace(self, node: fx.Node) -> Scores | None:
+        op = packet(node)
+        if self.is_product(node):
+            return _product(node)
+        rule = _RULES.get(op)
+        return None if rule is None or not is_tensor(node) else rule(self, node)
+
+
+def _product(node: fx.Node) -> Scores | None:
+    labelled = product_labels(node)
+    assert labelled is not None
+    (left, left_labels), (right, right_labels), out = labelled
+    axis_of: dict[str, Axis] = {}
+    for x, labels in ((left, left_labels), (right, right_labels)):
+        for label, s in zip(labels, shape(x), strict=True):
+            if not axis_of.get(label, ()):
+                axis_of[label] = fresh_axis(s)
+    summed = [c for c in left_labels if c not in out]
+    if len(summed) != 1 or summed[0] not in right_labels or any(c not in out for c in right_labels if c not in summed):
+        return None
+
+    def operand(x: fx.Node, labels: str) -> Operand:
+        return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
+
+    features = axis_of[summed[0]]
+    # Which side is the query is settled at the softmax (its axis belongs to the keys); until then left is.
+    axes = tuple(axis_of[c] for c in out)
+    return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
+
+
+def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    return scores if scores is None or val(node).dtype.is_floating_point else None
+
+
+def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    active = argument(node, 2, "train", True) and argument(node, 1, "p", 0.5) != 0
+    if scores is None or not active:
+        return scores
+    return replace(scores, problem=Stop(node, "dropout", "dropout of the attention probabilities is active"))
+
+
+def _view(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
+    if scores is None or grouped is None:
+        return None
+    return replace(scores.split(grouped[1]), axes=grouped[0])
+
+
+def _expand(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    if scores is None or len(shape(node)) != len(scores.axes):
+        return None
+    old = shape(node.args[0])  # type: ignore[arg-type]
+    return scores if all(same(a, b) for a, b in zip(old, shape(node), strict=True)) else None
+
+
+def _permute(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    if scores is None:
+        return None
+    rank = len(scores.axes)
+    order = list(range(rank))
+    if packet(node) is aten.permute:
+        order = [axis(d, rank) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    else:
+        a, b = axis(node.args[1], rank), axis(node.args[2], rank)  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+    return replace(scores, axes=tuple(scores.axes[d] for d in order))
+
+
+def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    a, b = node.args[0], node.args[1]
+    if not isinstance(a, fx.Node) or (isinstance(b, fx.Node) and tracer.trace(a) is None):
+        a, b = b, a
+        if packet(node) is aten.div:
+            return None
+    scores = tracer.trace(a) if isinstance(a, fx.Node) else None
+    if scores is None or not isinstance(a, fx.Node) or not _keeps_shape(node, a):
+        return None
+    if not isinstance(b, (int, float)) or scores.softmax:
+        return scores.opened("scores or probabilities are multiplied by a tensor")
+    by = 1.0 / b if packet(node) is aten.div else float(b)
+    masks = tuple(replace(m, scale=m.scale * by, fill=m.fill * by) for m in scores.masks)
+    return replace(scores, scale=scores.scale * by, masks=masks)
+
+
+def _keeps_shape(node: fx.Node, x: fx.Node) -> bool:
+    return len(shape(x)) == len(shape(node)) and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True))
+
+
+def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    a, b = node.args[0], node.args[1]
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        kept = tracer.trace(a) if isinstance(a, fx.Node) else None
+        return None if kept is None else kept.opened("a constant is added to the scores")
+    left, right = tracer.trace(a), tracer.trace(b)
+    alpha = node.kwargs.get("alpha", 1)
+    if left is not None and right is not None:
+        return _sum(left, right) if alpha == 1 else None
+    scores, other, x = (left, b, a) if left is not None else (right, a, b)
+    if scores is None or not _keeps_shape(node, x):
+        return None
+    if scores.softmax or alpha != 1 or not is_tensor(other):
+        return scores.opened("something is added to the probabilities")
+    return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
+
+
+def _sum(a: Scores, b: Scores) -> Scores | None:
+    """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
+    if a.softmax or b.softmax or a.masks or b.masks or len(a.axes) != len(b.axes) or a.scale == 0:
+        return None
+    rename: Split = {}
+    for own, other in zip(a.axes, b.axes, strict=True):
+        if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
+            return None
+        rename.update({y: (x,) for x, y in zip(own, other, strict=True) if y is not x})
+    joined = replace(a, products=(*a.products, *b.split(rename).products))
+    return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
+
+
+def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """masked_fill(x, mask, value); where(mask, x, value); where(mask, value, x)."""
+    kind: Literal["keep", "drop"]
+    if packet(node) is aten.masked_fill:
+        x, mask, value, kind = node.args[0], node.args[1], node.args[2], "drop"
+    else:
+        mask, x, value, kind = node.args[0], node.args[1], node.args[2], "keep"
+        if not isinstance(x, fx.Node) or tracer.trace(x) is None:
+            x, value, kind = value, x, "drop"
+    scores = tracer.trace(x) if isinstance(x, fx.Node) else None
+    if scores is None or not isinstance(x, fx.Node) or not is_tensor(mask) or not _keeps_shape(node, x):
+        return None
+    number = _constant(value)
+    if number is None or scores.softmax:
+        return scores.opened("scores are replaced by a tensor")
+    operand = Operand(mask, align_right(mask, scores.axes))  # type: ignore[arg-type]
+    return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=number)))
+
+
+def _constant(value: object) -> float | None:
+    """A number, or a 0-d tensor whose value stands in the graph."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    while isinstance(value, fx.Node) and packet(value) in (aten._to_copy, aten.to, aten.lift_fresh_copy, aten.detach):
+        value = value.args[0]
+    if isinstance(value, fx.Node) and packet(value) in (aten.full, aten.scalar_tensor):
+        number = value.args[1 if packet(value) is aten.full else 0]
+        return float(number) if isinstance(number, (int, float)) else None
+    return None
+
+
+def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    if scores is None or scores.softmax:
+        return None
+    over = scores.axes[axis(node.args[1], len(scores.axes))]  # type: ignore[arg-type]
+    scores = scores.opened("the softmax runs over more than the keys") if dict(scores.padded) else scores
+    over = tuple(b for a in over for b in dict(scores.padded).get(a, (a,)))
+    products = tuple(_oriented(p, over) for p in scores.products)
+    if packet(node) is aten._safe_softmax:
+        scores = scores.opened("a softmax that gives zeros for empty rows")
+    return replace(scores, products=products, softmax=over)
+
+
+def _oriented(product: Product, keys: Axis) -> Product:
+    """The operand that has the softmax's axis is the key."""
+    if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
+        return replace(product, q=product.k, k=product.q)
+    return product
+
+
+def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """An operator that keeps the axes but is not part of the plain formula (soft cap, subtracting the maximum)."""
+    for x in node.args:
+        scores = tracer.trace(x) if is_tensor(x) else None  # type: ignore[arg-type]
+        if scores is not None and _keeps_shape(node, x):  # type: ignore[arg-type]
+            return scores.opened(f"{packet(node).__name__} between the products")
+    return None
+
+
+def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """Something is appended to the scores along one axis (an attention sink)."""
+    inputs: Any = node.args[0]
+    dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
+    for x in inputs:
+        scores = tracer.trace(x)
+        if scores is not None and not scores.softmax:
+            longer = Atom(shape(node)[dim])
+            axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
+            padded = (*scores.padded, (longer, scores.axes[dim]))
+            return replace(scores, axes=axes, padded=padded).opened("columns are appended to the scores")
+    return None
+
+
+def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """The appended columns are cut off again."""
+    x: Any = node.args[0]
+    scores = tracer.trace(x)
+    if scores is None or _keeps_shape(node, x):
+        return scores
+    dim = axis(argument(node, 1, "dim", 0), len(shape(x)))
+    own = scores.axes[dim]
+    original = dict(scores.padded).get(own[0]) if len(own) == 1 else None
+    start = argument(node, 2, "start")
+    if original is None or start not in (0, None) or len(original) != 1 or not same(original[0].size, shape(node)[dim]):
+        return None
+    axes = tuple(original if k == dim else a for k, a in enumerate(scores.axes))
+    return replace(scores, axes=axes)
+
+
+_PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum}
+_RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
+    **dict.fromkeys(_SAME, _pass_through),
+    aten.dropout: _dropout,
+    **dict.fromkeys(_VIEWS, _view),
+    aten.expand: _expand,
+    **dict.fromkeys((aten.permute, aten.transpose), _permute),
+    **dict.fromkeys((aten.mul, aten.div), _scale),
+    aten.add: _add,
+    **dict.fromkeys((aten.masked_fill, aten.where), _fill),
+    **dict.fromkeys(_SOFTMAX, _softmax),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    aten.cat: _cat,
+    aten.slice: _slice,
+}
+
+
+def align_right(node: fx.Node, axes: Axes) -> Axes:
+    """The axes of a tensor that broadcasts against ``axes`` from the right."""
+    own = shape(node)
+    return tuple(() if same(s, 1) else a for s, a in zip(own, axes[len(axes) - len(own) :], strict=True))
+
+
+def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
+    """A two-operand product as einsum labels: (left, labels), (right, labels), result labels."""
+    op = packet(node)
+    if op is aten.einsum:
+        parsed = parse_einsum(node)
+        operands: Any = node.args[1]
+        if parsed is None or len(operands) != 2:
+            return None
+        (a, b), out = parsed
+        return (operands[0], a), (operands[1], b), out
+    if op not in (aten.matmul, aten.bmm, aten.mm):
+        return None
+    left, right = node.args[0], node.args[1]
+    if not is_tensor(left) or not is_tensor(right):
+        return None
+    ra, rb = len(shape(left)), len(shape(right))  # type: ignore[arg-type]
+    if ra < 2 or rb < 2:
+        return None
+    batch = "abcdefghijklmnopqrstuvw"[: max(ra, rb) - 2]
+    la = batch[len(batch) - (ra - 2) :] + "xy"
+    lb = batch[len(batch) - (rb - 2) :] + "yz"
+    return (left, la), (right, lb), batch + "xz"  # type: ignore[return-value]
+

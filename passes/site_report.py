@@ -1,0 +1,73 @@
+"""A verdict as the record that users read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from torch import fx
+
+from mla_compile.codes import CODES
+from mla_compile.passes import cost
+from mla_compile.passes.graph import packet, val
+from mla_compile.passes.judge import Verdict
+from mla_compile.records import Location, SiteReport
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def site_report(index: int, verdict: Verdict) -> SiteReport:
+    """What became of one attention, with the numbers where its sizes are known."""
+    report = SiteReport(
+        index=index,
+        where=locate(verdict.site.node),
+        verdict="absorbed" if verdict.absorb else CODES[verdict.code].verdict,
+        code=verdict.code,
+        reason=verdict.reason,
+        fix=CODES[verdict.code].fix,
+        blame=None if verdict.blame is None else locate(verdict.blame),
+        notes=() if not verdict.site.open_core else (f"products rewritten one by one: {verdict.site.open_core}",),
+    )
+    if verdict.plan is None:
+        return report
+    dims = verdict.plan.dims
+    element = val(verdict.plan.latent.node).element_size()
+    chosen = verdict.choice.form if verdict.choice is not None else "expanded"
+    after: cost.ChosenForm = "chained" if verdict.absorb and chosen == "expanded" else chosen
+    after = after if verdict.absorb else "expanded"
+    return replace(
+        report,
+        form=after,
+        dims=dims,
+        cache_values_expanded=dims.expanded_values,
+        cache_values_latent=dims.latent_values,
+        decode_flops_before=cost.decode_flops(dims, "expanded"),
+        decode_flops_after=cost.decode_flops(dims, after),
+        decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
+        decode_bytes_after=cost.decode_bytes(dims, after, element),
+        break_even_S=cost.break_even_S(dims),
+    )
+
+
+def locate(node: fx.Node) -> Location:
+    """The node, its module path and the user's source line, as far as the trace recorded them."""
+    op = packet(node)
+    name = getattr(op, "__name__", None) or str(node.target)
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, code = frames[-1] if frames else (None, None, None)
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return Location(
+        node=node.name,
+        op=f"aten.{name}" if op is not None else node.op,
+        module=_module_path(modules[-1][0]) if modules else "",
+        file=file,
+        line=int(line) if line is not None else None,
+        code=code.strip() if code else None,
+    )
+
+
+def _module_path(name: str) -> str:
+    """``L['self'].model.layers.0.self_attn`` and its variants as ``model.layers.0.self_attn``."""
+    name = re.sub(r"L\[['\"](\w+)['\"]\]", r"\1", name)
+    name = re.sub(r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name)
+    return re.sub(r"^(self\.)+|slice\(None, [^)]*\)", "", name).strip(".")

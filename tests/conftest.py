@@ -1,0 +1,45 @@
+"""What every test runs under: no network, quiet threads, and a compiler without memory of the test before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+# Before torch is imported: spinning OpenMP threads make the steps of a test ten times longer on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before transformers is: its models are built from configs, and a look-up by mistake is an error, not a download.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+
+import hypothesis
+import pytest
+
+# A generated case may compile a graph: no deadline. The same cases each run, so that a failure is not a matter of luck;
+# `pytest --hypothesis-profile=explore` draws new ones.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Forget compiled code after each test: Dynamo keeps at most 8 entries for a function that all models share."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"]._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting to anything but a local socket file is an error."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            raise AssertionError(f"a test tried to connect to {address!r}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
