@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError
 from mla_compile.options import Options
@@ -63,16 +63,25 @@ class Compiler:
 
     __name__ = "mla"  # what Dynamo shows in its messages
 
-    def __init__(self, options: Options, mode: str | None = None, *, explain_only: bool = False) -> None:
+    def __init__(
+        self,
+        options: Options,
+        mode: str | None = None,
+        *,
+        explain_only: bool = False,
+        on_report: Callable[[], None] | None = None,
+    ) -> None:
         self.options = options
-        self.mode = mode
         self.explain_only = explain_only
+        self.on_report = on_report
+        self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
         self.patches = _inductor_patches(mode, options)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The compiled graph. A failure of ours leaves it only with ``strict``; else the original graph is compiled."""
+        self.graphs += 1
         if not has_attention(gm):
             return self._generate(gm, example_inputs)
         from mla_compile.monitor import watch_current_function
@@ -97,19 +106,21 @@ class Compiler:
         # Whatever goes wrong in here, the user's model must still run: the original graph is untouched and compiles.
         except Exception as error:
             self.failures.append(error)
-            if self.options.strict:
+            if self.options.strict and not self.explain_only:
                 raise
+            if self.explain_only:
+                return None
             kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
             _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             logger.debug("the failure was", exc_info=error)
             return None
         self.reports.append(outcome.report)
-        logger.info("%s", outcome.report.summary())
-        if outcome.absorbed and not self.explain_only:
-            return _Rewritten(program, outcome, folds)
-        if outcome.report.sites and not (self.explain_only or _all_kept_by_choice(outcome.report)):
-            _warn(f"nothing was absorbed in a graph with attention: {outcome.report.summary()}")
-        return None
+        if self.explain_only:
+            return None
+        tell(outcome.report)
+        if self.on_report is not None:
+            self.on_report()
+        return _Rewritten(program, outcome, folds) if outcome.absorbed else None
 
     def _fold(self, program: Program, example_inputs: Sequence[Any]) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
@@ -130,12 +141,12 @@ class Compiler:
         fakes = [node.meta["val"] for node in program.placeholders]
         inputs = [*example_inputs, *fakes[len(example_inputs) :]]
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
+        pays = runtime.picker(done.captured, done.outcome.variants)
         with torch.no_grad():
             call = self._generate(capture.to_graph_module(program), inputs)
             if done.folds is not None:
                 call = runtime.with_folds(call, done.folds)
             if done.outcome.variants:
-                pays = runtime.picker(done.captured, done.outcome.variants)
                 expanded = self._generate(gm, example_inputs)
                 call = expanded if pays is None else runtime.choose_by_call(pays, call, expanded)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
@@ -146,7 +157,8 @@ class Compiler:
             return gm
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(gm, list(example_inputs), config_patches=self.patches)  # type: ignore[no-any-return]
+        code: Any = compile_fx(gm, list(example_inputs), config_patches=self.patches)
+        return cast("Callable[..., Any]", code)
 
 
 def has_attention(gm: fx.GraphModule) -> bool:
@@ -177,6 +189,13 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     returned = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
     tensors = [value for value in returned if isinstance(value, torch.Tensor)]
     return len(tensors) < len(returned) or any(value.requires_grad for value in tensors)
+
+
+def tell(report: Report) -> None:
+    """One INFO line about a graph; a warning where it has attention and nothing was absorbed."""
+    logger.info("%s", report.summary())
+    if report.sites and not report.absorbed and not _all_kept_by_choice(report):
+        _warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
 
 
 def _all_kept_by_choice(report: Report) -> bool:

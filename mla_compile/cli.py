@@ -64,7 +64,7 @@ def demo(
         if json_file is not None:
             json_file.write_text(json.dumps(outcome.to_dict(), indent=2, allow_nan=False) + "\n")
     except (MlaCompileError, OSError) as error:
-        _err.print(f"error: {error}", style="red", markup=False)
+        _err.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     _show(outcome)
     if not outcome.agreement.ok:
@@ -104,6 +104,8 @@ def _show(outcome: demo_.Outcome) -> None:
     _out.print(outcome.report)
     _out.print()
     _show_agreement(outcome.agreement)
+    if outcome.precision_ratio is not None:
+        _out.print(f"precision: error against float64 at most {outcome.precision_ratio:.3g} times the original's")
     before, after = outcome.cache_bytes
     if after:
         _out.print(

@@ -111,12 +111,17 @@ class Timing:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that the demo found."""
+    """All that the demo found.
+
+    ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest error of an absorbed
+    site over the error of the same site in its original form, both against float64; ``None`` where none was checked.
+    """
 
     settings: Settings
     report: Report
     agreement: Agreement
     timings: tuple[Timing, ...]
+    precision_ratio: float | None = None
 
     @property
     def cache_bytes(self) -> tuple[int, int]:
@@ -133,6 +138,7 @@ class Outcome:
             "settings": asdict(self.settings),
             "agreement": asdict(self.agreement) | {"ok": self.agreement.ok},
             "cache_bytes_per_token": {"expanded": before, "latent": after},
+            "precision_ratio": self.precision_ratio,
             "timings": [asdict(timing) for timing in self.timings],
             "report": self.report.to_dict(),
         }
@@ -146,8 +152,8 @@ def stages(settings: Settings) -> int:
 def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     """Build, optimize, compare and time; ``progress`` is told the name of each stage as it begins.
 
-    Raises :class:`MlaCompileError` when transformers is not installed. Tokens that differ are no error here: see
-    :attr:`Agreement.ok`.
+    Raises :class:`MlaCompileError` when transformers is not installed or nothing was absorbed. Tokens that differ are
+    no error here: see :attr:`Agreement.ok`.
     """
     progress("building the model")
     model = build(settings)
@@ -158,7 +164,8 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     original_tokens = generate(model, prompt, settings.tokens)
     progress(f"compiling, and generating {settings.tokens} tokens with the optimized model")
     agreement = compare(original_tokens, generate(optimized, prompt, settings.tokens), _TOLERANCE[settings.dtype])
-    report = _decode_report(model, settings)
+    precision_ratio = _precision(getattr(optimized, "mla_report", None))
+    report = mla_compile.explain(model, **_decode_inputs(model, max(settings.contexts), settings.dtype))
     progress("compiling the original with Inductor")
     steps = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
     for context in (settings.prompt, settings.prompt + 1):  # the second length makes the context symbolic
@@ -167,7 +174,15 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     for context in settings.contexts:
         progress(f"decoding at a context of {context:,} tokens")
         timings.append(measure(model, steps, context, settings))
-    return Outcome(settings, report, agreement, tuple(timings))
+    return Outcome(settings, report, agreement, tuple(timings), precision_ratio)
+
+
+def _precision(report: Report | None) -> float | None:
+    """The worst ratio of a report on compiled graphs; raises where they hold no absorbed site."""
+    if report is None or not report.absorbed:
+        found = "no graph with attention was compiled" if report is None else report.summary()
+        raise MlaCompileError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
+    return max((site.precision_ratio for site in report.sites if site.precision_ratio is not None), default=None)
 
 
 def build(settings: Settings) -> Any:

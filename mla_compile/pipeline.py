@@ -5,6 +5,7 @@ find_attention,
 linear_map, judge  read only: they decide everything before anything is changed;
 absorb             rewrites the sites that were judged legal and worth it;
 verify             checks each distinct rewrite against float64 while the original is still at hand;
+fold               after verify, whose inputs are the unfolded queries;
 lower              last, because absorb speaks in terms of the operator.
 
 The program that comes in is never changed.
@@ -12,26 +13,31 @@ The program that comes in is never changed.
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import sympy
 import torch
 from torch import fx
 
+from mla_compile.codes import Code
 from mla_compile.dims import Dims
+from mla_compile.errors import VerificationError
 from mla_compile.options import Options
-from mla_compile.passes.absorb import absorb
+from mla_compile.passes.absorb import Absorbed, absorb
 from mla_compile.passes.cost import default_device
 from mla_compile.passes.find_attention import find_attention
+from mla_compile.passes.fold import fold
 from mla_compile.passes.graph import weight_nodes
 from mla_compile.passes.judge import Verdict, judge
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.site_report import site_report
+from mla_compile.passes.verify import Check, check_site, key_of
 from mla_compile.program import Program
 from mla_compile.records import PassRecord
 from mla_compile.report import Report
@@ -77,8 +83,26 @@ class _Clock:
 
 
 def run(program: Program, options: Options, name: str = "") -> Outcome:
-    """Rewrites a copy of ``program`` as far as it can be proved right and pays."""
-    program = program.copy()
+    """Rewrites a copy of ``program`` as far as it can be proved right and pays.
+
+    With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
+    left as it was (``options.strict``: raises :class:`VerificationError`).
+    """
+    failed: dict[str, str] = {}
+    while True:
+        outcome, checks = _run_once(program, options, name, failed)
+        new = {node: check.problem for node, check in checks.items() if check.problem is not None}
+        if not new:
+            return outcome
+        if options.strict:
+            raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
+        failed.update(new)
+
+
+def _run_once(
+    captured: Program, options: Options, name: str, failed: Mapping[str, str]
+) -> tuple[Outcome, dict[str, Check]]:
+    program = captured.copy()
     graph = program.gm.graph
     clock = _Clock(program)
     clock.run("normalize", lambda: normalize(graph), int)
@@ -86,25 +110,49 @@ def run(program: Program, options: Options, name: str = "") -> Outcome:
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
     maps = LinearMaps(weights, program.fake_mode)
     device = default_device(_device_type(program.gm))
-    verdicts = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, options.fold), lambda _: 0)
-    reports = [site_report(index, verdict) for index, verdict in enumerate(verdicts)]
+    # Live weights are compared with a copy in every call to keep a fold from going stale, which reads more bytes than
+    # a fold saves: "auto" folds only where the weights are part of an exported program.
+    folding = "never" if options.fold == "auto" and not captured.frozen else options.fold
+    verdicts = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
+    verdicts = [
+        replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v
+        for v in verdicts
+    ]
     chosen = [v for v in verdicts if v.absorb]
-    clock.run("absorb", lambda: _absorb_all(program, chosen), int)
+    before = copy.deepcopy(graph) if options.verify and chosen else None
+    rewritten = clock.run("absorb", lambda: _absorb_all(program, chosen), len)
+    checks: dict[str, Check] = {}
+    if before is not None:
+        checks = clock.run("verify", lambda: _verify(rewritten, before, program), lambda _: 0)
+    folded = clock.run("fold", lambda: fold(program, rewritten, chosen), lambda done: sum(map(len, done.values())))
+    reports = [
+        site_report(i, v, checks.get(v.site.node.name), folded.get(v.site.node.name)) for i, v in enumerate(verdicts)
+    ]
     if options.lowering == "aten":
         clock.run("lower", lambda: lower_to_aten(graph, program.fake_mode), int)
     graph.eliminate_dead_code()
     program.gm.recompile()
     variants = tuple(_site_cost(v) for v in chosen if v.by_call)
     report = Report(tuple(reports), graph=name, passes=tuple(clock.records))
-    return Outcome(program, report, len(chosen), variants)
+    return Outcome(program, report, len(chosen), variants), checks
 
 
-def _absorb_all(program: Program, verdicts: list[Verdict]) -> int:
-    for verdict in verdicts:
-        assert verdict.plan is not None
-        absorb(verdict.plan, program.fake_mode)
+def _verify(rewritten: list[Absorbed], before: fx.Graph, program: Program) -> dict[str, Check]:
+    """One check per distinct site, its result given to all sites that are the same computation."""
+    done: dict[tuple[object, ...], Check] = {}
+    checks: dict[str, Check] = {}
+    for site in rewritten:
+        key = key_of(site.plan)
+        if key not in done:
+            done[key] = check_site(site.plan, site.out, before, program.weights)
+        checks[site.plan.site.node.name] = done[key]
+    return checks
+
+
+def _absorb_all(program: Program, verdicts: list[Verdict]) -> list[Absorbed]:
+    rewritten = [absorb(v.plan, program.fake_mode) for v in verdicts if v.plan is not None]
     program.gm.graph.eliminate_dead_code()
-    return len(verdicts)
+    return rewritten
 
 
 def _site_cost(verdict: Verdict) -> SiteCost:

@@ -23,10 +23,7 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence
 
     ``None`` where a size is not known from the inputs, for instance one computed in the graph.
     """
-    gain = sympy.Integer(0)
-    for (dims, B, S, T), count in Counter((v.dims, v.B, v.S, v.T) for v in variants).items():
-        letters = {formulas.S: S, formulas.T: T, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
-        gain += count * B * dims.H * formulas.absorption_gain().subs(letters)
+    gain = _gain(variants)
     symbols = sorted(gain.free_symbols, key=str)
     readers = [_reader(program, symbol) for symbol in symbols]
     if any(reader is None for reader in readers):
@@ -37,6 +34,28 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence
         return bool(value(*[read(inputs) for read in readers if read is not None]) > 0)
 
     return absorbed_pays
+
+
+def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
+    """The same decision for the sizes the program was traced with; False where one of them is not known."""
+    known: dict[sympy.Expr, int] = {}
+    for node in program.placeholders:
+        value = node.meta["val"]
+        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+            if isinstance(size, torch.SymInt) and size.node.hint is not None:
+                known[size.node.expr] = int(size.node.hint)
+    gain = _gain(variants).subs(known)
+    return bool(gain.is_number and gain > 0)
+
+
+def _gain(variants: Sequence[SiteCost]) -> sympy.Expr:
+    """Multiply-adds that absorbing saves over all sites, in the graph's shape symbols."""
+    gain = sympy.Integer(0)
+    for site, count in Counter(variants).items():
+        dims = site.dims
+        letters = {formulas.S: site.S, formulas.T: site.T, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
+        gain += count * site.B * dims.H * formulas.absorption_gain().subs(letters)
+    return gain
 
 
 def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Sequence[Any]], int] | None:

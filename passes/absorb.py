@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -39,9 +40,22 @@ from mla_compile.passes.site import MaskTerm, Product
 aten = torch.ops.aten
 
 
-def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> fx.Node:
-    """Rewrites one site; returns the node that now stands for its output. The old nodes are left to dead code removal."""
-    return Rewriter(plan, fake_mode).run()
+@dataclass(frozen=True)
+class Absorbed:
+    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v."""
+
+    plan: AbsorbPlan
+    out: fx.Node
+    queries: tuple[fx.Node, ...]
+    latent: fx.Node
+
+
+def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
+    """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
+    rewriter = Rewriter(plan, fake_mode)
+    out = rewriter.run()
+    assert rewriter.latent is not None
+    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent)
 
 
 class Rewriter:
@@ -56,6 +70,8 @@ class Rewriter:
         known = [(o.node, o.axes) for o in operands if o.node is not self.site.node]
         self.sizes = Sizes(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
+        self.queries: list[fx.Node] = []
+        self.latent: fx.Node | None = None
 
     def run(self) -> fx.Node:
         new = self._open() if self.site.open_core else self._closed()
@@ -121,6 +137,7 @@ class Rewriter:
             )
             lo = "".join(c for c in lo if c in lq or c in lw)
             q = self.builder.call(aten.einsum.default, f"{lq},{lw}->{lo}", [q, weight])
+            self.queries.append(q)
             for k, a in enumerate(outer):
                 if term.at.get(a, a) not in (*inner, *piece.weight.atoms):
                     q = self.builder.call(aten.unsqueeze.default, q, k)
@@ -211,7 +228,7 @@ class Rewriter:
         outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
         width = self.plan.value_rows.width
         latent = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in (*outer, *width)])
-        latent = self.builder.cast(latent, self.dtype)
+        latent = self.latent = self.builder.cast(latent, self.dtype)
         parts = [self._value_part(latent, term, outer) for term in self.plan.vals]
         layout = self._out_layout()
         out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))

@@ -85,18 +85,40 @@ class Expr:
             memo[self] = builder.call(self.op, *args, **self.kwargs)
         return memo[self]
 
-    def evaluate(self, values: Mapping[fx.Node, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The number itself, from the weights' values; every floating leaf is cast to ``dtype`` first if given."""
+    def with_leaves(self, fn: Callable[[fx.Node], Expr]) -> Expr:
+        """The same expression over what ``fn`` makes of its leaves."""
         if self.node is not None:
-            leaf = values[self.node]
-            return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
-        assert self.op is not None
-        kwargs = dict(self.kwargs)
-        if dtype is not None and isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = dtype
-        result = self.op(*_map(self.args, lambda e: e.evaluate(values, dtype)), **kwargs)
-        assert isinstance(result, torch.Tensor)
-        return result
+            return fn(self.node)
+        args = _map(self.args, lambda e: e.with_leaves(fn))
+        return Expr(self.value, self.fake_mode, None, self.op, args, self.kwargs)
+
+    def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The number itself, from the values of its leaves by node name; floating arithmetic in ``dtype`` if given."""
+        memo: dict[Expr, torch.Tensor] = {}
+
+        def visit(expr: Expr) -> torch.Tensor:
+            if expr not in memo:
+                memo[expr] = one(expr)
+            return memo[expr]
+
+        def one(expr: Expr) -> torch.Tensor:
+            if expr.node is not None:
+                leaf = values[expr.node.name]
+                return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
+            assert expr.op is not None
+            kwargs = {k: _widened(v, dtype) for k, v in expr.kwargs.items()}
+            args = tuple(_widened(a, dtype) for a in _map(expr.args, visit))
+            result = expr.op(*args, **kwargs)
+            assert isinstance(result, torch.Tensor)
+            return result
+
+        return visit(self)
+
+
+def _widened(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating dtype argument of a cast, as the dtype the arithmetic is done in."""
+    floating = isinstance(value, torch.dtype) and value.is_floating_point
+    return dtype if floating and dtype is not None else value
 
 
 def _holds(value: object, expr: Expr) -> bool:

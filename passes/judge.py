@@ -15,6 +15,7 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.cost import Choice, Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.explain_refusal import explain_refusal
+from mla_compile.passes.fold_sides import fold_widths
 from mla_compile.passes.graph import bytes_hint, hint, size, val
 from mla_compile.passes.linear_map import LinearMaps, Piece, Stop
 from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
@@ -69,6 +70,9 @@ def _judge_site(site: AttentionSite, maps: LinearMaps, device: Device, forms: Fo
     if not saves_cache(plan.dims):
         rows, whole = plan.dims.latent_values, plan.dims.expanded_values
         return Verdict(site, Code.COST_LATENT_WIDE, f"the latent rows hold {rows} values, K and V {whole}", plan=plan)
+    if fold != "never":
+        q_width, model_width = fold_widths(plan, maps)
+        plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
     return _choose_form(plan, device, forms, fold)
 
 
@@ -77,10 +81,12 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
     counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
     element = val(plan.latent.node).element_size()
     prefill = not isinstance(s, int) and s == t
-    single = s == 1 and forms == "auto"  # one query: decode, absorbed
+    # One query is decode: what counts is the long context it will meet, not the one it was traced with.
+    context = None if s == 1 or not isinstance(t, int) else counts[2]
+    dims = plan.dims
     choice = choose(
-        plan.dims, B=counts[0], S=counts[1], T=counts[2], element_bytes=element, device=device,
-        forms="absorbed" if single else forms, fold=fold, can_fold_query=True, can_fold_output=True,
+        dims, B=counts[0], S=counts[1], T=context, element_bytes=element, device=device,
+        forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None,
     )  # fmt: skip
     if not isinstance(s, int) and forms == "auto" and not prefill:
         return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from mla_compile.codes import CODES
 from mla_compile.passes import cost
+from mla_compile.passes.fold import Folded
 from mla_compile.passes.graph import packet, val
 from mla_compile.passes.judge import Verdict
+from mla_compile.passes.verify import Check
 from mla_compile.records import Location, SiteReport
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
-def site_report(index: int, verdict: Verdict) -> SiteReport:
+def site_report(
+    index: int, verdict: Verdict, check: Check | None = None, folded: Sequence[Folded] | None = None
+) -> SiteReport:
     """What became of one attention, with the numbers where its sizes are known."""
+    notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
+    notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
         index=index,
         where=locate(verdict.site.node),
@@ -26,15 +33,15 @@ def site_report(index: int, verdict: Verdict) -> SiteReport:
         reason=verdict.reason,
         fix=CODES[verdict.code].fix,
         blame=None if verdict.blame is None else locate(verdict.blame),
-        notes=() if not verdict.site.open_core else (f"products rewritten one by one: {verdict.site.open_core}",),
+        precision_ratio=None if check is None else check.ratio,
+        notes=tuple(notes),
     )
     if verdict.plan is None:
         return report
     dims = verdict.plan.dims
     element = val(verdict.plan.latent.node).element_size()
-    chosen = verdict.choice.form if verdict.choice is not None else "expanded"
-    after: cost.ChosenForm = "chained" if verdict.absorb and chosen == "expanded" else chosen
-    after = after if verdict.absorb else "expanded"
+    after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
+    errors = [f.error for f in folded or () if f.error is not None]
     return replace(
         report,
         form=after,
@@ -46,6 +53,7 @@ def site_report(index: int, verdict: Verdict) -> SiteReport:
         decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
         decode_bytes_after=cost.decode_bytes(dims, after, element),
         break_even_S=cost.break_even_S(dims),
+        fold_error=max(errors, default=None),
     )
 
 

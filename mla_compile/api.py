@@ -1,0 +1,192 @@
+"""``optimize`` and ``explain``: a module, an ExportedProgram or a GraphModule in, the same kind (or a report) out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import fx
+
+from mla_compile import capture, pipeline, runtime
+from mla_compile.backend import tell
+from mla_compile.errors import InputError, OptionError
+from mla_compile.forward import CompiledForward
+from mla_compile.options import Options
+from mla_compile.program import Program
+from mla_compile.report import Report
+from mla_compile.trace import explain_module
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+_ONE_FORM = (
+    "the number of queries is symbolic, and for the traced one expanding is cheaper; an artifact holds one form: use "
+    'forms="absorbed", or trace with few queries'
+)
+_DYNAMO_SETTINGS = ("dynamic", "fullgraph")
+
+
+@overload
+def optimize(
+    obj: torch.export.ExportedProgram, example_inputs: Any = None, **options: Any
+) -> torch.export.ExportedProgram: ...
+
+
+@overload
+def optimize(obj: Model, example_inputs: Any = None, **options: Any) -> Model: ...
+
+
+def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
+    """The same model with absorbed decode, sharing the original's weights; the original stays as it was.
+
+    * ``nn.Module``: a new object of the same class with the same parameters, buffers and submodules, whose forward is
+      compiled when it is first called. Methods that call the model (``generate()``) run the compiled forward. With
+      gradients enabled the original runs. Its ``mla_report`` tells what was done so far. A deep copy is optimized too.
+    * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made
+      of it loads where mla_compile is not installed; folded weights (``fold="always"``) become constants of it.
+    * ``GraphModule``: a new one, captured at the shapes of ``meta["val"]`` or of ``example_inputs``.
+
+    Args:
+        obj: the model.
+        example_inputs: a tuple of positional or a dict of keyword arguments. A module is then explained with them (on
+            fake tensors, nothing is run) before this returns, so that inputs that do not fit and models that cannot
+            be captured are found here and ``mla_report`` is filled.
+        **options: fields of :class:`Options` (``verify`` is on by default), options of Inductor, and ``mode``,
+            ``dynamic``, ``fullgraph`` as in ``torch.compile``.
+
+    Raises :class:`InputError`, :class:`OptionError`, :class:`CaptureError` or :class:`WeightError`.
+    """
+    if isinstance(obj, torch.export.ExportedProgram):
+        return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
+    if isinstance(obj, fx.GraphModule):
+        return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
+    if isinstance(obj, torch.nn.Module):
+        return _optimize_module(obj, example_inputs, dict(options))
+    raise InputError(
+        f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
+        'for a function use torch.compile(function, backend="mla")'
+    )
+
+
+def explain(model: Any, *example_inputs: Any, **arguments: Any) -> Report:
+    """What would be done to a model and why not where it would not, without changing or running it.
+
+    ``example_inputs`` and keyword arguments are those of the model's forward; keywords that are names of
+    :class:`Options` are options. A module is traced on fake tensors: nothing is computed, no cache is written to, and a
+    model on the meta device (one that fits in no memory) is explained like any other. An ExportedProgram needs no
+    inputs, a GraphModule only where its placeholders have no ``meta["val"]``.
+    """
+    chosen = {name: arguments.pop(name) for name in Options.names() if name in arguments}
+    options = Options.parse(chosen)
+    if isinstance(model, (torch.export.ExportedProgram, fx.GraphModule)) and arguments:
+        raise OptionError(f"there is no option {', '.join(arguments)}; options: {', '.join(Options.names())}")
+    if isinstance(model, torch.export.ExportedProgram):
+        return pipeline.run(capture.from_exported(model), options).report
+    if isinstance(model, fx.GraphModule):
+        return pipeline.run(
+            capture.from_graph_module(model, _flat_inputs(model, example_inputs) if example_inputs else None), options
+        ).report
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(
+            f"explain() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(model).__name__}"
+        )
+    return explain_module(model, example_inputs, arguments, options)
+
+
+def _optimize_module(module: torch.nn.Module, example_inputs: Any, options: dict[str, Any]) -> Any:
+    mode = options.pop("mode", None)
+    settings = {name: options.pop(name) for name in _DYNAMO_SETTINGS if name in options}
+    parsed = Options.parse(options, verify=True)
+    fast = _shallow_copy(module)
+    forward = CompiledForward(fast, parsed, mode, settings)
+    if example_inputs is not None:
+        args, kwargs = _arguments(example_inputs)
+        vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
+    forward.install()
+    return fast
+
+
+def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A module object that shares parameters, buffers and submodules (also those replaced later) but not hooks."""
+    fast = copy.copy(module)
+    for name, value in vars(module).items():
+        if name.endswith("_hooks") or "_hooks_" in name:
+            vars(fast)[name] = copy.copy(value)
+    if isinstance(vars(fast).get("forward"), CompiledForward):  # already one of ours: start from the class again
+        del fast.forward
+    return fast
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise InputError(
+        "example_inputs must be a tuple of positional or a dict of keyword arguments, "
+        f"got {type(example_inputs).__name__}"
+    )
+
+
+def _optimize_exported(exported: torch.export.ExportedProgram, options: Options) -> torch.export.ExportedProgram:
+    program = capture.from_exported(exported)
+    rewritten, report = _one_form(program, options)
+    result = capture.to_exported(rewritten, _folded(rewritten))
+    result.graph_module.meta["mla_report"] = report
+    return result
+
+
+def _optimize_graph_module(gm: fx.GraphModule, example_inputs: Any, options: Options) -> fx.GraphModule:
+    values = None
+    if example_inputs is not None:
+        args, kwargs = _arguments(example_inputs)
+        if kwargs:
+            raise InputError("example_inputs of a GraphModule must be a tuple, one value per argument of its call")
+        values = _flat_inputs(gm, args)
+    program = capture.from_graph_module(gm, values)
+    rewritten, report = _one_form(program, options)
+    result = capture.to_plain_graph_module(rewritten, _folded(rewritten))
+    result.meta["mla_report"] = report
+    return result
+
+
+def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
+    """One value per placeholder, through the graph's own flattening of nested inputs where it has one."""
+    try:
+        return list(gm.graph.process_inputs(*args))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the example inputs do not fit the graph: {error}") from error
+
+
+def _one_form(program: Program, options: Options) -> tuple[Program, Report]:
+    """The program in the one form an artifact can hold: where calls would choose, the traced sizes choose."""
+    outcome = pipeline.run(program, options)
+    report = outcome.report
+    if outcome.variants and not runtime.pays_as_traced(program, outcome.variants):
+        outcome = pipeline.run(program, replace(options, forms="expanded"))
+        report = replace(
+            outcome.report,
+            messages=(
+                *outcome.report.messages,
+                _ONE_FORM,
+            ),
+        )
+    tell(report)
+    return outcome.program, report
+
+
+def _folded(program: Program) -> dict[str, torch.Tensor]:
+    for fold in program.folds:
+        for name in fold.weights:
+            runtime.check_weight(name, program.weights.get(name))
+    live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
+    return {fold.placeholder: runtime.compute(fold, live) for fold in program.folds}
+
+
+def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
+    """Options for a program that is saved: nobody watches its weights, so folding them has to be asked for."""
+    options = Options.parse(given, **{"verify": True, **defaults})
+    if options.inductor:
+        raise OptionError(f"{', '.join(options.inductor)}: give options of Inductor to what compiles the program")
+    return replace(options, fold="never") if options.fold == "auto" else options

@@ -1,0 +1,100 @@
+"""The forward of an optimized module: the original's, compiled with our backend, in a Dynamo cache of its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mla_compile.backend import Compiler
+from mla_compile.errors import MlaCompileWarning
+from mla_compile.options import Options
+from mla_compile.report import Report
+
+_numbers = itertools.count()
+
+
+def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
+    """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
+
+    Dynamo counts recompilations per code object, and models of one library enter through one code object (a decorator's
+    wrapper): the third model would hit the limit and run uncompiled. So each entry has a code object of its own, and
+    functions called after a graph break are kept apart too where torch can (2.13 and later).
+    """
+
+    def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    # Equal code objects are one to Python's dicts, so the name has to differ as well.
+    code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    own = types.FunctionType(code, entry.__globals__, code.co_name)
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        settings["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
+    return compiled
+
+
+class CompiledForward:
+    """``forward`` of an optimized module; also what survives ``copy.deepcopy`` and pickling of the module.
+
+    A deep copy and an unpickled copy are optimized with the same options and compile anew.
+    """
+
+    def __init__(self, module: torch.nn.Module, options: Options, mode: str | None, settings: dict[str, Any]) -> None:
+        self.module = module
+        self.options = options
+        self.mode = mode
+        self.settings = settings
+        self.compiler = Compiler(options, mode, on_report=self._report)
+        self._warned = False
+        # generate() and other callers read the signature of forward to learn which arguments a model takes.
+        functools.update_wrapper(self, type(module).forward)
+        self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
+        self._run = compiled_entry(self.compiler, **settings)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, compiled unless it is to be differentiated or is being traced by another compiler."""
+        if torch.compiler.is_compiling() or self._trains():
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self._run(self.module, args, kwargs)
+
+    def install(self) -> None:
+        """Make this the forward of its module; the report is an attribute that follows what is compiled."""
+        if not hasattr(self.module, "mla_report"):
+            self._report()
+        vars(self.module)["forward"] = self
+        if hasattr(self.module, "get_compiled_call"):
+            vars(self.module)["get_compiled_call"] = self.call_module
+
+    def _report(self) -> None:
+        vars(self.module)["mla_report"] = Report.merged(self.compiler.reports)
+
+    def call_module(self, *_: Any) -> Callable[..., Any]:
+        """Stands in for ``get_compiled_call`` of transformers: ``generate()`` need not compile a second time."""
+        return self.module.__call__
+
+    def _trains(self) -> bool:
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.module.parameters()):
+            return False
+        if not self.module.training and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode "
+                "call it under torch.no_grad() or torch.inference_mode()",
+                MlaCompileWarning,
+                stacklevel=4,
+            )
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+        return CompiledForward(copy.deepcopy(self.module, memo), self.options, self.mode, dict(self.settings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledForward, (self.module, self.options, self.mode, self.settings)

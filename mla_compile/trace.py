@@ -1,0 +1,98 @@
+"""One forward of a module, traced for its report: nothing is computed and nothing of the user's is written to."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
+
+from mla_compile.backend import Compiler
+from mla_compile.errors import CaptureError, InputError, MlaCompileError, nearest
+from mla_compile.forward import compiled_entry
+from mla_compile.options import Options
+from mla_compile.report import Report
+
+Copies: TypeAlias = Callable[
+    [torch.nn.Module, Sequence[Any], Mapping[str, Any]], AbstractContextManager[tuple[Any, ...]]
+]
+
+
+def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Report:
+    """The report of one forward; :class:`InputError` for inputs that do not fit, :class:`CaptureError` else."""
+    try:
+        inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    except TypeError as error:
+        hint = "".join(nearest(name, Options.names()) for name in kwargs)
+        raise InputError(f"the inputs do not fit {type(module).__name__}.forward: {error}{hint}") from error
+    attempts = [_fake_copies] if _has_meta(module) else [_fake_copies, _real_copies]
+    for copies in attempts:
+        compiler = Compiler(options, explain_only=True)
+        entry = compiled_entry(compiler)
+        try:
+            with copies(module, args, kwargs) as copied, torch.no_grad():
+                entry(*copied)
+        except Exception as error:
+            # Values are needed to go on (a branch, an index): go on with real ones where there are any.
+            if copies is not attempts[-1]:
+                continue
+            raise _why_not(module, args, kwargs, copies, error) from error
+        break
+    if compiler.failures and not compiler.reports:
+        (first, *_) = compiler.failures
+        raise first if isinstance(first, MlaCompileError) else CaptureError(f"{type(first).__name__}: {first}")
+    if not compiler.graphs:
+        raise CaptureError(f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward")
+    report = Report.merged(compiler.reports)
+    problems = tuple(f"a graph could not be examined: {failure}" for failure in compiler.failures)
+    return replace(report, messages=report.messages + problems)
+
+
+def _why_not(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Copies, error: Exception
+) -> MlaCompileError:
+    """Whose fault a failed capture is: the inputs' if the model does not run on them uncompiled either."""
+    name = type(module).__name__
+    try:
+        with copies(module, args, kwargs) as (copied, positional, keywords), torch.no_grad():
+            copied(*positional, **keywords)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return CaptureError(f"{name} cannot be captured without values: {_first_line(error)}")
+    except Exception as plain:  # noqa: BLE001  it is the user's model that runs here and raises what it likes
+        return InputError(f"{name} does not run on these inputs: {type(plain).__name__}: {_first_line(plain)}")
+    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+@contextmanager
+def _fake_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Copies without values, in the mode they live in. Tensors shared between module and inputs stay shared."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copied = copy.deepcopy((module, tuple(args), dict(kwargs)))
+    with mode:
+        yield copied
+
+
+@contextmanager
+def _real_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Copies of everything a forward may write to; parameters are shared."""
+    shared = {id(parameter): parameter for parameter in module.parameters()}
+    yield copy.deepcopy((module, tuple(args), dict(kwargs)), shared)
+
+
+def _has_meta(module: torch.nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,237 @@
+"""A numeric check of rewritten sites against the original, in float64 and in the model's own precision.
+
+The part of the graph between a site's inputs (rows, queries, masks, weights) and its output is run four times on the
+same random inputs: original and rewritten, in float64 and as it is. In float64 the two must agree to rounding, which is
+the proof obligation seen from the outside. In the model's dtype the rewritten error may not exceed what the original
+allows. Inputs are ordinary, large (a softmax near one-hot) and padded; a symbolic context is also taken long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from mla_compile.passes.graph import hint, is_tensor, size, val
+from mla_compile.passes.plan import AbsorbPlan
+
+EXACT = 1e-8
+"""Largest relative difference in float64 that rounding can explain."""
+ALLOWED = 1.5
+"""Largest error of the rewritten site, in errors of the original (plus a few units in the last place)."""
+BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
+"""What one check may cost; sites with a larger fixed context are reported as not checked."""
+LONG = 613
+"""A context longer than any block of the kernels, for graphs whose context is symbolic."""
+
+_SCALES = (1.0, 8.0)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result for one site: error ratio (None if not checked), and what is wrong (None if nothing)."""
+
+    ratio: float | None
+    problem: str | None = None
+    note: str | None = None
+
+
+def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
+    """Sites with equal keys are the same computation on other weights; one of them is checked."""
+    operands = [plan.site.out, plan.site.v, *(m.operand for m in plan.site.masks)]
+    terms = tuple(
+        (t.start, t.stop, t.product, t.piece.scale, _factor_key(t.piece.weight), _factor_key(t.piece.bias))
+        for t in (*plan.keys, *plan.vals)
+    )
+    shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
+    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape))) for n in plan.sources)
+    return plan.dims, plan.site.scale, plan.site.causal, plan.site.open_core, shapes, rows, terms
+
+
+def _factor_key(factor: Any) -> tuple[object, ...] | None:
+    return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
+
+
+def check_site(
+    plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None], seed: int = 0
+) -> Check:
+    """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
+    before = {n.name: n for n in original.nodes}
+    old = before[plan.site.node.name]
+    inputs = [*plan.sources, *(p.q.node for p in plan.site.products), *(m.operand.node for m in plan.site.masks)]
+    boundary = {n.name: before[n.name] for n in inputs}
+    worst: list[float] = []
+    note = None
+    for sizes in _contexts(plan, boundary.values()):
+        if _too_large(plan, sizes):
+            note = "not checked numerically: the context is too long for a float64 run"
+            continue
+        errors = torch.zeros(2, dtype=torch.float64)
+        for scale in _SCALES:
+            generator = torch.Generator().manual_seed(seed)
+            given = {name: _draw(node, sizes, scale, generator, node.name) for name, node in boundary.items()}
+            truth = _Run(weights, given, sizes, generator, torch.float64).value(old)
+            exact = _Run(weights, given, sizes, generator, torch.float64).value(new)
+            difference = _error(exact, truth, truth)
+            if not difference <= EXACT:
+                return Check(None, f"differs from the original by {difference:.1e} in float64")
+            reference = _Run(weights, given, sizes, generator).value(old)
+            result = _Run(weights, given, sizes, generator).value(new)
+            if not torch.isfinite(result)[torch.isfinite(reference)].all():
+                return Check(None, "gives inf or nan where the original does not")
+            errors += torch.tensor([_error(result, truth, reference), _error(reference, truth, reference)]) ** 2
+        ours, theirs = errors.sqrt().tolist()
+        floor = 4 * torch.finfo(val(plan.site.node).dtype).eps
+        if ours > ALLOWED * theirs + floor:
+            return Check(ours / theirs if theirs else math.inf, f"error {ours:.1e}, original {theirs:.1e}")
+        if theirs > 0:
+            worst.append(ours / theirs)
+    return Check(max(worst, default=None), note=note)
+
+
+def _error(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) -> float:
+    """Relative RMS difference over the entries that are finite in ``where`` and in the truth."""
+    finite = torch.isfinite(where) & torch.isfinite(truth)
+    if not finite.any():
+        return 0.0
+    a, b = result.double()[finite], truth.double()[finite]
+    norm = b.square().mean().sqrt()
+    return float((a - b).square().mean().sqrt() / norm) if norm > 0 else float((a - b).abs().max())
+
+
+def _symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
+    """The shape symbols of the nodes, at the values seen when the graph was traced."""
+    found: dict[sympy.Symbol, int] = {}
+    for node in nodes:
+        for dim in val(node).shape:
+            expr = size(dim)
+            if isinstance(expr, int):
+                continue
+            env = dim.node.shape_env  # type: ignore[union-attr]
+            for symbol in expr.free_symbols:
+                known = env.var_to_val.get(symbol) if hasattr(env, "var_to_val") else None
+                found[symbol] = int(known) if known is not None else hint(expr, dim)
+    return found
+
+
+def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
+    """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
+    nodes = [*boundary, plan.site.node, plan.site.v.node]
+    seen = _symbols(nodes)
+    context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
+    if len(context) != 1 or len(context[0].free_symbols) != 1:
+        return [seen]
+    (symbol,) = context[0].free_symbols
+    longer = {**seen, symbol: LONG}
+    operands = [plan.site.v, *(p.k for p in plan.site.products), *(m.operand for m in plan.site.masks)]
+    operands += [p.q for p in plan.site.products]
+    sizes: dict[object, int] = {}
+    for operand in operands:
+        for axis, dim in zip(operand.axes, val(operand.node).shape, strict=True):
+            number = _number(size(dim), longer)
+            if axis and sizes.setdefault(axis, number) != number:
+                return [seen]  # two symbols that must stay equal
+    return [seen, longer]
+
+
+def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return expr if isinstance(expr, int) else int(expr.subs(sizes))
+
+
+def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> bool:
+    b, s, t = ((_number(x, sizes)) for x in plan.sizes())
+    d = plan.dims
+    expanded = b * t * d.expanded_values
+    return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
+
+
+def _draw(
+    node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator, name: str
+) -> torch.Tensor:
+    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden."""
+    fake = val(node)
+    shape = [_number(size(d), sizes) for d in fake.shape]
+    if fake.dtype == torch.bool:
+        mask = torch.rand(shape, generator=generator) < 0.8
+        if mask.dim() and mask.shape[-1] > 1:
+            mask[..., -1] = ~mask[..., -1] if mask[..., -1].float().mean() < 0.5 else mask[..., -1]
+        return mask.to(fake.device)
+    if not fake.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
+    return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
+
+
+class _Run:
+    """Evaluates one node from given inputs and live weights; with ``dtype`` all floating numbers are of that dtype."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor | None],
+        given: Mapping[str, torch.Tensor],
+        sizes: Mapping[sympy.Symbol, int],
+        generator: torch.Generator,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.weights = weights
+        self.given = given
+        self.sizes = sizes
+        self.seed = generator.initial_seed()
+        self.dtype = dtype
+        self._values: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            pending = [node]
+            while pending:
+                current = pending[-1]
+                if current in self._values:
+                    pending.pop()
+                    continue
+                leaf = self._leaf(current)
+                missing = [] if leaf is not None else [n for n in current.all_input_nodes if n not in self._values]
+                if missing:
+                    pending.extend(missing)
+                    continue
+                pending.pop()
+                self._values[current] = leaf if leaf is not None else self._call(current)
+        return self._values[node]
+
+    def _leaf(self, node: fx.Node) -> Any:
+        if node.name in self.given:
+            return self._cast(self.given[node.name])
+        if node.op not in ("placeholder", "get_attr"):
+            return None
+        known = self.weights.get(node.name)
+        if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
+            return self._cast(known.detach())
+        value = node.meta["val"]
+        if not is_tensor(node):
+            return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
+        width = max(1, int(value.shape[-1])) if value.dim() else 1
+        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
+        return self._cast(_draw(node, self.sizes, width**-0.5, generator, node.name))
+
+    def _cast(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+
+    def _call(self, node: fx.Node) -> Any:
+        def real(a: object) -> object:
+            return self._values[a] if isinstance(a, fx.Node) else a
+
+        def widen(a: object) -> object:
+            return self.dtype if isinstance(a, torch.dtype) and a.is_floating_point and self.dtype else a
+
+        args = fx.map_arg(node.args, real)
+        kwargs = {k: widen(fx.map_arg(v, real)) for k, v in node.kwargs.items()}
+        args = tuple(widen(a) for a in args)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)
