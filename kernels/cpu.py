@@ -22,7 +22,6 @@ Choices, each measured (2 cores with AVX-512, L = 512, R = 64; GFLOP/s at 128 / 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +30,13 @@ from torch import Tensor
 from mla_compile.kernels.reference import additive_mask, compute_dtype
 
 BLOCK = 4096  # tokens in one block: 8 MiB of float32 latent at L = 512
-ROWS = 256  # query rows (s, h) carried through one walk over the cache: bounds the scores held at a time to [ROWS, BLOCK]
+ROWS = (
+    256  # query rows (s, h) carried through one walk over the cache: bounds the scores held at a time to [ROWS, BLOCK]
+)
 GRAIN = 64  # block lengths are multiples of this
-COPY = 512  # up to here a ragged block is padded in a copy; a longer one is cut into an even part and a short padded rest
+COPY = (
+    512  # up to here a ragged block is padded in a copy; a longer one is cut into an even part and a short padded rest
+)
 BATCHED = 1 << 15  # up to this many scores, all batch entries go through one batched product
 
 ONEDNN = (
@@ -60,8 +63,7 @@ class _Job:
     latent: Tensor  # [G,T,L]
     rope: Tensor | None
     values: Tensor | None
-    hide: Tensor | None  # bool, True: hidden, [G|1,S|1,H|1,T|1]
-    bias: Tensor | None  # added to the scores, [G|1,S|1,H|1,T|1]
+    mask: Tensor | None  # as given, but [G|1,S|1,H|1,T|1]; None where it changes nothing inside the window
     causal: bool
     window: _Window
 
@@ -110,7 +112,9 @@ def _seen(mask: Tensor, causal: bool, S: int, T: int) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        if not bool(visible.any(dim=3).all()):  # a query with nothing but such keys weighs them all: none may be skipped
+        if not bool(
+            visible.any(dim=3).all()
+        ):  # a query with nothing but such keys weighs them all: none may be skipped
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below
     return visible.any(dim=2).any(dim=1)
@@ -149,35 +153,130 @@ def _run(
     out = torch.empty(B, S, H, width, dtype=latent.dtype)
     lse = torch.empty(B, S, H, dtype=dtype)
     q = query.to(dtype) * scale
-    hide = bias = None
-    if mask is not None and not all(w.plain for w in windows):
-        turned = mask.transpose(1, 2)  # [B|1,S|1,H|1,T|1], as the scores lie
-        if mask.dtype == torch.bool:
-            hide = ~turned
-        else:
-            bias = additive_mask(turned, dtype)
-    step = B if B * S * H * T <= BATCHED else 1
+    rows = max(1, ROWS // H)
+    step = B if B * S * H * T <= BATCHED and all(w == windows[0] for w in windows) else 1
     for b in range(0, B, step):
         group = slice(b, b + step)
         window = windows[b if len(windows) > 1 else 0]
-        if step > 1 and len(windows) > 1:
-            window = _Window(min(w.lo for w in windows), max(w.hi for w in windows), all(w.plain for w in windows))
-            if any((w.lo, w.hi) != (window.lo, window.hi) for w in windows):
-                window = _Window(window.lo, window.hi, False)
-                if hide is None and bias is None and mask is not None:
-                    hide = ~mask.transpose(1, 2) if mask.dtype == torch.bool else None
-                    bias = None if mask.dtype == torch.bool else additive_mask(mask.transpose(1, 2), dtype)
         job = _Job(
-            q[group],
-            latent[group],
-            None if rope is None else rope[group],
-            None if values is None else values[group],
-            None if hide is None or window.plain else hide[group if hide.shape[0] > 1 else slice(None)],
-            None if bias is None or window.plain else bias[group if bias.shape[0] > 1 else slice(None)],
-            causal,
-            window,
+            q=q[group],
+            latent=latent[group],
+            rope=None if rope is None else rope[group],
+            values=None if values is None else values[group],
+            mask=None if mask is None or window.plain else (mask[group] if len(windows) > 1 else mask).transpose(1, 2),
+            causal=causal,
+            window=window,
         )
-        stride = max(1, ROWS // H)
-        for s0 in range(0, S, stride):
-            _walk(job, s0, min(S, s0 + stride), out[group], lse[group])
+        for s0 in range(0, S, rows):
+            queries = slice(s0, min(S, s0 + rows))
+            _walk(job, queries, out[group, queries], lse[group, queries])
     return out, lse
+
+
+def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
+    """One walk over the visible keys with some of the queries; fills ``out`` [G,s,H,Lv] and ``lse`` [G,s,H]."""
+    G, s, H = lse.shape
+    latent, dtype = job.latent, job.q.dtype
+    T, L = latent.shape[1], latent.shape[2]
+    q = job.q[:, queries].reshape(G, s * H, -1)
+    q_latent, q_rope = q[..., :L].contiguous(), q[..., L:].contiguous()
+    lo, hi = job.window.lo, job.window.hi
+    if job.causal:
+        hi = min(hi, T - job.q.shape[1] + queries.stop)
+    top: Tensor | None = None  # running maximum of the scores, [G,sH,1]
+    total = accumulated = torch.empty(0)
+    for start, stop in _blocks(lo, hi, latent.dtype == dtype and latent.is_contiguous()):
+        length = stop - start
+        padded = length if length < GRAIN else -(-length // GRAIN) * GRAIN
+        k = _block(latent, start, stop, padded, dtype)
+        score = _product(q_latent, k)
+        if job.rope is not None:
+            score = _add_product(score, q_rope, _block(job.rope, start, stop, padded, dtype))
+        if padded > length:
+            score[..., length:] = -torch.inf
+        hidden = _mask_scores(job, queries, start, stop, score.view(G, s, H, padded)[..., :length])
+        block_top = score.amax(dim=-1, keepdim=True)
+        new_top = block_top if top is None else torch.maximum(top, block_top)
+        # A query that has seen no key yet has a maximum of minus infinity: subtract 0 there instead.
+        shift = new_top.masked_fill(new_top == -torch.inf, 0.0) if hidden or top is not None else new_top
+        weight = score.sub_(shift).exp_()
+        v = k if job.values is None else _block(job.values, start, stop, padded, dtype)
+        if top is None:
+            total, accumulated = weight.sum(dim=-1, keepdim=True), _product(weight, v.transpose(1, 2))
+        else:
+            decay = top.sub_(shift).exp_()
+            total = total.mul_(decay).add_(weight.sum(dim=-1, keepdim=True))
+            accumulated = accumulated.mul_(decay).add_(_product(weight, v.transpose(1, 2)))
+        top = new_top
+    if top is None:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    lse.copy_((top + total.log()).view(G, s, H))
+    out.copy_(accumulated.div_(total.masked_fill(total == 0, 1.0)).view(G, s, H, -1))
+
+
+def _blocks(lo: int, hi: int, direct: bool) -> list[tuple[int, int]]:
+    """The blocks of ``[lo, hi)``. Where whole blocks are used in place (``direct``), a long ragged last one is cut in two."""
+    starts = list(range(lo, hi, BLOCK))
+    blocks = [(start, min(hi, start + BLOCK)) for start in starts]
+    if blocks and direct:
+        start, stop = blocks[-1]
+        ragged = (stop - start) % GRAIN
+        if ragged and stop - start > COPY:
+            blocks[-1:] = [(start, stop - ragged), (stop - ragged, stop)]
+    return blocks
+
+
+def _block(rows: Tensor, start: int, stop: int, padded: int, dtype: torch.dtype) -> Tensor:
+    """Rows ``[start, stop)`` as a contiguous [G,padded,width] in ``dtype``: the rows themselves where they already are that."""
+    part = rows[:, start:stop]
+    if padded == stop - start:
+        return part.to(dtype).contiguous()
+    copy = rows.new_empty(rows.shape[0], padded, rows.shape[2], dtype=dtype)
+    copy[:, : stop - start] = part
+    copy[:, stop - start :] = 0.0
+    return copy
+
+
+def _mask_scores(job: _Job, queries: slice, start: int, stop: int, score: Tensor) -> bool:
+    """Applies mask and causality in place to ``score`` [G,s,H,t]; True where a query may be left with no visible key."""
+    hidden = False
+    if job.mask is not None:
+        mask = job.mask
+        mask = mask if mask.shape[1] == 1 else mask[:, queries]
+        mask = mask if mask.shape[3] == 1 else mask[..., start:stop]
+        if mask.dtype == torch.bool:
+            score.masked_fill_(~mask, -torch.inf)
+        else:
+            score.add_(additive_mask(mask, score.dtype))
+        hidden = True
+    if job.causal:
+        diagonal = job.latent.shape[1] - job.q.shape[1]  # query s sees keys up to diagonal + s
+        if stop - 1 > diagonal + queries.start:
+            keys = torch.arange(start, stop)
+            last = torch.arange(queries.start, queries.stop) + diagonal
+            score.masked_fill_((keys > last[:, None])[:, None, :], -torch.inf)
+            hidden = True
+    return hidden
+
+
+def _one_product(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN's single product is the right one: float32, one batch entry, not tiny."""
+    return ONEDNN and a.dtype == torch.float32 and b.shape[0] == 1 and min(b.shape[1:]) >= GRAIN
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """[G,M,K] times the transpose of [G,N,K]."""
+    if _one_product(a, b):
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a[0], b[0], None, "none", [], "")
+        return product.unsqueeze(0)
+    return torch.bmm(a, b.transpose(1, 2))
+
+
+def _add_product(score: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``score`` plus a product, in one pass over it; may overwrite ``score``."""
+    if _one_product(a, b):
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(a[0], score[0], b[0], None, "add")
+        return total.unsqueeze(0)
+    return score.baddbmm_(a, b.transpose(1, 2))

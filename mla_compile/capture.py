@@ -114,6 +114,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     _refuse_autocast(gm, values)
     flat = _flat(gm)
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
+    traced: Any
     try:  # tracing raises whatever an operator, a fake kernel or a guard raises
         with torch.no_grad():
             traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
@@ -127,11 +128,11 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     _drop_grad_mode(graph)
     inputs = graph.find_nodes(op="placeholder")
     by_old_name = {node.name: node for node in inputs}
-    attributes: dict[str, Any] = {node.target: _attribute(traced, node.target) for node in _get_attrs(graph)}
+    attributes: dict[str, Any] = {str(node.target): _attribute(traced, str(node.target)) for node in _get_attrs(graph)}
     weights: dict[str, torch.Tensor | None] = {
-        node.name: _with_values(attributes[node.target])
+        node.name: _with_values(attributes[str(node.target)])
         for node in _get_attrs(graph)
-        if isinstance(attributes[node.target], torch.Tensor)
+        if isinstance(attributes[str(node.target)], torch.Tensor)
     }
     written = {*signature.buffers_to_mutate.values()}
     for node, (name, tensor) in zip(inputs, state, strict=False):
@@ -156,7 +157,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     if sorted(new_values) != sorted(mutated):
         raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
     mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
-    used = {node.target for node in _get_attrs(graph) if node.users or node.name in mutations}
+    used = {str(node.target) for node in _get_attrs(graph) if node.users or node.name in mutations}
     for node in _get_attrs(graph):
         if node.target not in used:
             weights.pop(node.name, None)
@@ -212,7 +213,7 @@ def _get_attrs(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="get_attr"))
 
 
-def _attribute(module: Any, target: Any) -> Any:
+def _attribute(module: Any, target: str) -> Any:
     return operator.attrgetter(target)(module)
 
 

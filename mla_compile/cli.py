@@ -131,7 +131,7 @@ def _show_agreement(agreement: demo_.Agreement) -> None:
 
 def _timing_table(outcome: demo_.Outcome) -> Table:
     table = Table(title=f"one decode step, milliseconds (median of {outcome.settings.rounds} interleaved rounds)")
-    for name in ("context", "eager", "Inductor", "mla_compile", "vs eager", "vs Inductor"):
+    for name in ("context", "eager", "Inductor", "mla_compile", "faster than\neager", "faster than\nInductor"):
         table.add_column(name, justify="right", no_wrap=True)
     for t in outcome.timings:
         times = [f"{ms:.2f}" for ms in (t.eager_ms, t.inductor_ms, t.mla_ms)]

@@ -34,9 +34,9 @@ def to_graph_module(program: Program) -> fx.GraphModule:
         node.meta = {**origin.meta, "val": node.meta["val"]}
         node.type = origin.type
         if hasattr(origin, "_dynamo_source"):
-            node._dynamo_source = origin._dynamo_source  # type: ignore[attr-defined]  # as Dynamo itself sets it
+            node._dynamo_source = origin._dynamo_source  # as Dynamo itself sets it
     for node in inputs[len(inputs) - len(program.folds) :] if program.folds else ():
-        node._dynamo_source = None  # type: ignore[attr-defined]
+        node._dynamo_source = None
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     gm.meta = dict(original.meta)
     for name, value in vars(original).items():
@@ -44,7 +44,7 @@ def to_graph_module(program: Program) -> fx.GraphModule:
             setattr(gm, name, value)
     state = [name for name, _ in (*gm.named_parameters(), *gm.named_buffers())]
     known = getattr(original, "_param_name_to_source", {})
-    gm._param_name_to_source = {name: known.get(name, ConstantSource(name)) for name in state}
+    vars(gm)["_param_name_to_source"] = {name: known.get(name, ConstantSource(name)) for name in state}
     gm.recompile()
     return gm
 

@@ -50,10 +50,13 @@ def _require(ok: Any, message: Callable[[], str]) -> None:
     torch._check_with(InputError, ok, lambda: f"{NAME}: {message()}")
 
 
-def check_inputs(query: Tensor, latent: Tensor, rope: Tensor | None, values: Tensor | None, mask: Tensor | None) -> None:
+def check_inputs(
+    query: Tensor, latent: Tensor, rope: Tensor | None, values: Tensor | None, mask: Tensor | None
+) -> None:
     """Raises :class:`InputError` naming the letter that does not fit, what was got and what was expected."""
     _require(
-        query.dim() == 4, lambda: f"query must be [B,S,H,L+R], got {query.dim()} dimensions {_shape(query)}; add or merge axes"
+        query.dim() == 4,
+        lambda: f"query must be [B,S,H,L+R], got {query.dim()} dimensions {_shape(query)}; add or merge axes",
     )
     B, S, H, K = query.shape
     rows: dict[str, Tensor] = {"latent": latent}
@@ -61,15 +64,21 @@ def check_inputs(query: Tensor, latent: Tensor, rope: Tensor | None, values: Ten
         rows["rope"] = rope
     if values is not None:
         rows["values"] = values
-    _require(latent.dim() == 3, lambda: f"latent must be [B,T,L], got {_shape(latent)}; squeeze the head axis of a cache")
+    _require(
+        latent.dim() == 3, lambda: f"latent must be [B,T,L], got {_shape(latent)}; squeeze the head axis of a cache"
+    )
     T, L = latent.shape[1], latent.shape[2]
     for name, rows_BT in rows.items():
-        _require(rows_BT.dim() == 3, lambda: f"{name} must be [B,T,width], got {_shape(rows_BT)}; squeeze the head axis")
         _require(
-            rows_BT.shape[0] == B, lambda: f"B of {name} is {rows_BT.shape[0]}, of query {B}; expand {name} over the batch"
+            rows_BT.dim() == 3, lambda: f"{name} must be [B,T,width], got {_shape(rows_BT)}; squeeze the head axis"
         )
         _require(
-            rows_BT.shape[1] == T, lambda: f"T of {name} is {rows_BT.shape[1]}, of latent {T}; pass rows of the same tokens"
+            rows_BT.shape[0] == B,
+            lambda: f"B of {name} is {rows_BT.shape[0]}, of query {B}; expand {name} over the batch",
+        )
+        _require(
+            rows_BT.shape[1] == T,
+            lambda: f"T of {name} is {rows_BT.shape[1]}, of latent {T}; pass rows of the same tokens",
         )
         _require(
             rows_BT.dtype == latent.dtype,
@@ -80,15 +89,21 @@ def check_inputs(query: Tensor, latent: Tensor, rope: Tensor | None, values: Ten
         K == L + R,
         lambda: f"query is {K} wide, expected L+R = {L}+{R} = {L + R}; its columns are [absorbed part, rotary part]",
     )
-    _require(latent.dtype in _FLOATS, lambda: f"latent is {latent.dtype}, expected one of {_FLOATS}; dequantize it first")
+    _require(
+        latent.dtype in _FLOATS, lambda: f"latent is {latent.dtype}, expected one of {_FLOATS}; dequantize it first"
+    )
     _require(
         query.dtype == latent.dtype or (query.dtype == torch.float32 and latent.dtype in _HALF),
-        lambda: f"query is {query.dtype} beside {latent.dtype} rows, expected {latent.dtype} (or float32 beside half precision)",
+        lambda: (
+            f"query is {query.dtype} beside {latent.dtype} rows, expected {latent.dtype} (or float32 beside half precision)"
+        ),
     )
     for name, other in (*rows.items(), ("mask", mask)):
         _require(
             other is None or other.device == query.device,
-            lambda: f"{name} is on {other.device if other is not None else None}, query on {query.device}; move one of them",
+            lambda: (
+                f"{name} is on {other.device if other is not None else None}, query on {query.device}; move one of them"
+            ),
         )
     if mask is None:
         return
@@ -96,7 +111,9 @@ def check_inputs(query: Tensor, latent: Tensor, rope: Tensor | None, values: Ten
         mask.dtype == torch.bool or mask.dtype in _FLOATS,
         lambda: f"mask is {mask.dtype}, expected bool (True: attend) or a float added to the scores; cast it",
     )
-    _require(mask.dim() == 4, lambda: f"mask must be 4-D, broadcastable to [B,H,S,T], got {_shape(mask)}; add axes of size 1")
+    _require(
+        mask.dim() == 4, lambda: f"mask must be 4-D, broadcastable to [B,H,S,T], got {_shape(mask)}; add axes of size 1"
+    )
     for letter, got, want in zip("BHST", mask.shape, (B, H, S, T), strict=True):
         _require(
             (got == 1) | (got == want),

@@ -81,17 +81,18 @@ class Program:
 
     def node(self, name: str) -> fx.Node:
         """The node of that name; ``KeyError`` where there is none."""
-        for node in self.gm.graph.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(name)
+        found: fx.Node | None = next((node for node in self.gm.graph.nodes if node.name == name), None)
+        if found is None:
+            raise KeyError(name)
+        return found
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A graph with the same nodes, names and metadata, called with and returning plain positional values."""
     copied = fx.Graph()
-    returned, output = copied.graph_copy(graph, val_map={}, return_output_node=True)  # type: ignore[misc]
-    copied.output(returned).meta = dict(output.meta)
+    nodes: dict[fx.Node, fx.Node] = {}
+    returned = copied.graph_copy(graph, nodes)
+    copied.output(returned).meta = dict(graph.output_node().meta)
     return copied
 
 

@@ -80,7 +80,7 @@ class _Folder:
         return None if projection is None else self._replace(projection, site.latent, "output")
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str) -> Folded | None:
-        (piece, *others) = self.maps.with_stops([source]).map(node).pieces
+        (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
         builder = Builder(node, self.program.fake_mode)

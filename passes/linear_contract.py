@@ -59,7 +59,9 @@ def _bind(
     return Factor(expr, tuple(atoms)), axis_of, piece
 
 
-def _apply(piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str) -> Piece | Stop:
+def _apply(
+    piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str, per_row: bool
+) -> Piece | Stop:
     bound = _bind(piece, node, labels, weight, weight_labels)
     if isinstance(bound, Stop):
         return bound
@@ -69,8 +71,10 @@ def _apply(piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels
     summed: list[Atom] = []
     for label, own in zip(labels, piece.axes, strict=True):
         if label in out:
-            if label != labels[-1] and any(a in tokens and a in factor.atoms for a in own):
-                return Stop(node, "position_dependent", "a weight that differs along an axis of the rows")
+            if not per_row and label != labels[-1] and any(a in tokens and a in factor.atoms for a in own):
+                contracts = any(c not in out for c in labels)
+                code = "head_dependent_latent" if contracts else "position_dependent"
+                return Stop(node, code, "a weight that differs along an axis of the rows")
         elif not own:
             continue
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
@@ -100,7 +104,7 @@ def contract(
         return problem
     source = maps.map(x)
     if source.axis is None:
-        return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out))
+        return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out, maps.per_row))
     label = labels[source.axis]
     if label not in out:
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
@@ -109,7 +113,7 @@ def contract(
         part = weight
         if label in weight_labels and weight.shape[weight_labels.index(label)] != 1:
             part = weight.slice(weight_labels.index(label), s.start, s.stop)
-        piece = _apply(s.piece, node, labels, part, weight_labels, out)
+        piece = _apply(s.piece, node, labels, part, weight_labels, out, maps.per_row)
         if isinstance(piece, Stop):
             return piece
         done.append(replace(s, piece=piece))

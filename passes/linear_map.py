@@ -145,7 +145,9 @@ class LinearMap:
 class LinearMaps:
     """The analysis over one graph. Results are kept per node; the graph is only read.
 
-    ``stops`` are nodes at which the walk ends although it could go on (a chosen source).
+    ``stops`` are nodes at which the walk ends although it could go on (a chosen source). A weight that differs along an
+    axis of the source's rows ends the walk (a table of rotations would otherwise pass for a weight), unless ``per_row``:
+    with the attention's output as the source, W_v does differ along the heads.
     """
 
     def __init__(
@@ -153,17 +155,19 @@ class LinearMaps:
         weights: Collection[fx.Node],
         fake_mode: FakeTensorMode | None,
         stops: Iterable[fx.Node] = (),
+        per_row: bool = False,
     ) -> None:
         self.weights = weights
         self.fake_mode = fake_mode
         self.stops = frozenset(stops)
+        self.per_row = per_row
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
         self._identity: dict[fx.Node, Axes] = {}
 
-    def with_stops(self, stops: Iterable[fx.Node]) -> LinearMaps:
+    def with_stops(self, stops: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
         """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
-        return LinearMaps(self.weights, self.fake_mode, stops)
+        return LinearMaps(self.weights, self.fake_mode, stops, per_row)
 
     def is_weight(self, node: object) -> bool:
         """Whether ``node`` is computed from weights and constants only."""

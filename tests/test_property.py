@@ -1,0 +1,217 @@
+"""Generated MLA modules: whatever is done to them, the numbers stay; legal ones decode absorbed, illegal ones are left.
+
+Every case runs a prefill and some decode steps and is compared, step by step, with the same module in float64 in eager
+mode. ``MLA_PROPERTY_CASES`` sets how many cases are drawn (300 by default), ``MLA_PROPERTY_SEED`` draws others than the
+repeatable ones: ``MLA_PROPERTY_CASES=10000 MLA_PROPERTY_SEED=1 pytest tests/test_property.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mla_compile import backend, capture, pipeline
+from mla_compile.codes import Code
+from mla_compile.errors import MlaCompileWarning
+from mla_compile.options import Options
+from mla_compile.report import Report
+from tests.generator import Case, GeneratedMLA, cases
+
+CASES = int(os.environ.get("MLA_PROPERTY_CASES", "300"))
+SEED = os.environ.get("MLA_PROPERTY_SEED")
+
+# Largest error relative to the largest value. Below float64 a rewrite may not be much worse than eager is.
+EXACT = 1e-9
+THROUGH_FLOAT32 = 2e-5
+WORSE_THAN_EAGER = 3.0
+
+Call = Callable[..., tuple[Tensor, ...]]
+Stepper = Callable[[tuple[Any, ...]], tuple[tuple[Tensor, ...], Report | None]]
+
+
+def many(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs ``test`` on CASES drawn cases: the same ones each time, unless a seed is given."""
+    test = settings(
+        max_examples=CASES,
+        derandomize=SEED is None,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    )(test)
+    return test if SEED is None else seed(int(SEED))(test)
+
+
+@many
+@given(cases())
+def test_generated_attention(case: Case) -> None:
+    note(repr(case))
+    check(case)
+
+
+def check(case: Case) -> None:
+    """Runs ``case`` compiled and in eager mode; raises AssertionError on a wrong number or a wrong verdict."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)  # nothing absorbed: what is expected of the faulty ones
+        report = _run(case)
+    assert report is not None, "the last decode step was not compiled"
+    _check_verdict(case, report)
+
+
+def _run(case: Case) -> Report | None:
+    module = GeneratedMLA(case)
+    plain, exact = copy.deepcopy(module), copy.deepcopy(module).double()
+    step = {"dynamo": _dynamo, "trace": _traced, "symbolic": _traced}[case.door](module, case)
+    generator = torch.Generator().manual_seed(case.seed)
+    states = [m.empty_state() for m in (module, plain, exact)]
+    report: Report | None = None
+    done = 0
+    for count in (case.T, *[case.chunk] * case.steps):
+        x = torch.randn(case.B, count, case.D, generator=generator, dtype=torch.float64).to(module.w_c.dtype)
+        positions = torch.arange(done, done + count)
+        keep = _keep(case, positions)
+        for m in (module, plain, exact):
+            m.start = done
+        got, report = step((x, positions, keep, states[0]))
+        eager = plain(x, positions, keep, states[1])
+        truth = exact(x.double(), positions, keep, states[2])
+        for name, values in zip(("y", "state", "state"), zip(got, eager, truth, strict=True), strict=False):
+            _compare(case, f"{name} after {done + count} tokens", *values)
+        for index, result in enumerate((got, eager, truth)):
+            states[index] = result[1 : 1 + len(states[index])]
+        done += count
+    for buffer, reference in zip(module.buffers(), exact.buffers(), strict=True):
+        _compare(case, "cache", buffer, reference.to(buffer.dtype), reference)
+    return report
+
+
+def _keep(case: Case, positions: Tensor) -> Tensor | None:
+    """[B,S,T], True where query s may see key t: causal, not left padding, not the unused end of a buffer."""
+    if case.mask in ("none", "is_causal"):
+        return None
+    length = case.capacity if case.cache in ("index_copy", "slice") else int(positions[-1]) + 1
+    keys = torch.arange(length)
+    keep = (keys <= positions[:, None]).expand(case.B, -1, -1)
+    first = torch.arange(case.B) % 3 if case.padded else torch.zeros(case.B, dtype=torch.long)
+    return keep & (keys >= first[:, None, None])
+
+
+def _options(case: Case) -> Options:
+    return Options(
+        forms=case.forms, fold=case.fold, lowering=case.lowering, codegen="eager", strict=True
+    )  # type: ignore[arg-type]  # drawn from the same names
+
+
+def _dynamo(module: GeneratedMLA, case: Case) -> Stepper:
+    """torch.compile with our backend: static shapes first, symbolic ones from the second decode step on."""
+    torch._dynamo.reset()
+    compiler = backend.Compiler(_options(case))
+    call = torch.compile(module, backend=compiler)
+
+    def step(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Report | None]:
+        result = call(*args)
+        return result, compiler.reports[-1] if compiler.reports else None
+
+    return step
+
+
+def _traced(module: GeneratedMLA, case: Case) -> Stepper:
+    """Tracing and our passes without Dynamo: quick. One graph per shape, or one symbolic graph while its guards hold."""
+    symbolic = case.door == "symbolic"
+    known: list[tuple[fx.GraphModule, list[fx.Node], Call, Report]] = []
+
+    def step(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Report | None]:
+        x, positions, keep, state = args
+        flat = [v for v in (x, positions, keep, *state) if v is not None]
+
+        def call(*values: Tensor) -> tuple[Tensor, ...]:
+            x, positions, *rest = values
+            keep_ = None if keep is None else rest.pop(0)
+            return module(x, positions, keep_, tuple(rest))
+
+        for traced, inputs, run, report in known:
+            if symbolic and module.case.cache != "slice" and _guards_hold(traced, inputs, flat):
+                return run(*flat), report
+        mode = "symbolic" if symbolic else "fake"
+        traced = make_fx(call, tracing_mode=mode, pre_dispatch=True, _allow_non_fake_inputs=True)(*flat)
+        outcome = pipeline.run(capture.from_graph_module(traced), _options(case))
+        folded = {f.placeholder: f.compute(_live(outcome.program, f.weights)) for f in outcome.program.folds}
+        run = capture.to_plain_graph_module(outcome.program, folded)
+        known.append((traced, traced.graph.find_nodes(op="placeholder"), run, outcome.report))
+        return run(*flat), outcome.report
+
+    return step
+
+
+def _guards_hold(traced: fx.GraphModule, inputs: list[fx.Node], values: list[Tensor]) -> bool:
+    fakes = [n.meta["val"] for n in inputs]
+    if len(fakes) != len(values) or any(f.dim() != v.dim() for f, v in zip(fakes, values, strict=True)):
+        return False
+    env: Any = traced.shape_env
+    return bool(env.evaluate_guards_for_args(fakes, values))
+
+
+def _live(program: capture.Program, names: tuple[str, ...]) -> dict[str, Tensor]:
+    live = {}
+    for name in names:
+        tensor = program.weights[name]
+        assert tensor is not None
+        live[name] = tensor
+    return live
+
+
+def _compare(case: Case, what: str, got: Tensor, eager: Tensor, truth: Tensor) -> None:
+    assert got.shape == truth.shape and got.dtype == eager.dtype, f"{what}: {got.shape} {got.dtype}"
+    if not truth.numel():
+        return
+    if case.dtype == "float64":
+        empty = truth.isnan()
+        assert torch.equal(got.isnan(), empty), f"{what}: NaN in other places"
+        allowed = THROUGH_FLOAT32 if case.softmax == "cast" else EXACT
+        error, size = _error(got, truth, ~empty), _size(truth, ~empty)
+    else:
+        both = ~(truth.isnan() | eager.isnan())
+        assert not got[both].isnan().any(), f"{what}: NaN where eager has none"
+        size = _size(truth, both)
+        allowed = WORSE_THAN_EAGER * (_error(eager, truth, both) / size + 8 * torch.finfo(got.dtype).eps)
+        error = _error(got, truth, both)
+    assert error <= allowed * size, f"{what}: relative error {error / size:.2e}, allowed {allowed:.2e}"
+
+
+def _error(a: Tensor, truth: Tensor, where: Tensor) -> float:
+    return float((a.double() - truth)[where].abs().max()) if where.any() else 0.0
+
+
+def _size(truth: Tensor, where: Tensor) -> float:
+    return max(float(truth[where].abs().max()), 1e-6) if where.any() else 1.0
+
+
+def _check_verdict(case: Case, report: Report) -> None:
+    """What must have become of the attention in a step of ``case.chunk`` queries."""
+    assert len(report.sites) == 1, [str(s.where) for s in report.sites]
+    (site,) = report.sites
+    said = f"{site.verdict} ({site.code}): {site.reason}"
+    if not case.legal:
+        # With one head the rows of K are shared by all heads whatever was done to them: rightly absorbed through V.
+        assert site.verdict != "absorbed" or case.H == 1, said
+        return
+    if case.forms == "expanded":
+        assert site.verdict != "absorbed", said
+    elif site.code is Code.COST_LATENT_WIDE:
+        assert not narrow(case), said
+    elif case.chunk == 1 or case.forms == "absorbed":
+        assert site.verdict == "absorbed", said
+
+
+def narrow(case: Case) -> bool:
+    """Whether the latent rows clearly hold fewer values than what they are expanded to."""
+    return case.L < case.H * (case.N + case.V) and case.L + case.R < case.H * (case.N + case.R + case.V)
