@@ -5,19 +5,20 @@ The visible part of the cache is walked in blocks that stay in cache. One block 
 
     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 
-Choices, each measured (2 cores with AVX-512, L = 512, R = 64; GFLOP/s at 128 / 16 heads and 8192 tokens):
+Choices, each measured (2 cores with AVX-512, L = 512, R = 64; GFLOP/s for 128 and 16 heads over 8192 tokens):
 
-* **float32 products through oneDNN** (``mkldnn::_linear_pointwise``, what Inductor calls): 380 / 230, against 160 / 95 of
-  ``torch.mm``, whose MKL leaves AVX-512 unused on CPUs of other makers. Strided weights fall to a scalar reference loop there
-  (seconds), so every weight is made contiguous here first. A new shape costs 0.3 ms of code generation, hence blocks whose
-  length is a multiple of 64: the last one is padded with zero rows.
-* **Half precision is converted to float32 block by block**, in cache, and multiplied there. The alternatives for bfloat16:
-  ``torch.mm`` in bfloat16 runs at 830 / 400, but its scores are rounded to bfloat16: error 2.0e-3, 9.7e-3 and 2.0e-2 for scores of
-  deviation 0.5, 2.4 and 12, where this path has 1.7e-3 at each and torch's fused attention on the expanded rows 1.9e-3. Scores
-  rounded after subtracting their mean under the softmax: 2.7e-3 to 5.4e-3, no faster than two plain products. A second product for
-  the rounding residual: accurate, and as slow as float32. ``mm(out_dtype=float32)`` does not exist on CPU. float16 products run
-  at 3 to 40.
-* **What no query sees is not read**: the part of the cache before the first and after the last visible key, per batch entry.
+* **float32 products through oneDNN** (``mkldnn::_linear_pointwise``, which Inductor calls): 380 and 230, where
+  ``torch.mm`` has 160 and 95 because MKL leaves AVX-512 unused on some makers' CPUs. As right factor oneDNN wants
+  contiguous rows (strided ones fall into a scalar loop: seconds), as left factor it takes any. A new shape costs
+  0.3 ms of code generation, hence blocks whose length is a multiple of 64, the last one padded with zero rows.
+* **Scores in chains of 128 terms.** oneDNN adds all L products one after the other: with large scores the error over
+  that of the original attention was 1.3 to 2.7; cut in chains it is 0.4 to 1.3, as with MKL.
+* **Half precision is converted to float32 block by block**, in cache, and multiplied there. ``torch.mm`` in bfloat16
+  has 830 and 400 GFLOP/s but rounds its scores: error 2.0e-3, 9.7e-3, 2.0e-2 for scores of deviation 0.5, 2.4, 12,
+  against 1.7e-3 here and 1.9e-3 of torch's fused attention. Rounding after subtracting the mean score: 2.7e-3 to
+  5.4e-3. A second product for the rounding residual: accurate, and about as slow as float32. Products of bfloat16 with
+  a float32 result do not exist for CPU tensors, and float16 ones run at 3 to 40 GFLOP/s.
+* **What no query sees is not read**: the cache before the first and after the last visible key, per batch entry.
 """
 
 from __future__ import annotations
@@ -29,14 +30,12 @@ from torch import Tensor
 
 from mla_compile.kernels.reference import additive_mask, compute_dtype
 
-BLOCK = 4096  # tokens in one block: 8 MiB of float32 latent at L = 512
-ROWS = (
-    256  # query rows (s, h) carried through one walk over the cache: bounds the scores held at a time to [ROWS, BLOCK]
-)
+BLOCK = 2048  # tokens in one block: 4 MiB of float32 latent at L = 512
+ROWS = 256  # query rows (s, h) carried through one walk over the cache: bounds the scores held at a time
+CHAIN = 128  # score terms that oneDNN may add up one after the other
 GRAIN = 64  # block lengths are multiples of this
-COPY = (
-    512  # up to here a ragged block is padded in a copy; a longer one is cut into an even part and a short padded rest
-)
+COPY = 512  # up to here a ragged block is padded in a copy; a longer one is cut into an even part and a short rest
+SETUP = 1 << 23  # multiply-adds from which oneDNN's product beats torch.bmm
 BATCHED = 1 << 15  # up to this many scores, all batch entries go through one batched product
 
 ONEDNN = (
@@ -63,7 +62,7 @@ class _Job:
     latent: Tensor  # [G,T,L]
     rope: Tensor | None
     values: Tensor | None
-    mask: Tensor | None  # as given, but [G|1,S|1,H|1,T|1]; None where it changes nothing inside the window
+    mask: Tensor | None  # as given, but [G|1,T|1,S|1,H|1]; None where it changes nothing inside the window
     causal: bool
     window: _Window
 
@@ -80,16 +79,17 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Same arguments and results as :func:`mla_compile.kernels.reference.decode_attention`.
 
-    One difference, for the better: a key whose additive mask is finite but at most half the dtype's lowest value, from every
-    query, counts as hidden too (its weight is exactly 0), unless some query has no other key.
+    One difference: a key whose additive mask is finite but at most half the dtype's lowest value, for every query,
+    counts as hidden too (its weight is exactly 0), unless some query has no other key.
     """
     if torch.is_autocast_enabled("cpu"):  # it would turn the float32 products below into bfloat16 ones
         with torch.autocast("cpu", enabled=False):
             return decode_attention(query, latent, rope, values, mask, scale=scale, causal=causal)
-    B, S, H, _ = query.shape
-    T = latent.shape[1]
+    S, T = query.shape[1], latent.shape[1]
     dtype = compute_dtype(latent)
     causal = causal and S > 1
+    if mask is None and not causal and S * query.shape[2] * latent[0].numel() < SETUP:
+        return _small(query, latent, rope, values, scale, dtype)
     seen = None if mask is None else _seen(mask, causal, S, T)
     windows = [_Window(0, T, True)] if mask is None or seen is None else _windows(mask, seen, T)
     out, lse = _run(query, latent, rope, values, mask, windows, scale, causal, dtype)
@@ -103,8 +103,25 @@ def decode_attention(
     return out, lse
 
 
+def _small(
+    query: Tensor, latent: Tensor, rope: Tensor | None, values: Tensor | None, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A call without a mask that is over before blocks pay off: as few torch calls as give ``out`` and ``lse``."""
+    B, S, H, K = query.shape
+    L = latent.shape[2]
+    q = (query.to(dtype) * scale).reshape(B, S * H, K)
+    k = latent.to(dtype)
+    score = torch.bmm(q[..., :L], k.transpose(1, 2))
+    if rope is not None:
+        score.baddbmm_(q[..., L:], rope.to(dtype).transpose(1, 2))
+    weight = torch.softmax(score, dim=-1)
+    out = torch.bmm(weight, k if values is None else values.to(dtype)).view(B, S, H, -1)
+    lse = score.amax(dim=-1).sub_(weight.amax(dim=-1).log_())  # the largest weight is exp(largest score - lse)
+    return out.to(latent.dtype), lse.view(B, S, H)
+
+
 def _seen(mask: Tensor, causal: bool, S: int, T: int) -> Tensor:
-    """[B|1,T] bool: which keys some query of the batch entry sees. The mask is small beside the cache: it is read whole."""
+    """[B|1,T] bool: the keys that some query of the batch entry sees. The mask is small beside the cache."""
     mask = mask.expand(-1, -1, S if causal else -1, T)
     below = torch.ones(S, T, dtype=torch.bool).tril(T - S) if causal else None
     if mask.dtype == torch.bool:
@@ -163,7 +180,9 @@ def _run(
             latent=latent[group],
             rope=None if rope is None else rope[group],
             values=None if values is None else values[group],
-            mask=None if mask is None or window.plain else (mask[group] if len(windows) > 1 else mask).transpose(1, 2),
+            mask=None
+            if mask is None or window.plain
+            else (mask[group] if len(windows) > 1 else mask).permute(0, 3, 2, 1),
             causal=causal,
             window=window,
         )
@@ -174,50 +193,51 @@ def _run(
 
 
 def _walk(job: _Job, queries: slice, out: Tensor, lse: Tensor) -> None:
-    """One walk over the visible keys with some of the queries; fills ``out`` [G,s,H,Lv] and ``lse`` [G,s,H]."""
+    """One walk over the visible keys with some of the queries; fills ``out`` [G,s,H,Lv] and ``lse`` [G,s,H].
+
+    Scores lie as [G,t,s*H]: the rows of the cache are then the left factor, which oneDNN takes with any row stride.
+    """
     G, s, H = lse.shape
-    latent, dtype = job.latent, job.q.dtype
-    T, L = latent.shape[1], latent.shape[2]
+    dtype, T = job.q.dtype, job.latent.shape[1]
     q = job.q[:, queries].reshape(G, s * H, -1)
-    q_latent, q_rope = q[..., :L].contiguous(), q[..., L:].contiguous()
-    lo, hi = job.window.lo, job.window.hi
-    if job.causal:
-        hi = min(hi, T - job.q.shape[1] + queries.stop)
-    top: Tensor | None = None  # running maximum of the scores, [G,sH,1]
-    total = accumulated = torch.empty(0)
-    for start, stop in _blocks(lo, hi, latent.dtype == dtype and latent.is_contiguous()):
+    hi = min(job.window.hi, T - job.q.shape[1] + queries.stop) if job.causal else job.window.hi
+    top: Tensor | None = None  # running maximum of the scores, [G,1,sH]
+    total = accumulated = q  # running sum of the weights [G,1,sH], and of weights times values [G,sH,Lv]
+    hidden = False
+    for start, stop in _blocks(job.window.lo, hi, job.latent.dtype == dtype):
         length = stop - start
         padded = length if length < GRAIN else -(-length // GRAIN) * GRAIN
-        k = _block(latent, start, stop, padded, dtype)
-        score = _product(q_latent, k)
-        if job.rope is not None:
-            score = _add_product(score, q_rope, _block(job.rope, start, stop, padded, dtype))
+        k = _block(job.latent, start, stop, padded, dtype)
+        r = None if job.rope is None else _block(job.rope, start, stop, padded, dtype)
+        v = k if job.values is None else _block(job.values, start, stop, padded, dtype)
+        weight = _scores(k, r, q)
         if padded > length:
-            score[..., length:] = -torch.inf
-        hidden = _mask_scores(job, queries, start, stop, score.view(G, s, H, padded)[..., :length])
-        block_top = score.amax(dim=-1, keepdim=True)
+            weight[:, length:] = -torch.inf
+        hidden |= _mask_scores(job, queries, start, stop, weight[:, :length].view(G, length, s, H))
+        block_top = weight.amax(dim=1, keepdim=True)
         new_top = block_top if top is None else torch.maximum(top, block_top)
         # A query that has seen no key yet has a maximum of minus infinity: subtract 0 there instead.
-        shift = new_top.masked_fill(new_top == -torch.inf, 0.0) if hidden or top is not None else new_top
-        weight = score.sub_(shift).exp_()
-        v = k if job.values is None else _block(job.values, start, stop, padded, dtype)
+        shift = new_top.masked_fill(new_top == -torch.inf, 0.0) if hidden else new_top
+        weight.sub_(shift).exp_()
+        block_total, block_sum = weight.sum(dim=1, keepdim=True), _weigh(weight, v)
         if top is None:
-            total, accumulated = weight.sum(dim=-1, keepdim=True), _product(weight, v.transpose(1, 2))
+            total, accumulated = block_total, block_sum
         else:
             decay = top.sub_(shift).exp_()
-            total = total.mul_(decay).add_(weight.sum(dim=-1, keepdim=True))
-            accumulated = accumulated.mul_(decay).add_(_product(weight, v.transpose(1, 2)))
+            total = total.mul_(decay).add_(block_total)
+            accumulated = accumulated.mul_(decay.transpose(1, 2)).add_(block_sum)
         top = new_top
     if top is None:
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    lse.copy_((top + total.log()).view(G, s, H))
-    out.copy_(accumulated.div_(total.masked_fill(total == 0, 1.0)).view(G, s, H, -1))
+    torch.add(top.view(G, s, H), total.log().view(G, s, H), out=lse)
+    divisor = total.masked_fill_(total == 0, 1.0) if hidden else total
+    torch.div(accumulated.view(G, s, H, -1), divisor.view(G, s, H, 1), out=out)
 
 
 def _blocks(lo: int, hi: int, direct: bool) -> list[tuple[int, int]]:
-    """The blocks of ``[lo, hi)``. Where whole blocks are used in place (``direct``), a long ragged last one is cut in two."""
+    """The blocks of ``[lo, hi)``. Where they are used in place (``direct``), a long ragged last one is cut in two."""
     starts = list(range(lo, hi, BLOCK))
     blocks = [(start, min(hi, start + BLOCK)) for start in starts]
     if blocks and direct:
@@ -229,7 +249,7 @@ def _blocks(lo: int, hi: int, direct: bool) -> list[tuple[int, int]]:
 
 
 def _block(rows: Tensor, start: int, stop: int, padded: int, dtype: torch.dtype) -> Tensor:
-    """Rows ``[start, stop)`` as a contiguous [G,padded,width] in ``dtype``: the rows themselves where they already are that."""
+    """Rows ``[start, stop)`` as a contiguous [G,padded,width] in ``dtype``, without a copy where they are that."""
     part = rows[:, start:stop]
     if padded == stop - start:
         return part.to(dtype).contiguous()
@@ -240,12 +260,12 @@ def _block(rows: Tensor, start: int, stop: int, padded: int, dtype: torch.dtype)
 
 
 def _mask_scores(job: _Job, queries: slice, start: int, stop: int, score: Tensor) -> bool:
-    """Applies mask and causality in place to ``score`` [G,s,H,t]; True where a query may be left with no visible key."""
+    """Applies mask and causality in place to ``score`` [G,t,s,H]. True where a query may be left without a key."""
     hidden = False
     if job.mask is not None:
         mask = job.mask
-        mask = mask if mask.shape[1] == 1 else mask[:, queries]
-        mask = mask if mask.shape[3] == 1 else mask[..., start:stop]
+        mask = mask if mask.shape[1] == 1 else mask[:, start:stop]
+        mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
         if mask.dtype == torch.bool:
             score.masked_fill_(~mask, -torch.inf)
         else:
@@ -254,29 +274,47 @@ def _mask_scores(job: _Job, queries: slice, start: int, stop: int, score: Tensor
     if job.causal:
         diagonal = job.latent.shape[1] - job.q.shape[1]  # query s sees keys up to diagonal + s
         if stop - 1 > diagonal + queries.start:
-            keys = torch.arange(start, stop)
+            keys = torch.arange(start, stop)[:, None]
             last = torch.arange(queries.start, queries.stop) + diagonal
-            score.masked_fill_((keys > last[:, None])[:, None, :], -torch.inf)
+            score.masked_fill_((keys > last)[:, :, None], -torch.inf)
             hidden = True
     return hidden
 
 
-def _one_product(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN's single product is the right one: float32, one batch entry, not tiny."""
-    return ONEDNN and a.dtype == torch.float32 and b.shape[0] == 1 and min(b.shape[1:]) >= GRAIN
+def _single(rows: Tensor, columns: Tensor) -> bool:
+    """Whether oneDNN's product is the right one: float32, one batch entry, enough work to repay its setup."""
+    return (
+        ONEDNN
+        and rows.dtype == torch.float32
+        and rows.shape[0] == 1
+        and rows.shape[1] >= GRAIN
+        and rows.shape[1] * rows.shape[2] * columns.shape[-1] >= SETUP
+    )
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """[G,M,K] times the transpose of [G,N,K]."""
-    if _one_product(a, b):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(a[0], b[0], None, "none", [], "")
-        return product.unsqueeze(0)
-    return torch.bmm(a, b.transpose(1, 2))
+def _scores(k: Tensor, r: Tensor | None, q: Tensor) -> Tensor:
+    """[G,t,M]: rows k [G,t,L] and r [G,t,R] against queries q [G,M,L+R], summed in chains of at most CHAIN products."""
+    L = k.shape[2]
+    if not _single(k, q[..., 0]):
+        score = torch.bmm(k, q[..., :L].transpose(1, 2))
+        return score if r is None else score.baddbmm_(r, q[..., L:].transpose(1, 2))
+    parts = [(k[0, :, at : at + CHAIN], q[0, :, at : min(L, at + CHAIN)]) for at in range(0, L, CHAIN)]
+    if r is not None:
+        parts.append((r[0], q[0, :, L:]))
+    total: Tensor | None = None
+    for rows, columns in parts:
+        weights = columns.contiguous()
+        if total is None:
+            total = torch.ops.mkldnn._linear_pointwise.default(rows, weights, None, "none", [], "")
+        else:
+            total = torch.ops.mkldnn._linear_pointwise.binary(rows, total, weights, None, "add")
+    assert total is not None
+    return total.unsqueeze(0)
 
 
-def _add_product(score: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """``score`` plus a product, in one pass over it; may overwrite ``score``."""
-    if _one_product(a, b):
-        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(a[0], score[0], b[0], None, "add")
-        return total.unsqueeze(0)
-    return score.baddbmm_(a, b.transpose(1, 2))
+def _weigh(weight: Tensor, v: Tensor) -> Tensor:
+    """[G,M,Lv]: weights [G,t,M] times values [G,t,Lv]."""
+    if not _single(v, weight[:, 0]):
+        return torch.bmm(weight.transpose(1, 2), v)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(weight[0].t(), v[0].t(), None, "none", [], "")
+    return product.unsqueeze(0)

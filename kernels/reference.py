@@ -4,11 +4,12 @@ With ``n = t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and o
 
     score[b,h,s,t] = scale * ( sum_l query[b,s,h,l] c[b,t,l] + sum_r query[b,s,h,L+r] r[b,t,r] ) + mask[b,h,s,t]
     lse[b,s,h]     = log sum_t exp score[b,h,s,t]
-    out[b,s,h,:]   = sum_t exp(score[b,h,s,t] - lse[b,s,h]) v[b,t,:]           v = values, or c where values is None
+    out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c where values is None
 
 A key is hidden from a query by a boolean mask that is False, by an additive mask of minus infinity, or by ``causal``
-(``t > T - S + s``). A query that sees no key gets ``out = 0`` and ``lse = -inf``. A key that is hidden from every query of
-its batch entry is not read: whatever its row holds (an unused part of a cache), NaN included, does not reach the result.
+(``t > T - S + s``). A query that sees no key gets ``out = 0`` and ``lse = -inf``. A key that is hidden from every query
+of its batch entry is not read: whatever its row holds (an unused part of a cache), NaN included, does not reach the
+result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def compute_dtype(latent: Tensor) -> torch.dtype:
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating mask in ``dtype``. A finite entry stays finite (float64's lowest value is not float32's minus infinity)."""
+    """A floating mask in ``dtype``. Finite entries stay finite, float64's lowest value in float32 included."""
     if mask.dtype == dtype or torch.finfo(mask.dtype).max <= torch.finfo(dtype).max:
         return mask.to(dtype)
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
@@ -63,6 +64,6 @@ def decode_attention(
     score = torch.einsum("bshk,btk->bhst", query.to(dtype), keys) * scale + bias
     score = score.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity where nothing is visible
-    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    weight = torch.softmax(score, dim=-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
     out = torch.einsum("bhst,btv->bshv", weight, v)
     return out.to(latent.dtype).contiguous(), lse.transpose(1, 2).contiguous()

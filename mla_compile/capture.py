@@ -127,6 +127,14 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     graph: fx.Graph = traced.graph
     _drop_grad_mode(graph)
     inputs = graph.find_nodes(op="placeholder")
+    if len(inputs) != len(state) + len(values):
+        raise CaptureError("an input or a weight is a tensor subclass that takes several tensors in the graph")
+    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    outputs: Any = graph.output_node().args[0]
+    new_values = [output.name for output in outputs[: len(outputs) - len(signature.user_outputs)]]
+    if sorted(new_values) != sorted(mutated):
+        raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
+
     by_old_name = {node.name: node for node in inputs}
     attributes: dict[str, Any] = {str(node.target): _attribute(traced, str(node.target)) for node in _get_attrs(graph)}
     weights: dict[str, torch.Tensor | None] = {
@@ -151,11 +159,6 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         node._rename(origin.name)
         node.target = node.name
 
-    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
-    outputs: Any = graph.output_node().args[0]
-    new_values = [output.name for output in outputs[: len(outputs) - len(signature.user_outputs)]]
-    if sorted(new_values) != sorted(mutated):
-        raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
     mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
     used = {str(node.target) for node in _get_attrs(graph) if node.users or node.name in mutations}
     for node in _get_attrs(graph):

@@ -131,7 +131,7 @@ def _show_agreement(agreement: demo_.Agreement) -> None:
 
 def _timing_table(outcome: demo_.Outcome) -> Table:
     table = Table(title=f"one decode step, milliseconds (median of {outcome.settings.rounds} interleaved rounds)")
-    for name in ("context", "eager", "Inductor", "mla_compile", "faster than\neager", "faster than\nInductor"):
+    for name in ("context", "eager", "Inductor", "mla_compile", "vs eager", "vs Inductor"):
         table.add_column(name, justify="right", no_wrap=True)
     for t in outcome.timings:
         times = [f"{ms:.2f}" for ms in (t.eager_ms, t.inductor_ms, t.mla_ms)]
@@ -141,5 +141,5 @@ def _timing_table(outcome: demo_.Outcome) -> Table:
         span = (last.context - first.context) / 1000
         slopes = [(getattr(last, name) - getattr(first, name)) / span for name in ("eager_ms", "inductor_ms", "mla_ms")]
         table.add_section()
-        table.add_row("each further 1,000", *(f"{slope:.2f}" for slope in slopes), "", "")
+        table.add_row("per 1,000 more", *(f"{slope:.2f}" for slope in slopes), "", "")
     return table

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import warnings
 
-from torch._guards import CompileContext
+from torch._guards import TracingContext
 
 from mla_compile.errors import MlaCompileWarning
 
-_ours: set[int] = set()
-"""Dynamo's ids of the functions of which a graph came to us."""
+_ours: set[str] = set()
+"""Functions of which a graph came to us, as Dynamo's log line spells them."""
 
 
 def watch_current_function() -> None:
@@ -22,21 +22,19 @@ def watch_current_function() -> None:
     logger = logging.getLogger("torch._dynamo.convert_frame")
     if not any(isinstance(handler, _LimitHandler) for handler in logger.handlers):
         logger.addHandler(_LimitHandler(logging.WARNING))
-    frame = _current_frame()
-    if frame is not None:
-        _ours.add(frame)
-
-
-def _current_frame() -> int | None:
-    compile_id = CompileContext.current_compile_id()
-    return None if compile_id is None else compile_id.frame_id
+    traced = TracingContext.get_traced_code()
+    if traced:  # the function itself first, then what was inlined into it
+        code = traced[0]
+        _ours.add(f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})")
 
 
 class _LimitHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        if "torch._dynamo hit config." not in record.getMessage() or _current_frame() not in _ours:
+        if "torch._dynamo hit config." not in record.getMessage() or not isinstance(record.args, tuple):
             return
-        limit, value, function, reason, *_ = record.args if isinstance(record.args, tuple) else ("?",) * 4
+        limit, value, function, reason, *_ = record.args
+        if function not in _ours:
+            return
         warnings.warn(
             f"Dynamo reached {limit} ({value}) for {function} and runs it uncompiled from here on: results are right, "
             f"decode is as slow as before. Last reason to recompile: {reason}. Call mla_compile.optimize(model), which "

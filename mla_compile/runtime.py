@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.printers import PythonPrinter
 
 from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.passes import formulas
@@ -28,7 +30,8 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence
     readers = [_reader(program, symbol) for symbol in symbols]
     if any(reader is None for reader in readers):
         return None
-    value = sympy.lambdify(symbols, gain, modules="math")
+    # torch's printer knows the functions of its shape expressions (FloorDiv, Mod).
+    value = sympy.lambdify(symbols, gain, modules=[{"math": math}, "math"], printer=PythonPrinter)
 
     def absorbed_pays(inputs: Sequence[Any]) -> bool:
         return bool(value(*[read(inputs) for read in readers if read is not None]) > 0)

@@ -72,6 +72,7 @@ class Rewriter:
         self.dtype = val(self.site.v.node).dtype
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
+        self.mass: fx.Node | None = None  # what the weights of a row sum to, [batch, queries, heads], where not 1
 
     def run(self) -> fx.Node:
         new = self._open() if self.site.open_core else self._closed()
@@ -97,13 +98,21 @@ class Rewriter:
             causal=site.causal,
         )
         out = self.builder.call(operator.getitem, result, 0)
-        if site.empty == "nan" and site.masks:
+        axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
+        if site.masks and (site.empty == "nan" or self._value_bias()):
             lse = self.builder.call(operator.getitem, result, 1)
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
-            nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
-            out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
-        axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
+            if site.empty == "nan":
+                nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
+                out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
+            else:  # a row without a visible key is zero, the values' bias included
+                some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), self.dtype)
+                outer = [(a,) for axis in axes[:3] for a in axis]
+                self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         return self._values(out, axes)
+
+    def _value_bias(self) -> bool:
+        return any(term.piece.bias is not None for term in self.plan.vals)
 
     def _query(self, rows: Rows) -> fx.Node:
         """The queries in the space of ``rows``: [B, S, H, width]."""
@@ -271,7 +280,11 @@ class Rewriter:
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)
         if piece.bias is not None:
-            out = self.builder.call(aten.add.Tensor, out, self._aligned(piece.bias.expr, piece.bias.atoms, order))
+            bias = self._aligned(piece.bias.expr, piece.bias.atoms, order)
+            if self.mass is not None:
+                mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
+                bias = self.builder.call(aten.mul.Tensor, bias, mass)
+            out = self.builder.call(aten.add.Tensor, out, bias)
         if len(term.features) != 1:
             features = [size if a is None else self.sizes.of(a) for a in layout]
             out = self.builder.call(aten.reshape.default, out, features)
@@ -299,6 +312,9 @@ class Rewriter:
         p_axes = [a for a in (*outer, *site.keys)]
         p = arrange(builder, self.sizes, probs.node, probs.axes, [(a,) for a in p_axes])
         p = builder.cast(p, self.dtype)
+        if self._value_bias():  # with a sink, or rescaled, the weights of a row do not sum to 1
+            over = list(range(len(outer), len(p_axes)))
+            self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
         rows = self._row_atoms(plan.value_rows)
         lp, lr, lo = letters(p_axes, (*plan.batch, *site.keys, *plan.value_rows.width), (*outer, *plan.value_rows.width))
         latent = builder.call(aten.einsum.default, f"{lp},{lr}->{lo}", [p, rows])

@@ -28,7 +28,9 @@ def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
     """``a * b`` summed over the atoms in ``drop``."""
     if a is None:
-        return b
+        gone = [k for k, atom in enumerate(b.atoms) if atom in drop]
+        rest = tuple(atom for atom in b.atoms if atom not in drop)
+        return Factor(b.expr.call(aten.sum.dim_IntList, gone), rest) if gone else b
     union = dict.fromkeys((*a.atoms, *b.atoms))
     out = tuple(atom for atom in union if atom not in drop)
     left, right = common_dtype(a.expr, b.expr)

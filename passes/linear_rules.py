@@ -32,9 +32,14 @@ def _finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
     return result.each(lambda p: replace(p, dtype=dtype).visited(node))
 
 
+def _quantizes(dtype: torch.dtype) -> bool:
+    """Whether a conversion to ``dtype`` is more than rounding: to integers, to complex numbers, to 8 bits."""
+    return not dtype.is_floating_point or dtype.itemsize < 2
+
+
 def same_values(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """Copies, casts between floating dtypes, inactive dropout: the values pass through."""
-    if not val(node).dtype.is_floating_point:
+    if _quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     return _finish(maps.map(node.args[0]), node)  # type: ignore[arg-type]
 
@@ -307,6 +312,8 @@ def copy(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     x: Any = node.args[1]
     if maps.is_weight(x) or not val(x).dtype.is_floating_point:
         return unexplained(node)
+    if _quantizes(val(node).dtype):
+        return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     return _finish(broadcast_to(maps.map(x), shape(node), node), node)
 
 

@@ -23,7 +23,9 @@ from mla_compile.passes.plan import AbsorbPlan
 EXACT = 1e-8
 """Largest relative difference in float64 that rounding can explain."""
 ALLOWED = 1.5
-"""Largest error of the rewritten site, in errors of the original (plus a few units in the last place)."""
+"""Largest error of the rewritten site, in errors of the original (plus two units in the last place)."""
+ROWS, TRIALS = 256, 32
+"""Rows of output wanted for a comparison of errors, and draws of inputs to get them at the most."""
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
 """What one check may cost; sites with a larger fixed context are reported as not checked."""
 LONG = 613
@@ -65,43 +67,66 @@ def check_site(
     old = before[plan.site.node.name]
     inputs = [*plan.sources, *(p.q.node for p in plan.site.products), *(m.operand.node for m in plan.site.masks)]
     boundary = {n.name: before[n.name] for n in inputs}
-    worst: list[float] = []
+    ratios: list[float] = []
     note = None
     for sizes in _contexts(plan, boundary.values()):
         if _too_large(plan, sizes):
             note = "not checked numerically: the context is too long for a float64 run"
             continue
-        errors = torch.zeros(2, dtype=torch.float64)
-        for scale in _SCALES:
-            generator = torch.Generator().manual_seed(seed)
-            given = {name: _draw(node, sizes, scale, generator, node.name) for name, node in boundary.items()}
-            truth = _Run(weights, given, sizes, generator, torch.float64).value(old)
-            exact = _Run(weights, given, sizes, generator, torch.float64).value(new)
-            difference = _error(exact, truth, truth)
+        ours: list[torch.Tensor] = []
+        theirs: list[torch.Tensor] = []
+        for trial in range(TRIALS):
+            generator = torch.Generator().manual_seed(seed + trial)
+            scale = _SCALES[trial % len(_SCALES)]
+            given = {name: _draw(node, sizes, scale, generator) for name, node in boundary.items()}
+            runs = [_Run(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
+            truth, reference = (run.value(old) for run in runs)
+            exact, result = (run.value(new) for run in runs)
+            difference = _distance(exact, truth)
             if not difference <= EXACT:
                 return Check(None, f"differs from the original by {difference:.1e} in float64")
-            reference = _Run(weights, given, sizes, generator).value(old)
-            result = _Run(weights, given, sizes, generator).value(new)
             if not torch.isfinite(result)[torch.isfinite(reference)].all():
                 return Check(None, "gives inf or nan where the original does not")
-            errors += torch.tensor([_error(result, truth, reference), _error(reference, truth, reference)]) ** 2
-        ours, theirs = errors.sqrt().tolist()
-        floor = 4 * torch.finfo(val(plan.site.node).dtype).eps
-        if ours > ALLOWED * theirs + floor:
-            return Check(ours / theirs if theirs else math.inf, f"error {ours:.1e}, original {theirs:.1e}")
-        if theirs > 0:
-            worst.append(ours / theirs)
-    return Check(max(worst, default=None), note=note)
+            ours.append(_row_errors(result, truth, reference))
+            theirs.append(_row_errors(reference, truth, reference))
+            if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
+                break
+        problem, ratio = _compare(torch.cat(ours), torch.cat(theirs), torch.finfo(val(plan.site.node).dtype).eps)
+        if problem is not None:
+            return Check(ratio, problem)
+        ratios += [] if ratio is None else [ratio]
+    return Check(max(ratios, default=None), note=note)
 
 
-def _error(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) -> float:
-    """Relative RMS difference over the entries that are finite in ``where`` and in the truth."""
-    finite = torch.isfinite(where) & torch.isfinite(truth)
-    if not finite.any():
-        return 0.0
-    a, b = result.double()[finite], truth.double()[finite]
-    norm = b.square().mean().sqrt()
-    return float((a - b).square().mean().sqrt() / norm) if norm > 0 else float((a - b).abs().max())
+def _compare(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:
+    """What is wrong with the errors of the rewritten rows, if anything, and the ratio of the median errors.
+
+    Errors are heavy-tailed (a softmax near a tie is as good as a coin toss), so quantiles are compared, not means.
+    """
+    for quantile in (0.5, 0.9):
+        a, b = float(ours.quantile(quantile)), float(theirs.quantile(quantile))
+        if a > ALLOWED * b + 2 * eps:
+            return f"has an error of {a:.1e} where the original has {b:.1e}", a / b if b else math.inf
+    median = float(theirs.median())
+    return None, float(ours.median()) / median if median > 0 else None
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative RMS difference over the entries where the truth ``b`` is finite; inf where only one of them is."""
+    finite = torch.isfinite(b)
+    if not torch.isfinite(a)[finite].all():
+        return math.inf
+    norm = b[finite].square().mean().sqrt() if finite.any() else b.new_zeros(())
+    error = (a[finite] - b[finite]).square().mean().sqrt() if finite.any() else norm
+    return float(error / norm) if norm > 0 else float(error)
+
+
+def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Relative error of every row of features that is finite in ``where`` and in the truth."""
+    finite = (torch.isfinite(where) & torch.isfinite(truth)).all(-1)
+    truth, result = truth[finite], result[finite].double()
+    norm = truth.norm(dim=-1)
+    return ((result - truth).norm(dim=-1) / norm.clamp_min(torch.finfo(torch.float64).tiny))[norm > 0]
 
 
 def _symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
@@ -151,16 +176,13 @@ def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> bool:
 
 
 def _draw(
-    node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator, name: str
+    node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator
 ) -> torch.Tensor:
     """A random value for one input of a site: rows and queries normal, masks with some tokens hidden."""
     fake = val(node)
     shape = [_number(size(d), sizes) for d in fake.shape]
     if fake.dtype == torch.bool:
-        mask = torch.rand(shape, generator=generator) < 0.8
-        if mask.dim() and mask.shape[-1] > 1:
-            mask[..., -1] = ~mask[..., -1] if mask[..., -1].float().mean() < 0.5 else mask[..., -1]
-        return mask.to(fake.device)
+        return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
@@ -174,13 +196,13 @@ class _Run:
         weights: Mapping[str, torch.Tensor | None],
         given: Mapping[str, torch.Tensor],
         sizes: Mapping[sympy.Symbol, int],
-        generator: torch.Generator,
-        dtype: torch.dtype | None = None,
+        seed: int,
+        dtype: torch.dtype | None,
     ) -> None:
         self.weights = weights
         self.given = given
         self.sizes = sizes
-        self.seed = generator.initial_seed()
+        self.seed = seed
         self.dtype = dtype
         self._values: dict[fx.Node, Any] = {}
 
@@ -214,7 +236,7 @@ class _Run:
             return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
         width = max(1, int(value.shape[-1])) if value.dim() else 1
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
-        return self._cast(_draw(node, self.sizes, width**-0.5, generator, node.name))
+        return self._cast(_draw(node, self.sizes, width**-0.5, generator))
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value

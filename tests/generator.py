@@ -122,15 +122,17 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     written = core != "sdpa"
     dtype = rarely("float64", "float64", "float32", "bfloat16", "float16")
     cache = pick("none", "tensors", "joint", "head_axis", "index_copy", "slice")
+    cache = "tensors" if fault == "expanded_cache" else cache
     static = cache in ("index_copy", "slice")
     mask = pick("keep", "add", "add_min", *(("fill", "fill_min", "where", "compare", "visible_fill") if written else ()))
     if not static and draw(st.booleans()):
         mask = "none" if written else pick("none", "is_causal")
     join = pick("cat", "cat_reversed", "assign", *(("sum",) if written and R else ()))
     forms = rarely("auto", "absorbed", "expanded")
+    door = pick("trace", "trace", "trace", "trace", "symbolic", "dynamo")
     return Case(
         B=pick(1, 2, 3), T=draw(st.integers(1, 6)), D=D, H=H, L=L, Q=rarely(0, *palette), N=N, R=R, V=V,
-        groups=rarely(1, 2), steps=pick(1, 2), chunk=rarely(1, 1, 2, 3), dtype=dtype,
+        groups=rarely(1, 2), steps=rarely(1, 2) if door == "trace" else 2, chunk=rarely(1, 1, 2, 3), dtype=dtype,
         up=pick("per_head", "blocks", "two", "raw", "einsum", "batched"), weight=rarely("plain", "dequant", "merged"),
         values_first=draw(st.booleans()), bias=draw(st.booleans()), lora=rarely(False, True), tied=N == V and draw(st.booleans()),
         latent_norm=draw(st.booleans()), latent_scale=rarely("none", "constant", "vector"),
@@ -141,7 +143,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         factor=pick(0.0, 0.0, 1.0, 0.37), mask=mask, mask_rank=pick(2, 3, 4), padded=rarely(False, True),
         softmax=rarely("plain", "cast") if written else "plain",
         extra=rarely("none", "none", "probs", "softcap", "sink", "max") if written else "none", gate=rarely(False, True),
-        cache=cache, fault=fault, door=pick("trace", "trace", "trace", "symbolic", "dynamo"),
+        cache=cache, fault=fault, door=door,
         forms=forms, fold=rarely("auto", "never", "always"), lowering=pick("op", "aten"), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
 
@@ -511,7 +513,7 @@ def rotate(x: Tensor, positions: Tensor, style: str) -> Tensor:
     if style == "complex":
         wide = x if x.dtype == torch.float64 else x.float()
         turn = torch.polar(torch.ones_like(angle, dtype=wide.dtype), angle.to(wide.dtype))
-        pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
+        pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2).contiguous())
         return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
     cos, sin = angle.cos(), angle.sin()
     if style == "half":

@@ -18,6 +18,7 @@ from mla_compile.passes.graph import weight_nodes
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece
 from mla_compile.passes.normalize import normalize
 from mla_compile.program import Program
+from mla_compile.runtime import compute
 
 OP = "mla_compile.decode_attention.default"
 
@@ -50,14 +51,15 @@ def run(program: Program, *inputs: Any) -> list[torch.Tensor]:
     state = {**program.original.state_dict, **program.original.constants}
     rest = iter(inputs)
     values = [state[s.target] if s.target is not None else next(rest) for s in specs]
+    values += [compute(fold, program.weights) for fold in program.folds]  # type: ignore[arg-type]
     with torch.no_grad():
         return list(program.gm(*values))[len(program.mutations) :]
 
 
 def optimized(program: Program, **options: Any) -> pipeline.Outcome:
-    """The pipeline with plain ATen as its target unless asked otherwise; checks that its input stays as it was."""
+    """The pipeline, with plain ATen and no folds unless asked otherwise; checks that its input stays as it was."""
     before = text(program)
-    outcome = pipeline.run(program, Options.parse({"lowering": "aten", **options}))
+    outcome = pipeline.run(program, Options.parse({"lowering": "aten", "fold": "never", **options}))
     assert text(program) == before, "the program that came in was changed"
     outcome.program.gm.graph.lint()
     assert all("val" in n.meta for n in outcome.program.gm.graph.nodes if n.op != "output")
@@ -151,17 +153,17 @@ found_reasons: dict[str, str] = {}
 
 def evaluate(program: Program, lmap: LinearMap, *arguments: torch.Tensor) -> torch.Tensor:
     """What a linear map claims that the program computes, from the values of all nodes, in float64."""
-    values: dict[Any, torch.Tensor] = {}
+    values: dict[str, Any] = {}
 
     class Recorder(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
-            values[n] = super().run_node(n)
-            return values[n]
+            values[n.name] = super().run_node(n)
+            return values[n.name]
 
     with torch.no_grad():
         Recorder(program.gm).run(*arguments)
     (result,) = program.gm.graph.output_node().args[0]
-    shape = values[result].shape
+    shape = values[result.name].shape
     parts = [_piece_value(s.piece, shape, lmap.axis, s.stop - s.start, values) for s in lmap.segments]
     if lmap.axis is None:
         return parts[0]
@@ -173,7 +175,7 @@ def evaluate(program: Program, lmap: LinearMap, *arguments: torch.Tensor) -> tor
 
 
 def _piece_value(
-    piece: Piece, shape: torch.Size, axis: int | None, width: int, values: dict[Any, torch.Tensor]
+    piece: Piece, shape: torch.Size, axis: int | None, width: int, values: dict[str, Any]
 ) -> torch.Tensor:
     sizes = [width if k == axis else s for k, s in enumerate(shape)]
     assert [axis_size(a) for a in piece.axes if a] == [s for a, s in zip(piece.axes, sizes, strict=True) if a]
@@ -190,14 +192,14 @@ def _piece_value(
 
     total = torch.zeros([int(a.size) for a in out], dtype=torch.float64)
     if piece.source is not None:
-        source = values[piece.source].double()
+        source = values[piece.source.name].double()
         own = flatten(piece.source_axes)
         factors: list[tuple[torch.Tensor, Sequence[Atom]]] = [(source.reshape([int(a.size) for a in own]), own)]
         if piece.weight is not None:
-            factors.append((piece.weight.expr.evaluate(values, torch.float64), piece.weight.atoms))
+            factors.append((piece.weight.expr.evaluate_named(values, torch.float64), piece.weight.atoms))
         total = total + piece.scale * term(factors)
     if piece.bias is not None:
-        total = total + term([(piece.bias.expr.evaluate(values, torch.float64), piece.bias.atoms)])
+        total = total + term([(piece.bias.expr.evaluate_named(values, torch.float64), piece.bias.atoms)])
     if not piece.defined:
         total = total * float("nan")
     return total.reshape([axis_size(a) for a in piece.axes]).expand(sizes)

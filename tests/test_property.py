@@ -157,7 +157,7 @@ def _guards_hold(traced: fx.GraphModule, inputs: list[fx.Node], values: list[Ten
     if len(fakes) != len(values) or any(f.dim() != v.dim() for f, v in zip(fakes, values, strict=True)):
         return False
     env: Any = traced.shape_env
-    return bool(env.evaluate_guards_for_args(fakes, values))
+    return bool(env.evaluate_guards_for_args(fakes, values, ignore_static=False))
 
 
 def _live(program: capture.Program, names: tuple[str, ...]) -> dict[str, Tensor]:
