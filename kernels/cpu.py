@@ -11,11 +11,11 @@ Choices, each measured (2 cores with AVX-512, L = 512, R = 64; GFLOP/s for 128 a
   ``torch.mm`` has 160 and 95 because MKL leaves AVX-512 unused on some makers' CPUs. As right factor oneDNN wants
   contiguous rows (strided ones fall into a scalar loop: seconds), as left factor it takes any. A new shape costs
   0.3 ms of code generation, hence blocks whose length is a multiple of 64, the last one padded with zero rows.
-* **Scores in chains of 128 terms.** oneDNN adds all L products one after the other: with large scores the error over
-  that of the original attention was 1.3 to 2.7; cut in chains it is 0.4 to 1.3, as with MKL.
+* **Scores in chains of 128 terms.** oneDNN adds all L products one after the other: with large scores the error was
+  1.4 to 2.7 times that of the original attention; cut in chains it is 0.8 to 1.3 times, as with MKL.
 * **Half precision is converted to float32 block by block**, in cache, and multiplied there. ``torch.mm`` in bfloat16
   has 830 and 400 GFLOP/s but rounds its scores: error 2.0e-3, 9.7e-3, 2.0e-2 for scores of deviation 0.5, 2.4, 12,
-  against 1.7e-3 here and 1.9e-3 of torch's fused attention. Rounding after subtracting the mean score: 2.7e-3 to
+  against 1.7e-3 here and 1.9e-3 of torch's fused attention. Rounding after subtracting the mean score: 2.6e-3 to
   5.4e-3. A second product for the rounding residual: accurate, and about as slow as float32. Products of bfloat16 with
   a float32 result do not exist for CPU tensors, and float16 ones run at 3 to 40 GFLOP/s.
 * **What no query sees is not read**: the cache before the first and after the last visible key, per batch entry.
@@ -117,7 +117,7 @@ def _small(
     weight = torch.softmax(score, dim=-1)
     out = torch.bmm(weight, k if values is None else values.to(dtype)).view(B, S, H, -1)
     lse = score.amax(dim=-1).sub_(weight.amax(dim=-1).log_())  # the largest weight is exp(largest score - lse)
-    return out.to(latent.dtype), lse.view(B, S, H)
+    return out.to(query.dtype), lse.view(B, S, H)
 
 
 def _seen(mask: Tensor, causal: bool, S: int, T: int) -> Tensor:
@@ -167,7 +167,7 @@ def _run(
     B, S, H, _ = query.shape
     T = latent.shape[1]
     width = (latent if values is None else values).shape[2]
-    out = torch.empty(B, S, H, width, dtype=latent.dtype)
+    out = torch.empty(B, S, H, width, dtype=query.dtype)
     lse = torch.empty(B, S, H, dtype=dtype)
     q = query.to(dtype) * scale
     rows = max(1, ROWS // H)

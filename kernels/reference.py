@@ -40,7 +40,7 @@ def decode_attention(
     scale: float,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns ``out`` [B,S,H,Lv] in latent's dtype and ``lse`` [B,S,H] in float32 (float64 for float64).
+    """Returns ``out`` [B,S,H,Lv] in query's dtype and ``lse`` [B,S,H] in float32 (float64 for float64).
 
     query [B,S,H,L+R], latent [B,T,L], rope [B,T,R] or None (R = 0), values [B,T,Lv] or None (the latent rows),
     mask bool (True: attend) or float (added), broadcastable to [B,H,S,T]. Any strides. Shapes are not checked here.
@@ -66,4 +66,4 @@ def decode_attention(
     lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity where nothing is visible
     weight = torch.softmax(score, dim=-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
     out = torch.einsum("bhst,btv->bshv", weight, v)
-    return out.to(latent.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+    return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()

@@ -11,10 +11,10 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError
+from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, WeightError
 from mla_compile.options import Options
 
 if TYPE_CHECKING:
@@ -101,8 +101,14 @@ class Compiler:
             from mla_compile import capture, pipeline
 
             program = capture.from_dynamo(gm, example_inputs)
-            outcome = pipeline.run(program, self.options, str(gm.meta.get("dynamo_compile_id", "")))
-            folds = self._fold(outcome.program, example_inputs)
+            name = str(gm.meta.get("dynamo_compile_id", ""))
+            outcome = pipeline.run(program, self.options, name)
+            try:
+                folds = self._fold(outcome.program, example_inputs)
+            except WeightError:
+                if self.options.fold == "always":
+                    raise
+                outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
         # Whatever goes wrong in here, the user's model must still run: the original graph is untouched and compiles.
         except Exception as error:
             self.failures.append(error)

@@ -12,6 +12,7 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._export.verifier import SpecViolationError
 from torch.export.graph_signature import InputKind, InputSpec, OutputSpec, TensorArgument
+from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
 from mla_compile.errors import CaptureError
@@ -77,10 +78,26 @@ def to_plain_graph_module(program: Program, folded: Mapping[str, torch.Tensor] |
     output.args = (pytree.tree_unflatten(flat, spec),)
     _check_inputs(gm, original)
     gm.graph.set_codegen(original.graph._codegen)
+    _keep_state(gm, original)
     gm.meta = dict(original.meta)
     gm.train(original.training)
     gm.recompile()
     return gm
+
+
+def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
+    """The original's state dict: also weights that are no longer read, and without buffers that were not saved."""
+    present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
+    for name, tensor in (
+        *original.named_parameters(remove_duplicate=False),
+        *original.named_buffers(remove_duplicate=False),
+    ):
+        if name not in present:
+            _assign_attr(tensor, gm, name)
+    known = {*original.state_dict()}
+    for path, module in gm.named_modules():
+        prefix = f"{path}." if path else ""
+        module._non_persistent_buffers_set.update(leaf for leaf in module._buffers if prefix + leaf not in known)
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
@@ -115,13 +132,13 @@ def to_exported(program: Program, folded: Mapping[str, torch.Tensor] | None = No
     constants = dict(original.constants)
     inputs = graph.find_nodes(op="placeholder")
     first_user = next((i for i, s in enumerate(signature.input_specs) if s.kind is InputKind.USER_INPUT), len(inputs))
-    for fold in program.folds:
+    for position, fold in enumerate(program.folds, start=first_user):
         node = program.node(fold.placeholder)
         if first_user < len(inputs):
             inputs[first_user].prepend(node)
         constants[node.name] = (folded or {})[fold.placeholder]
         spec = InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), node.name, persistent=False)
-        signature.input_specs.insert(first_user, spec)
+        signature.input_specs.insert(position, spec)
     _keep_old_values(program)
     signature.output_specs = [
         OutputSpec(spec.kind, dataclasses.replace(spec.arg, name=value.name), spec.target)

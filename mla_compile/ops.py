@@ -11,7 +11,7 @@ rope       [B,T,R] or None (R = 0)
 values     [B,T,Lv] or None: the latent rows
 mask       bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
 causal     query s sees keys t <= T-S+s, together with mask
-out        [B,S,H,Lv] contiguous, latent's dtype
+out        [B,S,H,Lv] contiguous, query's dtype
 lse        [B,S,H] natural log of the sum of exp(scores); float32, float64 for float64
 =========  ==========================================================================================================
 
@@ -142,7 +142,7 @@ def _fake(
     check_inputs(query, latent, rope, values, mask)
     B, S, H, _ = query.shape
     width = (latent if values is None else values).shape[2]
-    return latent.new_empty(B, S, H, width), latent.new_empty(B, S, H, dtype=reference.compute_dtype(latent))
+    return query.new_empty(B, S, H, width), latent.new_empty(B, S, H, dtype=reference.compute_dtype(latent))
 
 
 def _no_gradient(ctx: Any, *_: Any, **__: Any) -> None:

@@ -31,11 +31,12 @@ from mla_compile.passes.absorb import Absorbed, absorb
 from mla_compile.passes.cost import default_device
 from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.fold import fold
-from mla_compile.passes.graph import weight_nodes
+from mla_compile.passes.graph import remove_dead_code, weight_nodes
 from mla_compile.passes.judge import Verdict, judge
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.normalize import normalize
+from mla_compile.passes.project import lower_projections
 from mla_compile.passes.site_report import site_report
 from mla_compile.passes.verify import Check, check_site, key_of
 from mla_compile.program import Program
@@ -57,8 +58,14 @@ class SiteCost:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program: the rewritten copy, the report, how many sites were absorbed, and the sites whose form is
-    to be picked in every call (then the original is kept beside the rewritten program)."""
+    """What came of a program.
+
+    Attributes:
+        program: the rewritten copy.
+        report: what became of every attention.
+        absorbed: how many sites were rewritten.
+        variants: sites whose form is picked in every call; then the original is kept beside the rewritten program.
+    """
 
     program: Program
     report: Report
@@ -130,7 +137,8 @@ def _run_once(
     ]
     if options.lowering == "aten":
         clock.run("lower", lambda: lower_to_aten(graph, program.fake_mode), int)
-    graph.eliminate_dead_code()
+    clock.run("lower_projections", lambda: lower_projections(graph, program.fake_mode), int)
+    remove_dead_code(graph)
     program.gm.recompile()
     variants = tuple(_site_cost(v) for v in chosen if v.by_call)
     report = Report(tuple(reports), graph=name, passes=tuple(clock.records))
@@ -151,7 +159,7 @@ def _verify(rewritten: list[Absorbed], before: fx.Graph, program: Program) -> di
 
 def _absorb_all(program: Program, verdicts: list[Verdict]) -> list[Absorbed]:
     rewritten = [absorb(v.plan, program.fake_mode) for v in verdicts if v.plan is not None]
-    program.gm.graph.eliminate_dead_code()
+    remove_dead_code(program.gm.graph)
     return rewritten
 
 
@@ -166,5 +174,3 @@ def _device_type(gm: fx.GraphModule) -> str:
         if isinstance(value, torch.Tensor):
             return value.device.type
     return "cpu"
-
-

@@ -140,24 +140,26 @@ class FoldedWeights:
 
 
 def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The value of a fold; :class:`WeightError` where a weight has no dense values."""
+    """The value of a fold; :class:`WeightError` where a weight has no dense values or the product cannot be formed."""
     for name in fold.weights:
         check_weight(name, live[name])
-    with torch.no_grad():
-        return fold.compute({name: live[name].detach() for name in fold.weights}).contiguous()
+    try:
+        with torch.no_grad():
+            return fold.compute({name: live[name].detach() for name in fold.weights}).contiguous()
+    except (RuntimeError, TypeError) as error:
+        kinds = ", ".join(f"{name} {live[name].dtype}" for name in fold.weights)
+        raise WeightError(f'weights cannot be folded ({kinds}): {error}; use fold="never"') from error
 
 
 def check_weight(name: str, tensor: torch.Tensor | None) -> None:
-    """Raises :class:`WeightError` unless the tensor holds dense values of a type that products can be formed in."""
+    """Raises :class:`WeightError` unless the tensor has values, stored densely."""
     problem = None
     if tensor is None or tensor.is_meta:
         problem = "has no values (it is on the meta device, or fake)"
     elif tensor.layout is not torch.strided:
         problem = f"is stored as {tensor.layout}"
-    elif tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        problem = f"is {tensor.dtype}"
     if problem is not None:
-        raise WeightError(f'weight {name!r} {problem} and cannot be folded; load or dequantize it, or use fold="never"')
+        raise WeightError(f'weight {name!r} {problem} and cannot be folded; load it densely, or use fold="never"')
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ After::
     o~ = mla_compile.decode_attention(q~, c, k_rope, mask, scale)      # [B, S, H, L]; reads L+R values per token
     out = einsum(o~, W_v)
 
-because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
+because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
 A bias on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes
 back once, because the weights of a row sum to 1. Where the part between the products is not a plain softmax
 (``open_core``), each product is replaced by itself and everything between them stays.
@@ -35,9 +35,14 @@ from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import letters
 from mla_compile.passes.graph import Builder, hint, size, val
 from mla_compile.passes.plan import AbsorbPlan, Rows
+from mla_compile.passes.project import project, wide
 from mla_compile.passes.site import MaskTerm, Product
 
 aten = torch.ops.aten
+
+HIDDEN = -1e30
+"""Added where scores were set to a large negative number: any score vanishes beside it, in float64 too, so that a row
+without a visible key weighs all its keys alike, as it did."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class Rewriter:
                 nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
                 out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
             else:  # a row without a visible key is zero, the values' bias included
-                some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), self.dtype)
+                some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         return self._values(out, axes)
@@ -132,35 +137,35 @@ class Rewriter:
         return tuple((a,) for a in (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width))
 
     def _absorbed(self, product: Product, term: Term, rows: Rows) -> fx.Node:
-        """q W for one term, one axis per atom: batch, queries, heads, width of the rows."""
+        """Q W for one term, one axis per atom: batch, queries, heads, width of the rows."""
         outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
         q, own = self._query_columns(product, term)
         piece = term.piece
         if piece.weight is None:
             q = self._in_order(q, (*own, *term.features), outer, rows.width)
         else:
-            weight = piece.weight.expr.cast(val(q).dtype).emit(self.builder, self.memo)
+            weight = piece.weight.expr.emit(self.builder, self.memo)
             inner = [term.at.get(a, a) for a in own]
-            lq, lw, lo = letters(
-                (*inner, *term.features), piece.weight.atoms, (*(term.at.get(a, a) for a in outer), *rows.width)
-            )
-            lo = "".join(c for c in lo if c in lq or c in lw)
-            q = self.builder.call(aten.einsum.default, f"{lq},{lw}->{lo}", [q, weight])
+            known = {*inner, *piece.weight.atoms}
+            out = [b for b in (*(term.at.get(a, a) for a in outer), *rows.width) if b in known or b in rows.width]
+            q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
             self.queries.append(q)
             for k, a in enumerate(outer):
-                if term.at.get(a, a) not in (*inner, *piece.weight.atoms):
+                if term.at.get(a, a) not in known:
                     q = self.builder.call(aten.unsqueeze.default, q, k)
         if piece.scale != 1.0:
             q = self.builder.call(aten.mul.Tensor, q, piece.scale)
         return q
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
-        """q . b, the same for every key: what a bias on the keys adds to the scores."""
+        """Q . b, the same for every key: what a bias on the keys adds to the scores."""
         assert term.piece.bias is not None
         q, own = self._query_columns(product, term)
         bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
         inner = [term.at.get(a, a) for a in own]
-        lq, lb, lo = letters((*inner, *term.features), term.piece.bias.atoms, [term.at.get(a, a) for a in atoms if a in own])
+        lq, lb, lo = letters(
+            (*inner, *term.features), term.piece.bias.atoms, [term.at.get(a, a) for a in atoms if a in own]
+        )
         q = self.builder.call(aten.einsum.default, f"{lq},{lb}->{lo}", [q, bias])
         for k, a in enumerate(atoms):
             if a not in own:
@@ -171,7 +176,7 @@ class Rewriter:
         return arrange(self.builder, self.sizes, q, tuple((a,) for a in own), [(a,) for a in (*outer, *width)])
 
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """The columns of q that meet this term's columns of K, one axis per atom, and its atoms besides the features."""
+        """The columns of q that meet this term's columns of K, one axis per atom; its atoms besides the features."""
         q, axes = product.q.node, product.q.axes
         where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
         if where is not None:
@@ -181,11 +186,7 @@ class Rewriter:
         outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
         own = [a for a in outer if a in flatten(product.q.axes)]
         q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*own, *term.features)])
-        return self.builder.cast(q, self._accumulation(val(q).dtype)), own
-
-    def _accumulation(self, dtype: torch.dtype) -> torch.dtype:
-        """float16 overflows in q W where q . (W c) does not: those queries are kept in float32."""
-        return torch.float32 if dtype == torch.float16 else dtype
+        return self.builder.cast(q, wide(val(q).dtype)), own
 
     def _rows(self, rows: Rows) -> fx.Node:
         """The rows as [B, T, width]."""
@@ -208,23 +209,19 @@ class Rewriter:
             mask = self.builder.cast(mask, torch.bool)
             if term.kind == "drop":
                 mask = self.builder.call(aten.logical_not.default, mask)
-            if term.fill == float("-inf"):
-                keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
-            else:
-                filled = self._fill(mask, term.fill)
-                added = filled if added is None else self.builder.call(aten.add.Tensor, added, filled)
-        if keep is None or added is None:
-            return keep if added is None else added
-        cut = self.builder.call(aten.logical_not.default, keep)
-        return self.builder.call(aten.add.Tensor, added, self._fill_where(cut, float("-inf")))
+            keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
+        if keep is None:
+            return added
+        if any(term.fill > float("-inf") for term in self.site.masks if term.kind != "add"):
+            assert added is None, "a finite fill stands alone, else the core is open"
+            return self._fill(keep, HIDDEN)
+        return keep if added is None else self.builder.call(aten.add.Tensor, added, self._fill(keep, float("-inf")))
 
     def _fill(self, keep: fx.Node, value: float) -> fx.Node:
-        return self._fill_where(self.builder.call(aten.logical_not.default, keep), value)
-
-    def _fill_where(self, mask: fx.Node, value: float) -> fx.Node:
-        """``value`` where the mask is True, 0 elsewhere."""
-        zeros = self.builder.call(aten.zeros_like.default, mask, dtype=torch.float32)
-        return self.builder.call(aten.masked_fill.Scalar, zeros, mask, value)
+        """``value`` where ``keep`` is False, 0 elsewhere."""
+        cut = self.builder.call(aten.logical_not.default, keep)
+        zeros = self.builder.call(aten.zeros_like.default, cut, dtype=torch.float32)
+        return self.builder.call(aten.masked_fill.Scalar, zeros, cut, value)
 
     def _mask_axes(self, term: MaskTerm) -> fx.Node:
         target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
@@ -237,7 +234,7 @@ class Rewriter:
         outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
         width = self.plan.value_rows.width
         latent = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in (*outer, *width)])
-        latent = self.latent = self.builder.cast(latent, self.dtype)
+        latent = self.latent = self.builder.cast(latent, wide(self.dtype))
         parts = [self._value_part(latent, term, outer) for term in self.plan.vals]
         layout = self._out_layout()
         out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))
@@ -274,9 +271,8 @@ class Rewriter:
                 axes = tuple((a,) for a in (*inner, *width))
                 out = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in order])
             else:
-                weight = piece.weight.expr.cast(self.dtype).emit(self.builder, self.memo)
-                li, lw, lo = letters((*inner, *width), piece.weight.atoms, order)
-                out = self.builder.call(aten.einsum.default, f"{li},{lw}->{lo}", [latent, weight])
+                weight = piece.weight.expr.emit(self.builder, self.memo)
+                out = project(self.builder, latent, (*inner, *width), weight, piece.weight.atoms, order)
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)
         if piece.bias is not None:
@@ -293,7 +289,7 @@ class Rewriter:
     def _aligned(self, expr: Expr, atoms: Axis, order: Sequence[Atom]) -> fx.Node:
         """A bias as a tensor that broadcasts against axes ``order``."""
         own = [a for a in order if a in atoms]
-        node = expr.cast(self.dtype).permute([atoms.index(a) for a in own]).emit(self.builder, self.memo)
+        node = expr.cast(wide(self.dtype)).permute([atoms.index(a) for a in own]).emit(self.builder, self.memo)
         for k, a in enumerate(order):
             if a not in own:
                 node = self.builder.call(aten.unsqueeze.default, node, k)
@@ -305,18 +301,20 @@ class Rewriter:
         probs = self.site.probs
         assert probs is not None
         order = {node: k for k, node in enumerate(probs.node.graph.nodes)}
-        for product in sorted(self.site.products, key=lambda p: order[p.node]):  # type: ignore[index]
+        for product in sorted(self.site.products, key=lambda p: order[p.node]):
             self._replace_scores(product)
         builder, plan, site = self.builder, self.plan, self.site
         outer = (*plan.batch, *site.queries, *plan.heads)
-        p_axes = [a for a in (*outer, *site.keys)]
+        p_axes = [*outer, *site.keys]
         p = arrange(builder, self.sizes, probs.node, probs.axes, [(a,) for a in p_axes])
         p = builder.cast(p, self.dtype)
         if self._value_bias():  # with a sink, or rescaled, the weights of a row do not sum to 1
             over = list(range(len(outer), len(p_axes)))
             self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
         rows = self._row_atoms(plan.value_rows)
-        lp, lr, lo = letters(p_axes, (*plan.batch, *site.keys, *plan.value_rows.width), (*outer, *plan.value_rows.width))
+        lp, lr, lo = letters(
+            p_axes, (*plan.batch, *site.keys, *plan.value_rows.width), (*outer, *plan.value_rows.width)
+        )
         latent = builder.call(aten.einsum.default, f"{lp},{lr}->{lo}", [p, rows])
         return self._values(latent, tuple((a,) for a in (*outer, *plan.value_rows.width)))
 
@@ -331,7 +329,7 @@ class Rewriter:
         outer = self.builder
         self.builder = Builder(product.node, outer.fake_mode)
         self.sizes.builder = self.builder
-        atoms = [a for a in flatten(product.out)]
+        atoms = list(flatten(product.out))
         total: fx.Node | None = None
         index = site.products.index(product)
         for term in plan.keys:
@@ -339,7 +337,11 @@ class Rewriter:
                 continue
             rows = next(r for r in (plan.latent, plan.rope) if r is not None and r.node is term.piece.source)
             q = self._absorbed(product, term, rows)
-            r = self.builder.cast(self._row_atoms(rows), val(q).dtype)
+            r = self._row_atoms(rows)
+            # The long operand is not converted, except that float16 queries may be out of its range.
+            if val(r).dtype == torch.float16:
+                r = self.builder.cast(r, val(q).dtype)
+            q = self.builder.cast(q, val(r).dtype)
             q_atoms = (*plan.batch, *site.queries, *plan.heads, *rows.width)
             lq, lr, lo = letters(q_atoms, (*plan.batch, *site.keys, *rows.width), atoms)
             part = self.builder.call(aten.einsum.default, f"{lq},{lr}->{lo}", [q, r])

@@ -19,8 +19,8 @@ class Term:
     """One linear piece of K or V, in the site's atoms.
 
     ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
-    atoms along the feature axis, columns ``start`` to ``stop`` of it; ``product`` is the query-key product it belongs to
-    (None for a value term).
+    atoms along the feature axis, columns ``start`` to ``stop`` of it; ``product`` is its query-key product (None for a
+    value term).
     """
 
     piece: Piece
@@ -124,5 +124,3 @@ def _pair(mine: Axis, theirs: Axis) -> tuple[Axis, Axis, Split, Split] | None:
             return mine, theirs, {}, {b: b.split(a.size, rest)}
         return None
     return (mine, theirs, {}, {}) if len(mine) == len(theirs) else None
-
-

@@ -43,7 +43,7 @@ class Sizes:
             if all(isinstance(a.size, int) for a in axis):
                 total = 1
                 for a in axis:
-                    total *= int(a.size)  # type: ignore[arg-type]
+                    total *= int(a.size)
                 dims.append(total)
             else:
                 dims.append(self.of(axis[0]) if len(axis) == 1 else -1)

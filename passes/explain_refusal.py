@@ -75,8 +75,10 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
     while node is not source and node not in maps.reasons:
         node = parent[node]
     stop = maps.reasons.get(node) or unexplained(node)
-    if packet(node) is not None and stop.code == "token_mixing" and any(
-        n.op == "placeholder" for n in node.all_input_nodes
+    if (
+        packet(node) is not None
+        and stop.code == "token_mixing"
+        and any(n.op == "placeholder" for n in node.all_input_nodes)
     ):
         return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
     return stop

@@ -106,8 +106,8 @@ class Expr:
                 leaf = values[expr.node.name]
                 return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             assert expr.op is not None
-            kwargs = {k: _widened(v, dtype) for k, v in expr.kwargs.items()}
-            args = tuple(_widened(a, dtype) for a in _map(expr.args, visit))
+            kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
+            args = tuple(widened(a, dtype) for a in _map(expr.args, visit))
             result = expr.op(*args, **kwargs)
             assert isinstance(result, torch.Tensor)
             return result
@@ -115,7 +115,7 @@ class Expr:
         return visit(self)
 
 
-def _widened(value: Any, dtype: torch.dtype | None) -> Any:
+def widened(value: Any, dtype: torch.dtype | None) -> Any:
     """A floating dtype argument of a cast, as the dtype the arithmetic is done in."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import fx
@@ -55,7 +55,8 @@ def _fused(node: fx.Node) -> AttentionSite:
         own_k, own_v = (() if same(s, 1) else own for s in sizes[1:])
         if grouped and d == rank - 3 and not same(sizes[1], 1) and not same(sizes[0], sizes[1]):
             heads, kv_heads = sizes[0], sizes[1]
-            assert isinstance(heads, int) and isinstance(kv_heads, int) and same(sizes[1], sizes[2])
+            assert isinstance(heads, int)
+            assert isinstance(kv_heads, int)
             own = (Atom(kv_heads), Atom(heads // kv_heads))
             own_k = own_v = own[:1]
         lead.append(own)
@@ -67,8 +68,8 @@ def _fused(node: fx.Node) -> AttentionSite:
     axes: Axes = (*lead, queries, keys)
     masks: tuple[MaskTerm, ...] = ()
     if mask is not None:
-        kind = "keep" if val(mask).dtype == torch.bool else "add"
-        masks = (MaskTerm(kind, Operand(mask, align_right(mask, axes))),)  # type: ignore[arg-type]
+        kind: Literal["keep", "add"] = "keep" if val(mask).dtype == torch.bool else "add"
+        masks = (MaskTerm(kind, Operand(mask, align_right(mask, axes))),)
     return AttentionSite(
         out=Operand(node, (*lead, queries, values)),
         products=(product,),
@@ -96,8 +97,12 @@ def _fused_problem(
         return Stop(node, "dropout", f"attention dropout of {dropout} is active")
     if isinstance(scale, fx.Node) or not isinstance(size(val(q).shape[-1]), int):
         return Stop(node, "unsupported_op", "a scale or head width that is not a constant")
-    if causal and not (len(queries) == len(keys) and all(same(a.size, b.size) for a, b in zip(queries, keys, strict=True))):
-        return Stop(node, "unsupported_op", "is_causal with fewer queries than keys (PyTorch aligns it to the first key)")
+    if causal and not (
+        len(queries) == len(keys) and all(same(a.size, b.size) for a, b in zip(queries, keys, strict=True))
+    ):
+        return Stop(
+            node, "unsupported_op", "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
+        )
     return None
 
 
@@ -157,9 +162,11 @@ _NEGLIGIBLE = -1e8  # a fill below this leaves no weight to a score in float32; 
 
 def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     """Why the part between the products cannot go away, if it cannot."""
-    for mask in scores.masks:
-        if mask.kind != "add" and not mask.fill < _NEGLIGIBLE:
-            return "masked scores are set to a number that the softmax can see"
+    finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
+    if not all(fill < _NEGLIGIBLE for fill in finite):
+        return "masked scores are set to a number that the softmax can see"
+    if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
+        return "masks of several kinds, whose order shows in rows without a visible key"
     products = {q.node for q in scores.products}
     inside = {p}
     queue = [p]

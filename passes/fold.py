@@ -8,7 +8,7 @@ After::
 
     q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
 
-The products are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; whoever
+The products are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; who
 runs the program keeps them up to date (:class:`mla_compile.program.Fold`). Finding what may be folded needs no pattern:
 the linear map of q~ over c' *is* the folded weight.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,11 +25,11 @@ from torch import fx
 from mla_compile.passes.absorb import Absorbed, same_layout
 from mla_compile.passes.atoms import Atom, flatten
 from mla_compile.passes.expr import Expr
-from mla_compile.passes.factors import letters
 from mla_compile.passes.fold_sides import narrowest_cut, output_projection
-from mla_compile.passes.graph import Builder, val, weight_nodes
+from mla_compile.passes.graph import Builder, args_of, remove_dead_code, val, weight_nodes
 from mla_compile.passes.judge import Verdict
 from mla_compile.passes.linear_map import Factor, LinearMaps
+from mla_compile.passes.project import project, wide
 from mla_compile.program import Fold, Program
 
 aten = torch.ops.aten
@@ -54,10 +55,10 @@ def fold(program: Program, sites: Sequence[Absorbed], verdicts: Sequence[Verdict
         assert verdict.choice is not None
         entry = done.setdefault(verdict.site.node.name, [])
         if verdict.choice.fold_query:
-            entry += [f for node in site.queries if (f := folder.query(node)) is not None]
+            entry += [f for node in site.queries if (f := folder.query(node, val(site.out).dtype)) is not None]
         if verdict.choice.fold_output and (f := folder.output(site)) is not None:
             entry.append(f)
-    graph.eliminate_dead_code()
+    remove_dead_code(graph)
     return done
 
 
@@ -68,34 +69,34 @@ class _Folder:
         self.maps = LinearMaps(weights, program.fake_mode)
         self.measured: dict[tuple[object, ...], float | None] = {}
 
-    def query(self, node: fx.Node) -> Folded | None:
+    def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
         """``node`` = q W_kc becomes one product with the rows that q is projected from."""
         (piece, *others) = self.maps.map(node).pieces
         cut = None if others else narrowest_cut(piece, 1)
-        return None if cut is None else self._replace(node, cut, "query")
+        return None if cut is None else self._replace(node, cut, "query", dtype)
 
     def output(self, site: Absorbed) -> Folded | None:
         """The output projection of ``site`` becomes one product with the attended latent."""
         projection = output_projection(site.out)
-        return None if projection is None else self._replace(projection, site.latent, "output")
+        dtype = val(projection).dtype if projection is not None else torch.float32
+        return None if projection is None else self._replace(projection, site.latent, "output", dtype)
 
-    def _replace(self, node: fx.Node, source: fx.Node, side: str) -> Folded | None:
+    def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
+        if any(len(a) > 1 for a in (*piece.source_axes, *piece.axes)):
+            return None
         builder = Builder(node, self.program.fake_mode)
-        folded, error = self._input(piece.weight, val(node).dtype)
+        folded, error = self._input(piece.weight, dtype)
         source_atoms = flatten(piece.source_axes)
         out: list[Atom] = list(flatten(piece.axes))
-        if any(len(a) != 1 for a in (*piece.source_axes, *piece.axes) if a):
-            return None
-        x = builder.cast(self._squeezed(builder, source, piece.source_axes), val(node).dtype)
-        ls, lw, lo = letters(source_atoms, piece.weight.atoms, out)
-        new = builder.call(aten.einsum.default, f"{ls},{lw}->{lo}", [x, folded])
+        x = builder.cast(self._squeezed(builder, source, piece.source_axes), wide(dtype))
+        new = project(builder, x, source_atoms, folded, piece.weight.atoms, out)
         if piece.scale != 1.0:
             new = builder.call(aten.mul.Tensor, new, piece.scale)
         if piece.bias is not None:
-            bias, _ = self._input(piece.bias, val(node).dtype)
+            bias, _ = self._input(piece.bias, dtype)
             bias = self._aligned(builder, bias, piece.bias, out)
             new = builder.call(aten.add.Tensor, new, bias)
         for k, axis in enumerate(piece.axes):
@@ -119,10 +120,10 @@ class _Folder:
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
         """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""
         closed, names = _closed(factor.expr, self.weights)
-        wide = torch.promote_types(dtype, torch.float32)
+        exact = wide(dtype)
 
         def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return closed.evaluate_named(live, wide).to(dtype).contiguous()
+            return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
         graph = self.program.gm.graph
         last = list(graph.find_nodes(op="placeholder"))[-1]
@@ -132,16 +133,16 @@ class _Folder:
         self.program.folds.append(Fold(node.name, compute, names))
         key = (factor.expr.shape, dtype)
         if key not in self.measured:
-            self.measured[key] = self._rounding(closed, names, dtype, wide)
+            self.measured[key] = self._rounding(closed, names, dtype)
         return node, self.measured[key]
 
-    def _rounding(self, closed: Expr, names: Sequence[str], dtype: torch.dtype, wide: torch.dtype) -> float | None:
+    def _rounding(self, closed: Expr, names: Sequence[str], dtype: torch.dtype) -> float | None:
         live = {n: w for n in names if (w := self.program.weights.get(n)) is not None and w.device.type != "meta"}
         if len(live) != len(names):
             return None
         with torch.no_grad():
             exact = closed.evaluate_named(live, torch.float64)
-            rounded = closed.evaluate_named(live, wide).to(dtype).double()
+            rounded = closed.evaluate_named(live, wide(dtype)).to(dtype).double()
         return float((rounded - exact).norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 
@@ -150,13 +151,13 @@ def _closed(expr: Expr, weights: set[fx.Node]) -> tuple[Expr, tuple[str, ...]]:
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 
-    def of_node(node: fx.Node) -> Expr:
+    def of_node(node: fx.Node) -> Any:
         if node not in memo:
             if node.op in ("placeholder", "get_attr"):
                 names[node.name] = None
                 memo[node] = Expr.leaf(node, expr.fake_mode)
             else:
-                args = fx.map_arg(node.args, of_node)
+                args = fx.map_arg(args_of(node), of_node)
                 kwargs = fx.map_arg(node.kwargs, of_node)
                 assert callable(node.target)
                 memo[node] = Expr(val(node), expr.fake_mode, None, node.target, args, kwargs)

@@ -15,8 +15,10 @@ _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.
 
 
 def fold_widths(plan: AbsorbPlan, maps: LinearMaps) -> tuple[int | None, int | None]:
-    """Q and D: the width of the rows that the unrotated queries are projected from, and of what the output projection
-    makes; None on a side where something lies in between (a norm, a gate, a second reader)."""
+    """Q and D, each None where something lies in between (a norm, a gate, a second reader).
+
+    Q is the width of the rows that the unrotated queries are projected from, D that of the output projection's result.
+    """
     widths = {
         _query_width(plan.site.products[t.product].q.node, range(t.start, t.stop), maps)
         for t in plan.keys

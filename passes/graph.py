@@ -11,6 +11,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+OURS = "mla_compile"
+"""Key in the metadata of nodes that a rewrite added."""
+
 Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
@@ -79,6 +82,11 @@ def packet(node: object) -> Any:
     return None
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, of whatever kinds the operator takes."""
+    return node.args
+
+
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
     """An argument by position or keyword."""
     if len(node.args) > position:
@@ -104,6 +112,7 @@ class Builder:
     def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(op, args, kwargs)
+        node.meta[OURS] = True
         node.meta["val"] = evaluate_fake(self.fake_mode, op, args, kwargs)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr"):
             if key in self.anchor.meta:
@@ -124,12 +133,22 @@ def evaluate_fake(
 ) -> Any:
     """What ``op`` returns for the fake values of its node arguments."""
 
-    def value(a: object) -> object:
-        return a.meta["val"] if isinstance(a, fx.Node) else a
+    def value(node: fx.Node) -> Any:
+        return node.meta["val"]
 
     real_args, real_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         return op(*real_args, **real_kwargs)
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Dead code removal that also takes fused attentions without dropout, which torch counts among random operators."""
+
+    def stays(node: fx.Node) -> bool:
+        attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
+        return node.is_impure() and not (attention and argument(node, 4, "dropout_p", 0.0) == 0.0)
+
+    graph.eliminate_dead_code(stays)
 
 
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:

@@ -7,12 +7,14 @@ keys or values are computed anyway because someone else reads them are taken bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from mla_compile.codes import CODES, Code
+from mla_compile.passes.atoms import Axis
 from mla_compile.passes.cost import Choice, Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.explain_refusal import explain_refusal
 from mla_compile.passes.fold_sides import fold_widths
@@ -77,7 +79,7 @@ def _judge_site(site: AttentionSite, maps: LinearMaps, device: Device, forms: Fo
 
 
 def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
-    b, s, t = plan.sizes()
+    _, s, t = plan.sizes()
     counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
     element = val(plan.latent.node).element_size()
     prefill = not isinstance(s, int) and s == t
@@ -96,20 +98,15 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
     return Verdict(plan.site, code, choice.reason, None, plan, choice)
 
 
-def _axis_hint(plan: AbsorbPlan, axis: Iterable[object]) -> int:
+def _axis_hint(plan: AbsorbPlan, axis: Axis) -> int:
     """The size of a product of atoms at the sizes seen when the graph was traced."""
-    hints = {}
-    operands = [plan.site.out, plan.site.v, *(p.k for p in plan.site.products)]
-    for operand in operands:
+    hints: dict[Axis, int] = {}
+    for operand in (plan.site.out, plan.site.v, *(p.k for p in plan.site.products)):
         for own, dim in zip(operand.axes, val(operand.node).shape, strict=True):
             hints[own] = hint(size(dim), dim)
-    whole = tuple(axis)
-    if whole in hints:
-        return hints[whole]  # type: ignore[index]
-    total = 1
-    for atom in whole:
-        total *= hints.get((atom,), atom.size if isinstance(atom.size, int) else 1)  # type: ignore[attr-defined, index]
-    return total
+    if axis in hints:
+        return hints[axis]
+    return math.prod(hints.get((a,), a.size if isinstance(a.size, int) else 1) for a in axis)
 
 
 @dataclass(frozen=True)
@@ -221,5 +218,3 @@ def _taken_back(verdict: Verdict, which: str, node: fx.Node) -> Verdict:
                 queue.append(user)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     return replace(verdict, code=code, reason=CODES[code].meaning, blame=node)
-
-

@@ -1,6 +1,6 @@
 """Transfer rules for operators that combine a linear map with a weight: products, sums, contractions.
 
-All of them are one operation. Axes are given labels, as in einsum; a label that the weight has and the result has not is
+All of them are one operation. Axes are given labels, as in einsum; a label that the weight has and the result lacks is
 summed over. What makes the operation legal is where the weight's labels fall on the map: on features (its own columns)
 or on the last axis of the source's rows, never on the tokens.
 """
@@ -17,7 +17,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axis, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
-from mla_compile.passes.graph import argument, packet, shape, val
+from mla_compile.passes.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def _bind(
         atoms += own
     for label in weight_labels:
         axis_of.setdefault(label, ())
-    expr = weight.view([a.size for a in atoms])  # type: ignore[misc]
+    expr = weight.view([a.size for a in atoms])
     return Factor(expr, tuple(atoms)), axis_of, piece
 
 
@@ -169,14 +169,14 @@ def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, facto
 
 
 def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
-    x, weight, bias = node.args[0], node.args[1], argument(node, 2, "bias")
+    x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) or maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(node)
-    labels = _ALPHABET[: len(shape(x))]  # type: ignore[arg-type]
-    expr = maps.leaf(weight)  # type: ignore[arg-type]
+    labels = _ALPHABET[: len(shape(x))]
+    expr = maps.leaf(weight)
     if len(expr.value.shape) != 2:
         return unexplained(node)
-    result = contract(maps, node, x, labels, expr, "z" + labels[-1], labels[:-1] + "z")  # type: ignore[arg-type]
+    result = contract(maps, node, x, labels, expr, "z" + labels[-1], labels[:-1] + "z")
     return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node)
 
 
@@ -196,8 +196,8 @@ def _with_bias(source: LinearMap, bias: Expr, node: fx.Node) -> LinearMap | Stop
 def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """matmul, mm, bmm, addmm, baddbmm with a weight on either side."""
     offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
-    a, b = node.args[offset], node.args[offset + 1]
-    ra, rb = len(shape(a)), len(shape(b))  # type: ignore[arg-type]
+    a, b = args_of(node)[offset], args_of(node)[offset + 1]
+    ra, rb = len(shape(a)), len(shape(b))
     if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
         return unexplained(node)
     batch = _ALPHABET[: max(ra, rb) - 2]
@@ -207,10 +207,10 @@ def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
     if len(labels) < len(out):
         return unexplained(node)
-    result = contract(maps, node, x, labels, maps.leaf(weight), weight_labels, out)  # type: ignore[arg-type]
+    result = contract(maps, node, x, labels, maps.leaf(weight), weight_labels, out)
     if offset == 0 or isinstance(result, Stop):
         return result
-    bias: Any = node.args[0]
+    bias: Any = args_of(node)[0]
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(node)
     return _with_bias(result, maps.leaf(bias), node)
@@ -220,7 +220,7 @@ def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     parsed = parse_einsum(node)
     if parsed is None:
         return unexplained(node)
-    operands: Any = node.args[1]
+    operands: Any = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
     if sum(weights) != len(weights) - 1 or len(operands) > 2 or any(len(set(i)) != len(i) for i in inputs):
@@ -238,13 +238,14 @@ def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 
 def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""
-    equation, operands = node.args[0], node.args[1]
-    assert isinstance(equation, str) and isinstance(operands, Sequence)
+    equation, operands = args_of(node)[0], args_of(node)[1]
+    assert isinstance(equation, str)
+    assert isinstance(operands, Sequence)
     text = equation.replace(" ", "")
     left, arrow, out = text.partition("->")
     inputs = left.split(",")
     free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
-    widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]  # type: ignore[arg-type]
+    widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
     dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
     inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
     if not arrow:

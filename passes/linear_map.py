@@ -146,7 +146,7 @@ class LinearMaps:
     """The analysis over one graph. Results are kept per node; the graph is only read.
 
     ``stops`` are nodes at which the walk ends although it could go on (a chosen source). A weight that differs along an
-    axis of the source's rows ends the walk (a table of rotations would otherwise pass for a weight), unless ``per_row``:
+    axis of the source's rows ends the walk (a table of rotations would else pass for a weight), unless ``per_row``:
     with the attention's output as the source, W_v does differ along the heads.
     """
 
@@ -227,14 +227,63 @@ def _int(atom: Atom) -> int:
     return atom.size
 
 
-_NONLINEAR = (
-    "pow rsqrt sqrt reciprocal silu relu gelu tanh sigmoid exp log softmax _softmax layer_norm native_layer_norm "
-    "rms_norm _fused_rms_norm group_norm mean sum var amax amin max min abs clamp sin cos where masked_fill"
-).split()
-_TOKEN_MIXING = (
-    "cumsum cumprod conv1d conv2d convolution roll flip sort topk index_select gather scatter index index_put embedding "
-    "matmul bmm mm baddbmm einsum stack scan"
-).split()
+_NONLINEAR = [
+    "pow",
+    "rsqrt",
+    "sqrt",
+    "reciprocal",
+    "silu",
+    "relu",
+    "gelu",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "log",
+    "softmax",
+    "_softmax",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "_fused_rms_norm",
+    "group_norm",
+    "mean",
+    "sum",
+    "var",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "abs",
+    "clamp",
+    "sin",
+    "cos",
+    "where",
+    "masked_fill",
+]
+_TOKEN_MIXING = [
+    "cumsum",
+    "cumprod",
+    "conv1d",
+    "conv2d",
+    "convolution",
+    "roll",
+    "flip",
+    "sort",
+    "topk",
+    "index_select",
+    "gather",
+    "scatter",
+    "index",
+    "index_put",
+    "embedding",
+    "matmul",
+    "bmm",
+    "mm",
+    "baddbmm",
+    "einsum",
+    "stack",
+    "scan",
+]
 
 
 def unexplained(node: fx.Node) -> Stop:

@@ -59,7 +59,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
         probs = call(aten.masked_fill.Scalar, probs, empty, 0.0)
     rows = latent if values is None else values
     out = call(aten.einsum.default, "bhst,btl->bshl", [probs, builder.cast(rows, wide)])
-    out = builder.cast(out, val(latent).dtype)
+    out = builder.cast(out, val(query).dtype)
     for user in list(node.users):
         assert user.target is operator.getitem
         if user.args[1] == 0:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import packet, same, shape, val
+from mla_compile.passes.graph import args_of, packet, same, shape, val
 
 aten = torch.ops.aten
 _CHECKS = {aten._assert_tensor_metadata}
@@ -28,7 +28,7 @@ def normalize(graph: fx.Graph) -> int:
             graph.erase_node(node)
             removed += 1
         elif _is_empty(node):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            node.replace_all_uses_with(args_of(node)[0])
             graph.erase_node(node)
             removed += 1
     return removed
@@ -40,12 +40,12 @@ def _is_empty(node: fx.Node) -> bool:
         return False
     op = packet(node)
     if op is aten.dropout:
-        return not node.args[2] or node.args[1] == 0
+        return not args_of(node)[2] or args_of(node)[1] == 0
     if op in (aten.detach, aten.alias):
         return True
-    if op in (aten.expand, aten.slice) and isinstance(node.args[0], fx.Node):
-        old, new = shape(node.args[0]), shape(node)
+    if op in (aten.expand, aten.slice) and isinstance(args_of(node)[0], fx.Node):
+        old, new = shape(args_of(node)[0]), shape(node)
         if len(old) != len(new) or not all(same(a, b) for a, b in zip(old, new, strict=True)):
             return False
-        return bool(val(node.args[0]).stride() == val(node).stride())
+        return bool(val(args_of(node)[0]).stride() == val(node).stride())
     return False

@@ -24,7 +24,7 @@ from mla_compile.passes.site import AttentionSite
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one source: ``node`` as [batch, keys, width]; ``axes`` are its axes in the site's and its own atoms."""
+    """The rows of one source: ``node`` as [batch, keys, width]; ``axes`` are its axes in the site's and own atoms."""
 
     node: fx.Node
     axes: tuple[Axis, ...]

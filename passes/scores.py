@@ -1,6 +1,6 @@
 """Following attention scores from the query-key product to the softmax and on to the value product.
 
-Between the products people write a scale, masks, casts, reshapes, in any order. All of it is followed backwards from the
+Between the products people write a scale, masks, casts, reshapes, in any order. All of it is followed back from the
 value product, with axes as atoms, until a product of two activations is reached. What does not fit the plain formula
 does not end the walk: it is noted (``open_core``), because the products can still be rewritten one by one.
 """
@@ -14,13 +14,22 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.atoms import Atom, Axes, Axis, Split, flatten, fresh_axis, regroup, substitute
-from mla_compile.passes.graph import argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.atoms import Atom, Axes, Axis, Split, axis_size, flatten, fresh_axis, regroup, substitute
+from mla_compile.passes.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
 from mla_compile.passes.linear_contract import parse_einsum
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.site import MaskTerm, Operand, Product
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An axis of scores to which a sink was joined: ``longer`` is the axis now, ``own`` what it was, from ``start``."""
+
+    longer: Atom
+    own: Axis
+    start: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Scores:
     softmax: Axis = ()
     open_core: str | None = None
     problem: Stop | None = None
-    padded: tuple[tuple[Atom, Axis], ...] = ()  # a longer axis (a sink was appended) and the axis it was made from
+    padded: tuple[Padded, ...] = ()
 
     def opened(self, why: str) -> Scores:
         return self if self.open_core else replace(self, open_core=why)
@@ -48,7 +57,7 @@ class Scores:
             products=tuple(p.split(split) for p in self.products),
             masks=tuple(m.split(split) for m in self.masks),
             softmax=substitute(self.softmax, split),
-            padded=tuple((a, substitute(b, split)) for a, b in self.padded),
+            padded=tuple(replace(p, own=substitute(p.own, split)) for p in self.padded),
         )
 
 
@@ -113,12 +122,12 @@ def _product(node: fx.Node) -> Scores | None:
 
 
 def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    scores = tracer.trace(args_of(node)[0])
     return scores if scores is None or val(node).dtype.is_floating_point else None
 
 
 def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    scores = tracer.trace(args_of(node)[0])
     active = argument(node, 2, "train", True) and argument(node, 1, "p", 0.5) != 0
     if scores is None or not active:
         return scores
@@ -126,7 +135,7 @@ def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _view(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    scores = tracer.trace(args_of(node)[0])
     grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
     if scores is None or grouped is None:
         return None
@@ -134,29 +143,31 @@ def _view(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _expand(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    scores = tracer.trace(args_of(node)[0])
     if scores is None or len(shape(node)) != len(scores.axes):
         return None
-    old = shape(node.args[0])  # type: ignore[arg-type]
+    old = shape(args_of(node)[0])
     return scores if all(same(a, b) for a, b in zip(old, shape(node), strict=True)) else None
 
 
 def _permute(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    scores = tracer.trace(args_of(node)[0])
     if scores is None:
         return None
     rank = len(scores.axes)
     order = list(range(rank))
     if packet(node) is aten.permute:
-        order = [axis(d, rank) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+        order = [axis(d, rank) for d in args_of(node)[1]]
+    elif packet(node) is aten.mT:
+        order[-2:] = order[:-3:-1]
     else:
-        a, b = axis(node.args[1], rank), axis(node.args[2], rank)  # type: ignore[arg-type]
+        a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
         order[a], order[b] = order[b], order[a]
     return replace(scores, axes=tuple(scores.axes[d] for d in order))
 
 
 def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    a, b = node.args[0], node.args[1]
+    a, b = args_of(node)[0], args_of(node)[1]
     if not isinstance(a, fx.Node) or (isinstance(b, fx.Node) and tracer.trace(a) is None):
         a, b = b, a
         if packet(node) is aten.div:
@@ -176,14 +187,15 @@ def _keeps_shape(node: fx.Node, x: fx.Node) -> bool:
 
 
 def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    a, b = node.args[0], node.args[1]
+    a, b = args_of(node)[0], args_of(node)[1]
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         kept = tracer.trace(a) if isinstance(a, fx.Node) else None
         return None if kept is None else kept.opened("a constant is added to the scores")
     left, right = tracer.trace(a), tracer.trace(b)
     alpha = node.kwargs.get("alpha", 1)
     if left is not None and right is not None:
-        return _sum(left, right) if alpha == 1 else None
+        joined = _sum(left, right)
+        return joined if joined is None or alpha == 1 else joined.opened("products with different scales are added up")
     scores, other, x = (left, b, a) if left is not None else (right, a, b)
     if scores is None or not _keeps_shape(node, x):
         return None
@@ -194,14 +206,23 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 def _sum(a: Scores, b: Scores) -> Scores | None:
     """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
-    if a.softmax or b.softmax or a.masks or b.masks or len(a.axes) != len(b.axes) or a.scale == 0:
+    if a.softmax or b.softmax or a.padded or b.padded or len(a.axes) != len(b.axes):
         return None
     rename: Split = {}
     for own, other in zip(a.axes, b.axes, strict=True):
         if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
             return None
         rename.update({y: (x,) for x, y in zip(own, other, strict=True) if y is not x})
-    joined = replace(a, products=(*a.products, *b.split(rename).products))
+    renamed = b.split(rename)
+    joined = replace(
+        a,
+        products=(*a.products, *renamed.products),
+        masks=(*a.masks, *renamed.masks),
+        open_core=a.open_core or b.open_core,
+        problem=a.problem or b.problem,
+    )
+    if a.masks or b.masks:
+        joined = joined.opened("one of several products is masked by itself")
     return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
 
 
@@ -209,9 +230,9 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     """masked_fill(x, mask, value); where(mask, x, value); where(mask, value, x)."""
     kind: Literal["keep", "drop"]
     if packet(node) is aten.masked_fill:
-        x, mask, value, kind = node.args[0], node.args[1], node.args[2], "drop"
+        x, mask, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "drop"
     else:
-        mask, x, value, kind = node.args[0], node.args[1], node.args[2], "keep"
+        mask, x, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "keep"
         if not isinstance(x, fx.Node) or tracer.trace(x) is None:
             x, value, kind = value, x, "drop"
     scores = tracer.trace(x) if isinstance(x, fx.Node) else None
@@ -220,7 +241,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     number = _constant(value)
     if number is None or scores.softmax:
         return scores.opened("scores are replaced by a tensor")
-    operand = Operand(mask, align_right(mask, scores.axes))  # type: ignore[arg-type]
+    operand = Operand(mask, align_right(mask, scores.axes))
     return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=number)))
 
 
@@ -229,20 +250,21 @@ def _constant(value: object) -> float | None:
     if isinstance(value, (int, float)):
         return float(value)
     while isinstance(value, fx.Node) and packet(value) in (aten._to_copy, aten.to, aten.lift_fresh_copy, aten.detach):
-        value = value.args[0]
+        value = args_of(value)[0]
     if isinstance(value, fx.Node) and packet(value) in (aten.full, aten.scalar_tensor):
-        number = value.args[1 if packet(value) is aten.full else 0]
+        number = args_of(value)[1 if packet(value) is aten.full else 0]
         return float(number) if isinstance(number, (int, float)) else None
     return None
 
 
 def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(node.args[0])  # type: ignore[arg-type]
+    scores = tracer.trace(args_of(node)[0])
     if scores is None or scores.softmax:
         return None
-    over = scores.axes[axis(node.args[1], len(scores.axes))]  # type: ignore[arg-type]
-    scores = scores.opened("the softmax runs over more than the keys") if dict(scores.padded) else scores
-    over = tuple(b for a in over for b in dict(scores.padded).get(a, (a,)))
+    over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
+    scores = scores.opened("the softmax runs over more than the keys") if scores.padded else scores
+    shorter = {p.longer: p.own for p in scores.padded}
+    over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(_oriented(p, over) for p in scores.products)
     if packet(node) is aten._safe_softmax:
         scores = scores.opened("a softmax that gives zeros for empty rows")
@@ -258,40 +280,41 @@ def _oriented(product: Product, keys: Axis) -> Product:
 
 def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     """An operator that keeps the axes but is not part of the plain formula (soft cap, subtracting the maximum)."""
-    for x in node.args:
-        scores = tracer.trace(x) if is_tensor(x) else None  # type: ignore[arg-type]
-        if scores is not None and _keeps_shape(node, x):  # type: ignore[arg-type]
+    for x in args_of(node):
+        scores = tracer.trace(x) if is_tensor(x) else None
+        if scores is not None and _keeps_shape(node, x):
             return scores.opened(f"{packet(node).__name__} between the products")
     return None
 
 
 def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """Something is appended to the scores along one axis (an attention sink)."""
-    inputs: Any = node.args[0]
+    """Something is joined to the scores along one axis (an attention sink)."""
+    inputs: Any = args_of(node)[0]
     dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
-    for x in inputs:
+    for k, x in enumerate(inputs):
         scores = tracer.trace(x)
-        if scores is not None and not scores.softmax:
+        start = sum(shape(before)[dim] for before in inputs[:k])
+        if scores is not None and not scores.softmax and isinstance(start, int):
             longer = Atom(shape(node)[dim])
             axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
-            padded = (*scores.padded, (longer, scores.axes[dim]))
+            padded = (*scores.padded, Padded(longer, scores.axes[dim], start))
             return replace(scores, axes=axes, padded=padded).opened("columns are appended to the scores")
     return None
 
 
 def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     """The appended columns are cut off again."""
-    x: Any = node.args[0]
+    x: Any = args_of(node)[0]
     scores = tracer.trace(x)
     if scores is None or _keeps_shape(node, x):
         return scores
     dim = axis(argument(node, 1, "dim", 0), len(shape(x)))
     own = scores.axes[dim]
-    original = dict(scores.padded).get(own[0]) if len(own) == 1 else None
-    start = argument(node, 2, "start")
-    if original is None or start not in (0, None) or len(original) != 1 or not same(original[0].size, shape(node)[dim]):
+    padded = next((p for p in scores.padded if own == (p.longer,)), None)
+    start = argument(node, 2, "start") or 0
+    if padded is None or start != padded.start or not same(axis_size(padded.own), shape(node)[dim]):
         return None
-    axes = tuple(original if k == dim else a for k, a in enumerate(scores.axes))
+    axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
     return replace(scores, axes=axes)
 
 
@@ -301,7 +324,7 @@ _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     aten.dropout: _dropout,
     **dict.fromkeys(_VIEWS, _view),
     aten.expand: _expand,
-    **dict.fromkeys((aten.permute, aten.transpose), _permute),
+    **dict.fromkeys((aten.permute, aten.transpose, aten.mT), _permute),
     **dict.fromkeys((aten.mul, aten.div), _scale),
     aten.add: _add,
     **dict.fromkeys((aten.masked_fill, aten.where), _fill),
@@ -323,21 +346,20 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
     op = packet(node)
     if op is aten.einsum:
         parsed = parse_einsum(node)
-        operands: Any = node.args[1]
+        operands: Any = args_of(node)[1]
         if parsed is None or len(operands) != 2:
             return None
         (a, b), out = parsed
         return (operands[0], a), (operands[1], b), out
     if op not in (aten.matmul, aten.bmm, aten.mm):
         return None
-    left, right = node.args[0], node.args[1]
+    left, right = args_of(node)[0], args_of(node)[1]
     if not is_tensor(left) or not is_tensor(right):
         return None
-    ra, rb = len(shape(left)), len(shape(right))  # type: ignore[arg-type]
+    ra, rb = len(shape(left)), len(shape(right))
     if ra < 2 or rb < 2:
         return None
     batch = "abcdefghijklmnopqrstuvw"[: max(ra, rb) - 2]
     la = batch[len(batch) - (ra - 2) :] + "xy"
     lb = batch[len(batch) - (rb - 2) :] + "yz"
-    return (left, la), (right, lb), batch + "xz"  # type: ignore[return-value]
-
+    return (left, la), (right, lb), batch + "xz"

@@ -113,4 +113,3 @@ class AttentionSite:
             masks=tuple(m.split(split) for m in self.masks),
             probs=None if self.probs is None else self.probs.split(split),
         )
-

@@ -140,21 +140,28 @@ def test_aten_leaves_no_operator():
 # The graph, literally.
 
 
+_VIEWS = ("view", "transpose", "permute", "slice", "squeeze", "unsqueeze", "reshape")
+
+
 def test_the_graph_of_the_fused_attention():
     program = export(MLA(), inputs())
     assert calls(program) == [
-        "linear.default", "view.default", "permute.default", "split_with_sizes.default",  # kv = up(c), per head
+        "linear.default", "view.default", "transpose.int", "split_with_sizes.default",  # [k, v] = up(c), per head
         "view.default", "expand.default", "cat.default",  # K = [k, r]
-        "linear.default", "view.default", "permute.default",  # q
+        "linear.default", "view.default", "transpose.int",  # q
         "scaled_dot_product_attention.default",
-        "permute.default", "view.default",
+        "transpose.int", "view.default",
     ]  # fmt: skip
     outcome = optimized(program, lowering="op")
-    ops = calls(outcome.program)
-    assert ops.count("einsum.default") == 2  # q W_k and o W_v
-    assert ops.count("cat.default") == 1  # [q W_k, q_rope]
-    assert ops.count("linear.default") == 1  # q alone
-    assert ops.count(OP) == 1
+    computed = [c for c in calls(outcome.program) if c.split(".")[0] not in _VIEWS]
+    assert computed == [
+        "linear.default",  # q
+        "einsum.default",  # q W_k
+        "cat.default",  # [q W_k, q_rope]
+        OP,
+        "einsum.default",  # W_v
+        "clone.default",  # [B,S,H,V], in the memory order of the original
+    ]
     call = next(n for n in outcome.program.gm.graph.nodes if str(n.target) == OP)
     query, latent, rope, values, mask = call.args
     assert (latent.name, rope.name, values, mask) == ("c", "r", None, None)
@@ -169,8 +176,10 @@ def test_a_view_of_the_cache_is_read_where_it_lies():
 
     program = absorbed(Rows(), [inputs()[0], seeded(2, 7, L + R, seed=3)], lowering="op")
     call = next(n for n in program.gm.graph.nodes if str(n.target) == OP)
-    assert [a.meta["val"].stride() for a in call.args[1:3]] == [(7 * (L + R), L + R, 1)] * 2
-    assert "clone.default" not in calls(program)
+    for rows in call.args[1:3]:
+        assert rows.meta["val"].stride() == (7 * (L + R), L + R, 1)
+        assert str(rows.target) == "aten.slice.Tensor"
+        assert rows.args[0].op == "placeholder"
 
 
 # Masks.
@@ -499,4 +508,4 @@ def test_folds_of_both_sides():
             return F.linear(super().finish(out, x), self.w_o)
 
     program = absorbed(Projected(), inputs(S=3), fold="always")
-    assert len(program.folds) >= 1
+    assert len(program.folds) == 2

@@ -196,9 +196,9 @@ def test_a_model_that_cannot_be_captured_is_a_capture_error() -> None:
 
 @pytest.mark.parametrize("what", [3, "model", len, torch.ones(1), None])
 def test_what_is_no_model_is_an_input_error(what: Any) -> None:
-    with pytest.raises(InputError, match="takes an nn.Module"):
+    with pytest.raises(InputError, match=r"takes an nn\.Module"):
         optimize(what)
-    with pytest.raises(InputError, match="takes an nn.Module"):
+    with pytest.raises(InputError, match=r"takes an nn\.Module"):
         explain(what)
 
 
@@ -293,7 +293,6 @@ def test_an_exported_program_is_optimized_into_another(fold: str) -> None:
     assert explain(exported).absorbed == 1
     assert exported.graph_module.code == code
     assert not [n for n in fast.graph.nodes if "mla_compile" in str(n.target)]
-    assert not [n for n in fast.graph.nodes if "scaled_dot_product" in str(n.target)]
     with torch.no_grad():
         torch.testing.assert_close(fast.module()(*decode_inputs()), model(*decode_inputs()), rtol=1e-5, atol=1e-5)
 
@@ -343,12 +342,13 @@ def test_a_graph_module_is_optimized_into_another(fold: str) -> None:
     fast = optimize(gm, fold=fold, **FAST)
     assert isinstance(fast, torch.fx.GraphModule)
     assert fast.meta["mla_report"].absorbed == 1
-    assert fast.out.weight is gm.out.weight or fold == "always"
+    assert fast.out.weight is gm.out.weight
+    assert fast.state_dict().keys() == gm.state_dict().keys()
     assert explain(gm).absorbed == 1
     traced = torch.fx.symbolic_trace(model, concrete_args=None)
     with pytest.raises(InputError, match="example_inputs"):
         optimize(traced, **FAST)
-    with pytest.raises(InputError, match="do not fit|inputs"):
+    with pytest.raises(InputError, match="got 1 example"):
         optimize(traced, (torch.ones(1),), **FAST)
     again = optimize(traced, decode_inputs(), **FAST)
     with torch.no_grad():

@@ -410,13 +410,35 @@ def test_a_fold_that_changes_its_shape_is_refused_not_stale() -> None:
     [
         (torch.ones(2, device="meta"), "no values"),
         (torch.ones(2, 2).to_sparse(), "sparse"),
-        (torch.ones(2).to(torch.float8_e4m3fn), "float8"),
+        (torch.ones(2, 2).to(torch.float8_e4m3fn), "float8"),
     ],
 )
 def test_weights_without_dense_values_cannot_be_folded(weight: torch.Tensor, message: str) -> None:
-    folds = runtime.FoldedWeights(weights_program(weight, compute=lambda live: live["w0"]))
+    folds = runtime.FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] @ live["w0"]))
     with pytest.raises(WeightError, match=message):
         folds.values([weight])
+
+
+@pytest.mark.parametrize("fold", ["auto", "always"])
+def test_a_fold_that_fails_costs_the_fold_not_the_absorption(fold: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise WeightError("cannot be folded")
+
+    monkeypatch.setattr(runtime, "compute", refuse)
+    if fold == "auto":  # decide like a cost model that likes folding
+        real = pipeline.run
+        monkeypatch.setattr(
+            pipeline,
+            "run",
+            lambda p, o, n: real(p, o if o.fold == "never" else Options(lowering="aten", fold="always"), n),
+        )
+    backend = compiler(fold=fold)
+    model, (x, rows) = Toy().eval(), decode_inputs()
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(compiled(model, backend)(x, rows), model(x, rows), rtol=1e-5, atol=1e-5)
+    assert [r.absorbed for r in backend.reports] == ([1] if fold == "auto" else [])
+    assert any("cannot be folded" in str(w.message) for w in caught) == (fold == "always")
 
 
 def test_hitting_the_recompile_limit_is_a_warning() -> None:

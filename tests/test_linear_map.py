@@ -183,7 +183,9 @@ LINEAR = {
         [W(H, L, 3), W(H, L, 4), W(H, 2)],
     ),
     "copies into slices": (
-        lambda z, a, b: aten.slice_scatter(aten.slice_scatter(z.new_empty(B, T, 10), z @ a, -1, 0, 6), z @ b, -1, 6, 10),
+        lambda z, a, b: aten.slice_scatter(
+            aten.slice_scatter(z.new_empty(B, T, 10), z @ a, -1, 0, 6), z @ b, -1, 6, 10
+        ),
         [W(L, 6), W(L, 4)],
     ),
     "copy broadcasts": (
@@ -300,7 +302,12 @@ STOPS = {
     "a part of the tokens": ("unsupported_op", lambda z, w: (z @ w)[:, 1:3], [W(L, 6)], []),
     "one token": ("unsupported_op", lambda z, w: (z @ w)[:, 1], [W(L, 6)], []),
     "every other token": ("unsupported_op", lambda z, w: (z @ w)[:, ::2], [W(L, 6)], []),
-    "tokens joined": ("token_mixing", lambda z, w, p: torch.cat([(z @ w).mT[:, None], p.mT[:, None]], 1), [W(L, 6)], [z(B, T, 6)]),
+    "tokens joined": (
+        "token_mixing",
+        lambda z, w, p: torch.cat([(z @ w).mT[:, None], p.mT[:, None]], 1),
+        [W(L, 6)],
+        [z(B, T, 6)],
+    ),
     "a row overwritten": (
         "token_mixing",
         lambda z, w, p: aten.slice_scatter(z @ w, p, 1, 0, 1),

@@ -106,9 +106,7 @@ def _keep(case: Case, positions: Tensor) -> Tensor | None:
 
 
 def _options(case: Case) -> Options:
-    return Options(
-        forms=case.forms, fold=case.fold, lowering=case.lowering, codegen="eager", strict=True
-    )  # type: ignore[arg-type]  # drawn from the same names
+    return Options(forms=case.forms, fold=case.fold, lowering=case.lowering, codegen="eager", strict=True)  # type: ignore[arg-type]  # drawn from the same names
 
 
 def _dynamo(module: GeneratedMLA, case: Case) -> Stepper:

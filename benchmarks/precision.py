@@ -1,0 +1,169 @@
+"""Error of the absorbed attention against a float64 run of the original, over the error of the original itself.
+
+    python benchmarks/precision.py                        # float32, bfloat16, float16; three models; both lowerings
+    python benchmarks/precision.py --models v3 --dtypes bfloat16 --seeds 10 -v
+
+One attention layer from the queries to the output before W_o, so that no projection which both forms share hides a
+difference. Inputs and weights are rounded to the dtype first: what is measured is the arithmetic. The error is the RMS of
+the difference over the RMS of the float64 result; the ratio is absorbed / original, one per seed, length and scale.
+
+Scales: ``plain`` (unit rows and queries, scores of about 1), ``sharp`` (queries x 8, softmax near one-hot), ``outlier`` (a
+few latent columns 30 times larger, as in trained models), ``offset`` (rows share a large common part, which cancels).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import DTYPES, MODELS, machine, names, table, words, write
+
+import torch  # isort: skip  # after common, which sets the environment
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from mla_compile import capture, pipeline
+from mla_compile.dims import Dims
+from mla_compile.options import Options
+
+MEDIAN, WORST = 1.0, 1.2  # what is required of the ratio
+SCALES = ("plain", "sharp", "outlier", "offset")
+
+
+class Attention(nn.Module):
+    """Up-projection of a cached latent, shared rotary key, attention: the part that absorption rewrites."""
+
+    def __init__(self, d: Dims, generator: torch.Generator, core: str) -> None:
+        super().__init__()
+        self.d, self.core = d, core
+        weight = torch.randn(d.H * (d.N + d.V), d.L, generator=generator) / d.L**0.5
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        """q [B,H,1,N+R], latent [B,T,L], rope [B,T,R] -> [B,1,H*V]."""
+        d, (B, T, _) = self.d, latent.shape
+        kv = F.linear(latent, self.weight).view(B, T, d.H, d.N + d.V).transpose(1, 2)
+        k, v = kv.split([d.N, d.V], -1)
+        k = torch.cat([k, rope[:, None].expand(-1, d.H, -1, -1)], -1)
+        scale = (d.N + d.R) ** -0.5
+        if self.core == "sdpa":
+            out = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        else:
+            scores = torch.matmul(q, k.transpose(2, 3)) * scale
+            out = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
+        return out.transpose(1, 2).reshape(B, 1, -1)
+
+
+def draw(d: Dims, scale: str, T: int, B: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, latent and rotary rows of one scale in float32."""
+    q = torch.randn(B, d.H, 1, d.N + d.R, generator=generator)
+    latent = torch.randn(B, T, d.L, generator=generator)
+    rope = torch.randn(B, T, d.R, generator=generator)
+    if scale == "sharp":
+        q = q * 8
+    elif scale == "outlier":
+        latent[..., :: d.L // 4] *= 30
+    elif scale == "offset":
+        latent = latent + 10 * torch.randn(1, 1, d.L, generator=generator)
+    return q, latent, rope
+
+
+def compiled(module: Attention, inputs: tuple[Tensor, ...], lowering: str) -> Callable[..., Tensor]:
+    """The module with its attention absorbed, run without Inductor: the same kernels as in the original."""
+    traced = make_fx(module, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    options = Options.parse({"lowering": lowering, "forms": "absorbed", "strict": True})
+    outcome = pipeline.run(capture.from_graph_module(traced), options)
+    if outcome.absorbed != 1:
+        raise SystemExit(f"not absorbed: {outcome.report.summary()}")
+    return capture.to_plain_graph_module(outcome.program)
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    """RMS of the difference over the RMS of the truth."""
+    return float((value.double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt())
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per model, dtype, core, scale, length, seed and lowering."""
+    for name in args.models:
+        d = MODELS[name].dims
+        for core in args.cores:
+            for T in args.lengths:
+                for seed in range(args.seeds):
+                    module = Attention(d, torch.Generator().manual_seed(seed), core)
+                    for scale in args.scales:
+                        drawn = draw(d, scale, T, args.batch, torch.Generator().manual_seed(1000 + seed))
+                        for dtype in args.dtypes:
+                            key = {"model": name, "dtype": dtype, "core": core, "scale": scale, "T": T, "seed": seed}
+                            yield from one_case(key, module, drawn, args.lowerings)
+
+
+def one_case(
+    key: dict[str, Any], module: Attention, drawn: tuple[Tensor, ...], lowerings: list[str]
+) -> Iterator[dict[str, Any]]:
+    """The rows of one drawn input."""
+    dtype = DTYPES[key["dtype"]]
+    own = Attention(module.d, torch.Generator(), module.core)
+    own.weight.data = module.weight.to(dtype)
+    exact = Attention(module.d, torch.Generator(), module.core)
+    exact.weight.data = own.weight.double()
+    inputs = tuple(x.to(dtype) for x in drawn)
+    truth = exact(*(x.double() for x in inputs))
+    original = error(own(*inputs), truth)
+    for lowering in lowerings:
+        absorbed = error(compiled(own, inputs, lowering)(*inputs), truth)
+        yield key | {"lowering": lowering, "original": original, "absorbed": absorbed, "ratio": absorbed / original}
+
+
+def summarize(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[list[str]]:
+    """Median and worst ratio of every group."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(str(row[k]) for k in by), []).append(row)
+    lines = []
+    for group, members in groups.items():
+        ratios = [m["ratio"] for m in members]
+        median, worst = statistics.median(ratios), max(ratios)
+        fine = "ok" if median <= MEDIAN and worst <= WORST else "NOT MET"
+        errors = [f"{statistics.median(m[k] for m in members):.2e}" for k in ("original", "absorbed")]
+        lines.append([*group, str(len(members)), *errors, f"{median:.3f}", f"{worst:.3f}", fine])
+    return lines
+
+
+def main() -> int:
+    """Command line; exit code 1 where the requirement is not met."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    real = [name for name in MODELS if name != "tiny"]
+    parser.add_argument("--models", type=names(list(MODELS)), default=real)
+    parser.add_argument("--dtypes", type=names(list(DTYPES)), default=list(DTYPES))
+    parser.add_argument("--cores", type=names(["sdpa", "eager"]), default=["sdpa", "eager"])
+    parser.add_argument("--scales", type=names(SCALES), default=list(SCALES))
+    parser.add_argument("--lowerings", type=names(["op", "aten"]), default=["op", "aten"])
+    parser.add_argument("--lengths", type=words(int), default=[2, 17, 128, 1024])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("-v", "--verbose", action="store_true", help="also by scale and length")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "precision.json")
+    args = parser.parse_args()
+    with torch.no_grad():
+        rows = list(cases(args))
+    columns = ("cases", "original", "absorbed", "median ratio", "worst ratio", "")
+    if args.verbose:
+        by: tuple[str, ...] = ("dtype", "core", "scale", "T")
+        print(table(summarize(rows, by), (*by, *columns)) + "\n")
+    by = ("model", "dtype", "core", "lowering")
+    print(table(summarize(rows, by), (*by, *columns)))
+    total = summarize(rows, ("dtype",))
+    print("\n" + table(total, ("dtype", *columns)))
+    write(args.out, {"benchmark": "precision", "machine": machine(), "required": [MEDIAN, WORST]}, rows)
+    print(f"written to {args.out}")
+    return int(any(line[-1] != "ok" for line in total))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
