@@ -3,11 +3,12 @@
     python benchmarks/precision.py                        # float32, bfloat16, float16; three models; both lowerings
     python benchmarks/precision.py --models v3 --dtypes bfloat16 --seeds 10 -v
 
-One attention layer from the queries to the output before W_o, so that no projection which both forms share hides a
+``--level layer`` (the default) is one attention layer on a cache: query projections, attention, W_o. ``--level site`` is
+only what absorption rewrites, from the queries to the output before W_o, where nothing that both forms share hides a
 difference. Inputs and weights are rounded to the dtype first: what is measured is the arithmetic. The error is the RMS of
 the difference over the RMS of the float64 result; the ratio is absorbed / original, one per seed, length and scale.
 
-Scales: ``plain`` (unit rows and queries, scores of about 1), ``sharp`` (queries x 8, softmax near one-hot), ``outlier`` (a
+Scales: ``plain`` (unit rows and queries, scores of about 1), ``sharp`` (queries 8 times larger, softmax near one-hot), ``outlier`` (a
 few latent columns 30 times larger, as in trained models), ``offset`` (rows share a large common part, which cancels).
 """
 
@@ -36,18 +37,35 @@ SCALES = ("plain", "sharp", "outlier", "offset")
 
 
 class Attention(nn.Module):
-    """Up-projection of a cached latent, shared rotary key, attention: the part that absorption rewrites."""
+    """Attention over a cached latent: up-projection, shared rotary key, core; with q and output projections as a layer."""
 
-    def __init__(self, d: Dims, generator: torch.Generator, core: str) -> None:
+    def __init__(self, d: Dims, core: str, layer: bool, generator: torch.Generator | None, gain: float = 1.0) -> None:
         super().__init__()
         self.d, self.core = d, core
-        weight = torch.randn(d.H * (d.N + d.V), d.L, generator=generator) / d.L**0.5
-        self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def forward(self, q: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-        """q [B,H,1,N+R], latent [B,T,L], rope [B,T,R] -> [B,1,H*V]."""
+        def weight(rows: int, columns: int) -> nn.Parameter:
+            values = torch.empty(rows, columns)
+            if generator is not None:
+                values.normal_(generator=generator).mul_(columns**-0.5)
+            return nn.Parameter(values, requires_grad=False)
+
+        D = d.D or 0
+        self.up = weight(d.H * (d.N + d.V), d.L)
+        self.query_down = weight(d.Q, D) if layer and d.Q else None
+        self.query = weight(d.H * (d.N + d.R), d.Q or D) if layer else None
+        self.out = weight(D, d.H * d.V) if layer else None
+        if self.query is not None:
+            self.query.mul_(gain)
+
+    def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+        """x [B,1,D] (or queries [B,1,H*(N+R)] without projections), latent [B,T,L], rope [B,T,R] -> [B,1,D or H*V]."""
         d, (B, T, _) = self.d, latent.shape
-        kv = F.linear(latent, self.weight).view(B, T, d.H, d.N + d.V).transpose(1, 2)
+        if self.query_down is not None:
+            x = F.linear(x, self.query_down)
+            x = F.rms_norm(x, (x.shape[-1],))
+        q = x if self.query is None else F.linear(x, self.query)
+        q = q.view(B, 1, d.H, d.N + d.R).transpose(1, 2)
+        kv = F.linear(latent, self.up).view(B, T, d.H, d.N + d.V).transpose(1, 2)
         k, v = kv.split([d.N, d.V], -1)
         k = torch.cat([k, rope[:, None].expand(-1, d.H, -1, -1)], -1)
         scale = (d.N + d.R) ** -0.5
@@ -56,21 +74,22 @@ class Attention(nn.Module):
         else:
             scores = torch.matmul(q, k.transpose(2, 3)) * scale
             out = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
-        return out.transpose(1, 2).reshape(B, 1, -1)
+        out = out.transpose(1, 2).reshape(B, 1, -1)
+        return out if self.out is None else F.linear(out, self.out)
 
 
-def draw(d: Dims, scale: str, T: int, B: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, latent and rotary rows of one scale in float32."""
-    q = torch.randn(B, d.H, 1, d.N + d.R, generator=generator)
+def draw(d: Dims, scale: str, T: int, B: int, layer: bool, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden state (or queries), latent and rotary rows of one scale, in float32."""
+    x = torch.randn(B, 1, (d.D or 0) if layer else d.H * (d.N + d.R), generator=generator)
     latent = torch.randn(B, T, d.L, generator=generator)
     rope = torch.randn(B, T, d.R, generator=generator)
-    if scale == "sharp":
-        q = q * 8
+    if scale == "sharp" and not layer:
+        x = x * 8
     elif scale == "outlier":
         latent[..., :: d.L // 4] *= 30
     elif scale == "offset":
         latent = latent + 10 * torch.randn(1, 1, d.L, generator=generator)
-    return q, latent, rope
+    return x, latent, rope
 
 
 def compiled(module: Attention, inputs: tuple[Tensor, ...], lowering: str) -> Callable[..., Tensor]:
@@ -89,34 +108,40 @@ def error(value: Tensor, truth: Tensor) -> float:
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per model, dtype, core, scale, length, seed and lowering."""
+    """One row per model, seed, scale, dtype, core, length and lowering."""
+    layer = args.level == "layer"
     for name in args.models:
         d = MODELS[name].dims
-        for core in args.cores:
-            for T in args.lengths:
-                for seed in range(args.seeds):
-                    module = Attention(d, torch.Generator().manual_seed(seed), core)
-                    for scale in args.scales:
-                        drawn = draw(d, scale, T, args.batch, torch.Generator().manual_seed(1000 + seed))
-                        for dtype in args.dtypes:
-                            key = {"model": name, "dtype": dtype, "core": core, "scale": scale, "T": T, "seed": seed}
-                            yield from one_case(key, module, drawn, args.lowerings)
+        for seed in range(args.seeds):
+            for gain in dict.fromkeys(8.0 if layer and s == "sharp" else 1.0 for s in args.scales):
+                base = Attention(d, "sdpa", layer, torch.Generator().manual_seed(seed), gain)
+                scales = [s for s in args.scales if (8.0 if layer and s == "sharp" else 1.0) == gain]
+                for dtype in args.dtypes:
+                    own = _converted(base, d, layer, DTYPES[dtype])
+                    exact = _converted(own, d, layer, torch.float64)
+                    for scale in scales:
+                        for T in args.lengths:
+                            drawn = draw(d, scale, T, args.batch, layer, torch.Generator().manual_seed(1000 + seed))
+                            inputs = tuple(x.to(DTYPES[dtype]) for x in drawn)
+                            truth = exact(*(x.double() for x in inputs))
+                            key = {"model": name, "dtype": dtype, "scale": scale, "T": T, "seed": seed}
+                            for own.core in args.cores:
+                                yield from _rows(key | {"core": own.core}, own, inputs, truth, args.lowerings)
 
 
-def one_case(
-    key: dict[str, Any], module: Attention, drawn: tuple[Tensor, ...], lowerings: list[str]
+def _converted(module: Attention, d: Dims, layer: bool, dtype: torch.dtype) -> Attention:
+    copy = Attention(d, module.core, layer, None)
+    for mine, theirs in zip(copy.parameters(), module.parameters(), strict=True):
+        mine.data = theirs.to(dtype)
+    return copy
+
+
+def _rows(
+    key: dict[str, Any], module: Attention, inputs: tuple[Tensor, ...], truth: Tensor, lowerings: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one drawn input."""
-    dtype = DTYPES[key["dtype"]]
-    own = Attention(module.d, torch.Generator(), module.core)
-    own.weight.data = module.weight.to(dtype)
-    exact = Attention(module.d, torch.Generator(), module.core)
-    exact.weight.data = own.weight.double()
-    inputs = tuple(x.to(dtype) for x in drawn)
-    truth = exact(*(x.double() for x in inputs))
-    original = error(own(*inputs), truth)
+    original = error(module(*inputs), truth)
     for lowering in lowerings:
-        absorbed = error(compiled(own, inputs, lowering)(*inputs), truth)
+        absorbed = error(compiled(module, inputs, lowering)(*inputs), truth)
         yield key | {"lowering": lowering, "original": original, "absorbed": absorbed, "ratio": absorbed / original}
 
 
@@ -139,6 +164,7 @@ def main() -> int:
     """Command line; exit code 1 where the requirement is not met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     real = [name for name in MODELS if name != "tiny"]
+    parser.add_argument("--level", choices=["layer", "site"], default="layer")
     parser.add_argument("--models", type=names(list(MODELS)), default=real)
     parser.add_argument("--dtypes", type=names(list(DTYPES)), default=list(DTYPES))
     parser.add_argument("--cores", type=names(["sdpa", "eager"]), default=["sdpa", "eager"])
@@ -148,8 +174,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("-v", "--verbose", action="store_true", help="also by scale and length")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "precision.json")
+    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    args.out = args.out or Path(__file__).parent / "results" / f"precision_{args.level}.json"
     with torch.no_grad():
         rows = list(cases(args))
     columns = ("cases", "original", "absorbed", "median ratio", "worst ratio", "")
@@ -160,7 +187,7 @@ def main() -> int:
     print(table(summarize(rows, by), (*by, *columns)))
     total = summarize(rows, ("dtype",))
     print("\n" + table(total, ("dtype", *columns)))
-    write(args.out, {"benchmark": "precision", "machine": machine(), "required": [MEDIAN, WORST]}, rows)
+    write(args.out, {"benchmark": "precision", "level": args.level, "machine": machine(), "required": [MEDIAN, WORST]}, rows)
     print(f"written to {args.out}")
     return int(any(line[-1] != "ok" for line in total))
 

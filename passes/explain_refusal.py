@@ -10,28 +10,38 @@ from __future__ import annotations
 from torch import fx
 
 from mla_compile.passes.graph import ancestors, bytes_hint, is_tensor, packet
+from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
 from mla_compile.passes.site import AttentionSite
 
+_SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")  # codes that may have a cause behind
 _REACH = 48  # operators between an up-projection and the scores: a rotation is a dozen
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: fx.Node | None) -> Stop:
     """The best explanation for ``site``, whose plan failed with ``failed``."""
-    if failed.code != "not_mla":
+    if failed.code not in _SYMPTOMS:
         return failed
-    if wide is not None and wide not in _of_queries(site):
-        return Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
     own = _of_queries(site)
+    if failed.code == "not_mla" and wide is not None and wide not in own:
+        return Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
     for operand in (*(p.k for p in site.products), site.v):
         for piece in maps.map(operand.node).pieces:
             if piece.source is not None:
-                found = _behind(piece.source, maps, own)
+                found = _behind(piece.source, maps, own) or _blocked_projection(piece.source, maps, own)
                 if found is not None:
                     return found
-    if site.problem is not None and site.problem.code == "dropout":
-        return Stop(site.node, "not_mla", "K and V are no image of narrower rows")
-    return failed
+    return site.problem if site.problem is not None and failed.code != "not_mla" else failed
+
+
+def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
+    """Why ``source``, a product of rows and a weight, is none that a map can be drawn through."""
+    stop = maps.reasons.get(source)
+    if stop is None or packet(source) not in CONTRACTIONS or not any(maps.is_weight(n) for n in source.all_input_nodes):
+        return None
+    if all(n in own for n in source.all_input_nodes if not maps.is_weight(n)):
+        return None
+    return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
 
 
 def _of_queries(site: AttentionSite) -> set[fx.Node]:
@@ -40,7 +50,7 @@ def _of_queries(site: AttentionSite) -> set[fx.Node]:
 
 
 def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
-    """A blocked up-projection among the nearest ancestors of ``source``."""
+    """An up-projection among the nearest ancestors of ``source`` that something follows, or that is none itself."""
     parent: dict[fx.Node, fx.Node] = {}
     queue = [source]
     while queue and len(parent) < _REACH:
@@ -52,6 +62,9 @@ def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None
             if is_tensor(child):
                 if _is_expansion(child, maps, own):
                     return _blame(child, parent, source, maps)
+                blocked = _blocked_projection(child, maps, own)
+                if blocked is not None:
+                    return blocked
                 queue.append(child)
             elif isinstance(child.meta.get("val"), (tuple, list)):
                 queue.append(child)
@@ -70,15 +83,19 @@ def _is_expansion(node: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> bool:
 
 
 def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps: LinearMaps) -> Stop:
-    """The first node after the up-projection that has no linear map."""
-    node = parent[child]
-    while node is not source and node not in maps.reasons:
+    """The first node after the up-projection that has no linear map; an operator that says more goes before a view."""
+    stops: list[Stop] = []
+    node = child
+    while node is not source:
         node = parent[node]
-    stop = maps.reasons.get(node) or unexplained(node)
+        if node in maps.reasons:
+            stops.append(maps.reasons[node])
+    stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(source))
+    node = stop.node
     if (
         packet(node) is not None
         and stop.code == "token_mixing"
-        and any(n.op == "placeholder" for n in node.all_input_nodes)
+        and any(n.op in ("placeholder", "get_attr") and not maps.is_weight(n) for n in node.all_input_nodes)
     ):
         return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
     return stop

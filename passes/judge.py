@@ -67,6 +67,8 @@ def _judge_site(site: AttentionSite, maps: LinearMaps, device: Device, forms: Fo
     if isinstance(plan, Stop):
         stop = explain_refusal(site, plan, maps, wide)
         return Verdict(site, Code(stop.code), stop.detail, stop.node)
+    if _is_hidden_state(plan, maps):
+        return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
     if site.problem is not None:
         return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
     if not saves_cache(plan.dims):
@@ -76,6 +78,12 @@ def _judge_site(site: AttentionSite, maps: LinearMaps, device: Device, forms: Fo
         q_width, model_width = fold_widths(plan, maps)
         plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
     return _choose_form(plan, device, forms, fold)
+
+
+def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
+    """Whether the queries are projected from the very rows that K and V are: MHA without RoPE, which has no latent."""
+    queries = [maps.map(p.q.node) for p in plan.site.products]
+    return any(visit.node is plan.latent.node for piece in pieces_of(queries) for visit in piece.path)
 
 
 def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
@@ -133,7 +141,7 @@ def _cuts(piece: Piece, proper: bool) -> _Cut | None:
 def _choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | None]:
     """Where the walks should end, and a source that was passed over because its rows are no narrower."""
     proper: dict[fx.Node, list[Piece]] = {}
-    chosen: set[fx.Node] = set()
+    as_they_are: list[_Cut] = []
     wide: fx.Node | None = None
     for piece in pieces:
         cut = _cuts(piece, proper=True)
@@ -141,7 +149,8 @@ def _choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | No
         if cut is not None:
             proper.setdefault(cut.node, []).append(piece)
         elif trivial is not None:
-            chosen.add(trivial.node)
+            as_they_are.append(trivial)
+    chosen = _rejoined(as_they_are)
     for node, using in proper.items():
         expanded = {c.node: c.bytes for c in (_cuts(p, proper=False) for p in using) if c is not None}
         if bytes_hint(node) < sum(expanded.values()):
@@ -150,6 +159,21 @@ def _choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | No
             chosen.update(expanded)
             wide = node
     return chosen, wide
+
+
+def _rejoined(cuts: Sequence[_Cut]) -> set[fx.Node]:
+    """The nodes of ``cuts``, parts that are joined again further on replaced by what they are joined to.
+
+    A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources that nothing expands, but one row.
+    """
+    chosen = {c.node: c.bytes for c in cuts}
+    for joint in dict.fromkeys(v.node for c in cuts for v in c.piece.path):
+        parts = {c.node for c in cuts if c.node in chosen and any(v.node is joint for v in c.piece.path)}
+        if len(parts) > 1 and bytes_hint(joint) <= sum(chosen[n] for n in parts):
+            for part in parts:
+                del chosen[part]
+            chosen[joint] = bytes_hint(joint)
+    return set(chosen)
 
 
 def _respect_other_users(graph: fx.Graph, verdicts: list[Verdict]) -> list[Verdict]:

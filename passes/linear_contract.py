@@ -160,7 +160,7 @@ def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, facto
             return bound
         own, axis_of, piece = bound
         outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in piece.source_atoms and a in own.atoms]
-        if outside:
+        if outside and not maps.per_row:
             return Stop(node, "position_dependent", "a bias that differs from token to token")
         axes = tuple(axis_of[lab] for lab in labels)
         piece = replace(piece, axes=axes, bias=total(piece.bias, scaled(own, factor)), dtype=val(node).dtype)

@@ -275,6 +275,9 @@ _TOKEN_MIXING = [
     "scatter",
     "index",
     "index_put",
+    "index_copy",
+    "index_add",
+    "select_scatter",
     "embedding",
     "matmul",
     "bmm",
@@ -290,6 +293,8 @@ def unexplained(node: fx.Node) -> Stop:
     """What can be said of an operator that has no rule, or whose rule found it used in another way."""
     if node.op != "call_function":
         return Stop(node, "graph_break", f"{node.name} is an input of this graph")
+    if packet(node) is operator.getitem and packet(node.args[0]) is aten.native_dropout:
+        return Stop(node, "dropout", "dropout is active")
     name = getattr(packet(node), "__name__", str(node.target))
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")

@@ -10,6 +10,7 @@ The proof obligations, checked here one by one on the aligned maps:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -81,7 +82,7 @@ def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> 
     if isinstance(roles, Stop):
         return roles
     batch, heads = roles
-    stop = _tokens_are_blind(site, terms, batch)
+    stop = _tokens_are_blind(site, (*key_terms, *value_terms), batch)
     if stop is not None:
         return stop
     rows = _rows(site, [t for t in key_terms if t.piece.source], [t for t in value_terms if t.piece.source], batch)
@@ -109,13 +110,13 @@ def _roles(site: AttentionSite, terms: list[Term]) -> tuple[Axis, Axis] | Stop:
     return tuple(batch), tuple(heads)
 
 
-def _tokens_are_blind(site: AttentionSite, terms: list[Term], batch: Axis) -> Stop | None:
+def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -> Stop | None:
     for t in terms:
-        node = t.piece.path[-1].node
+        node = t.piece.path[-1].node if t.piece.path else site.node
         for atom in site.keys:
-            if t.kind(atom) != "token":
+            if t.piece.source is not None and t.kind(atom) != "token":
                 return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
-        tokens = {t.at[a] for a in (*batch, *site.keys)}
+        tokens = {t.at[a] for a in (*batch, *site.keys) if a in t.at}
         for factor in (t.piece.weight, t.piece.bias):
             if factor is not None and any(a in tokens for a in factor.atoms):
                 return Stop(node, "position_dependent", "a weight that differs from token to token")

@@ -7,6 +7,7 @@ does not end the walk: it is noted (``open_core``), because the products can sti
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -127,8 +128,13 @@ def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(args_of(node)[0])
-    active = argument(node, 2, "train", True) and argument(node, 1, "p", 0.5) != 0
+    call = node
+    if packet(node) is operator.getitem:  # native_dropout returns its own mask as well
+        call = args_of(node)[0]
+        if packet(call) is not aten.native_dropout or args_of(node)[1] != 0:
+            return None
+    scores = tracer.trace(args_of(call)[0])
+    active = argument(call, 2, "train", True) and argument(call, 1, "p", 0.5) != 0
     if scores is None or not active:
         return scores
     return replace(scores, problem=Stop(node, "dropout", "dropout of the attention probabilities is active"))
@@ -321,7 +327,7 @@ def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 _PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum}
 _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys(_SAME, _pass_through),
-    aten.dropout: _dropout,
+    **dict.fromkeys((aten.dropout, operator.getitem), _dropout),
     **dict.fromkeys(_VIEWS, _view),
     aten.expand: _expand,
     **dict.fromkeys((aten.permute, aten.transpose, aten.mT), _permute),

@@ -53,7 +53,8 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
     )
     shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
     rows = tuple((val(n).dtype, tuple(map(str, val(n).shape))) for n in plan.sources)
-    return plan.dims, plan.site.scale, plan.site.causal, plan.site.open_core, shapes, rows, terms
+    site = plan.site
+    return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms
 
 
 def _factor_key(factor: Any) -> tuple[object, ...] | None:

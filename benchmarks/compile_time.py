@@ -1,0 +1,136 @@
+"""Time of our passes beside Inductor's, for models of 2, 8 and 32 layers.
+
+    python benchmarks/compile_time.py
+    python benchmarks/compile_time.py --models tiny --layers 2,8
+
+One decode step is compiled twice from nothing, caches off: with Inductor alone, and with backend="mla". Of the second,
+``capture`` is making the graph functional, ``passes`` is everything in mla_compile/passes, and what is left is Inductor on
+the rewritten graph. Our share is (capture + passes) / what Inductor alone takes for the same graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import DTYPES, MODELS, build, machine, names, table, words, write
+
+import torch  # isort: skip  # after common, which sets the environment
+
+from mla_compile import capture
+from mla_compile.backend import Compiler
+from mla_compile.options import Options
+
+CONTEXT = 100
+
+
+def compile_step(model: Any, tokens: int, backend: Callable[..., Any]) -> None:
+    """Runs one decode step of ``model`` after ``tokens`` cached tokens, compiled by ``backend`` from nothing."""
+    from transformers import DynamicCache
+
+    torch._dynamo.reset()
+    d = model.config
+    cache = DynamicCache(config=d)
+    dtype = model.get_input_embeddings().weight.dtype
+    for layer in cache.layers:
+        rows = [torch.randn(1, 1, tokens, w).to(dtype) for w in (d.kv_lora_rank, d.qk_rope_head_dim)]
+        layer.lazy_initialization(*rows)
+        layer.keys, layer.values = rows
+    torch.compile(model, backend=backend, dynamic=True)(
+        input_ids=torch.full((1, 1), 7), past_key_values=cache, use_cache=True, position_ids=torch.full((1, 1), tokens)
+    )
+
+
+class Stopwatch:
+    """A backend that adds up the seconds another one takes."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self.backend, self.seconds, self.graphs = backend, 0.0, 0
+
+    def __call__(self, gm: Any, inputs: Sequence[Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return self.backend(gm, inputs)
+        finally:
+            self.seconds += time.perf_counter() - start
+            self.graphs += 1
+
+
+def inductor(gm: Any, inputs: Sequence[Any]) -> Any:
+    """What torch.compile(backend="inductor") calls."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs)
+
+
+def measure(name: str, layers: int, dtype: str, verify: bool) -> dict[str, Any]:
+    """Seconds of both backends for one model."""
+    model = build(name, DTYPES[dtype], layers, 4096)
+    alone = Stopwatch(inductor)
+    compile_step(model, CONTEXT, alone)
+
+    compiler = Compiler(Options(strict=True, verify=verify), None)
+    ours = Stopwatch(compiler)
+    functional = Stopwatch(capture.from_dynamo)
+    original = capture.from_dynamo
+    capture.from_dynamo = functional
+    try:
+        compile_step(model, CONTEXT, ours)
+    finally:
+        capture.from_dynamo = original
+    passes: dict[str, float] = {}
+    for report in compiler.reports:
+        for record in report.passes:
+            passes[record.name] = passes.get(record.name, 0.0) + record.seconds
+    absorbed = sum(site.verdict == "absorbed" for report in compiler.reports for site in report.sites)
+    if absorbed != layers * ours.graphs:
+        raise SystemExit(f"{name}, {layers} layers: {absorbed} attentions absorbed in {ours.graphs} graph(s)")
+    total = sum(passes.values())
+    return {
+        "model": name, "layers": layers, "dtype": dtype, "graphs": ours.graphs, "inductor_s": alone.seconds,
+        "mla_s": ours.seconds, "capture_s": functional.seconds, "passes_s": total, "passes": passes,
+        "passes_share": total / alone.seconds, "our_share": (total + functional.seconds) / alone.seconds,
+    }  # fmt: skip
+
+
+def describe(row: dict[str, Any]) -> list[str]:
+    """One row as text."""
+    seconds = [f"{row[k]:.2f}" for k in ("inductor_s", "mla_s", "capture_s", "passes_s")]
+    per_layer = f"{1e3 * row['passes_s'] / row['layers']:.1f}"
+    slowest = max(row["passes"], key=lambda name: row["passes"][name])
+    shares = [f"{row['passes_share']:.1%}", f"{row['our_share']:.1%}"]
+    return [row["model"], str(row["layers"]), *seconds, per_layer, *shares, f"{slowest} {row['passes'][slowest]:.2f}"]
+
+
+HEAD = ("model", "layers", "inductor s", "mla s", "capture s", "passes s", "ms/layer", "passes", "with capture", "slowest")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", type=names(list(MODELS)), default=["tiny", "v2lite"])
+    parser.add_argument("--layers", type=words(int), default=[2, 8, 32])
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--verify", action="store_true", help="with the numeric check of every distinct site")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "compile_time.json")
+    args = parser.parse_args()
+    torch._inductor.config.force_disable_caches = True
+    rows = []
+    with torch.no_grad():
+        # What the first compilation of a process imports and starts is nobody's share.
+        measure("tiny", 1, args.dtype, args.verify)
+        for name in args.models:
+            for layers in args.layers:
+                rows.append(measure(name, layers, args.dtype, args.verify))
+                print("  " + "  ".join(describe(rows[-1])), flush=True)
+                write(args.out, {"benchmark": "compile_time", "machine": machine()}, rows)
+    print("\n" + table([describe(row) for row in rows], HEAD))
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
