@@ -113,8 +113,9 @@ def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
     for name, value in vars(module).items():
         if name.endswith("_hooks") or "_hooks_" in name:
             vars(fast)[name] = copy.copy(value)
-    if isinstance(vars(fast).get("forward"), CompiledForward):  # already one of ours: start from the class again
-        del fast.forward
+    forward = vars(fast).get("forward")
+    if isinstance(forward, CompiledForward):  # already one of ours: start again from what it was made from
+        forward.uninstall(fast)
     return fast
 
 

@@ -29,12 +29,12 @@ def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
     functions called after a graph break are kept apart too where torch can (2.13 and later).
     """
 
-    def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return type(module).forward(module, *args, **kwargs)
+    def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
+        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     # Equal code objects are one to Python's dicts, so the name has to differ as well.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    own = types.FunctionType(code, entry.__globals__, code.co_name)
+    own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
@@ -54,6 +54,8 @@ class CompiledForward:
         self.settings = settings
         self.compiler = Compiler(options, mode, on_report=self._report)
         self._warned = False
+        # A forward set on the object itself (a patch, a wrapper) is the model's.
+        self._replaced = vars(module).get("forward")
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
@@ -62,8 +64,9 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, compiled unless it is to be differentiated or is being traced by another compiler."""
         if torch.compiler.is_compiling() or self._trains():
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self._run(self.module, args, kwargs)
+            forward = self._replaced or functools.partial(type(self.module).forward, self.module)
+            return forward(*args, **kwargs)
+        return self._run(self.module, args, kwargs, self._replaced)
 
     def install(self) -> None:
         """Make this the forward of its module; the report is an attribute that follows what is compiled."""
@@ -72,6 +75,12 @@ class CompiledForward:
         vars(self.module)["forward"] = self
         if hasattr(self.module, "get_compiled_call"):
             vars(self.module)["get_compiled_call"] = self.call_module
+
+    def uninstall(self, module: torch.nn.Module) -> None:
+        """Give a copy of the module the forward back that it had before."""
+        del vars(module)["forward"]
+        if self._replaced is not None:
+            vars(module)["forward"] = self._replaced
 
     def _report(self) -> None:
         vars(self.module)["mla_report"] = Report.merged(self.compiler.reports)

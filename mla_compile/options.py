@@ -65,7 +65,8 @@ class Options:
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")
-        ours, inductor = dict(defaults), dict(defaults.pop("inductor", {}))
+        inductor = dict(defaults.pop("inductor", {}))
+        ours = dict(defaults)
         for name, value in (given or {}).items():
             if name == "inductor" and isinstance(value, Mapping):
                 inductor.update(value)

@@ -14,7 +14,8 @@ from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
 from mla_compile.passes.site import AttentionSite
 
-_SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")  # codes that may have a cause behind
+# Codes behind which there may be a cause that says more.
+_SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
 _REACH = 48  # operators between an up-projection and the scores: a rotation is a dozen
 
 

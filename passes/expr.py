@@ -94,25 +94,25 @@ class Expr:
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The number itself, from the values of its leaves by node name; floating arithmetic in ``dtype`` if given."""
-        memo: dict[Expr, torch.Tensor] = {}
+        memo: dict[Expr, Any] = {}
 
-        def visit(expr: Expr) -> torch.Tensor:
+        def visit(expr: Expr) -> Any:
             if expr not in memo:
                 memo[expr] = one(expr)
             return memo[expr]
 
-        def one(expr: Expr) -> torch.Tensor:
+        def one(expr: Expr) -> Any:  # a tensor, or several where the weight was split
             if expr.node is not None:
                 leaf = values[expr.node.name]
                 return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             assert expr.op is not None
             kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
             args = tuple(widened(a, dtype) for a in _map(expr.args, visit))
-            result = expr.op(*args, **kwargs)
-            assert isinstance(result, torch.Tensor)
-            return result
+            return expr.op(*args, **kwargs)
 
-        return visit(self)
+        result = visit(self)
+        assert isinstance(result, torch.Tensor)
+        return result
 
 
 def widened(value: Any, dtype: torch.dtype | None) -> Any:

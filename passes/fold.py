@@ -160,7 +160,7 @@ def _closed(expr: Expr, weights: set[fx.Node]) -> tuple[Expr, tuple[str, ...]]:
                 args = fx.map_arg(args_of(node), of_node)
                 kwargs = fx.map_arg(node.kwargs, of_node)
                 assert callable(node.target)
-                memo[node] = Expr(val(node), expr.fake_mode, None, node.target, args, kwargs)
+                memo[node] = Expr(node.meta["val"], expr.fake_mode, None, node.target, args, kwargs)
         return memo[node]
 
     return expr.with_leaves(of_node), tuple(names)

@@ -92,7 +92,8 @@ def _apply(
         return replace(piece, axes=axes, bias=bias, dtype=val(node).dtype)
     weights = product(piece.weight, factor, [a for a in summed if a not in tokens])
     result = replace(piece, axes=axes, weight=weights, bias=bias, dtype=val(node).dtype)
-    return result.visited(node, contractions=int(bool(summed)), scalings=int(not summed))
+    projected = any(label not in out for label in labels)  # also where the rows are one number wide and have no atom
+    return result.visited(node, contractions=int(projected), scalings=int(not projected))
 
 
 def contract(

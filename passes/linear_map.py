@@ -77,6 +77,11 @@ class Piece:
         return frozenset(flatten(self.source_axes))
 
     @property
+    def projected(self) -> bool:
+        """Whether a weight that sums over features lies between the source and X."""
+        return bool(self.path) and self.path[-1].contractions > 0
+
+    @property
     def contracted(self) -> tuple[Atom, ...]:
         """The atoms of the source that the weight sums over, in the source's order."""
         kept = set(flatten(self.axes))

@@ -16,7 +16,7 @@ from torch import fx
 
 from mla_compile.passes.atoms import Atom
 from mla_compile.passes.factors import scaled, total
-from mla_compile.passes.graph import args_of, packet, same, shape, val
+from mla_compile.passes.graph import args_of, is_tensor, packet, same, shape, val
 from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, multiply_weight
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Stop, unexplained
 from mla_compile.passes.linear_segments import (
@@ -56,7 +56,8 @@ def multiply(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         return unexplained(node)
     if not isinstance(a, fx.Node) or maps.is_weight(a):
         a, b = b, a
-    assert isinstance(a, fx.Node)
+    if not is_tensor(a):  # a weight times a size
+        return unexplained(node)
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
         return unexplained(node)
     if isinstance(b, (int, float)):
@@ -72,7 +73,7 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha: Any = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node) or not isinstance(alpha, (int, float)):
+    if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
         return unexplained(node)
     factor = sign * float(alpha)
     if maps.is_weight(b):

@@ -152,6 +152,11 @@ def nothing(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return LinearMap.single(piece.visited(node))
 
 
+def _map_of(maps: LinearMaps, x: fx.Node) -> LinearMap | Stop:
+    """The map of an operand; one made of zeros, or of nothing yet, has no source even where it is a constant."""
+    return nothing(maps, x) if maps.is_weight(x) else maps.map(x)
+
+
 def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, ...] | Stop:
     """``source`` as segments along ``dim``."""
     if source.axis == dim:
@@ -173,12 +178,17 @@ def _joinable(maps: Sequence[LinearMap], dim: int, rank: int) -> bool:
 
 
 def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
-    inputs: Any = args_of(node)[0]
     rank = len(shape(node))
+    inputs = [x for x in args_of(node)[0] if len(shape(x)) == rank]  # torch lets empty 1-D tensors join anything
     dim = axis(argument(node, 1, "dim", 0), rank)
     if any(maps.is_weight(x) and packet(x) not in FILLS for x in inputs):
         return Stop(node, "unsupported_op", "constants are joined to columns of a linear map")
-    sources = [maps.map(x) for x in inputs]
+    sources: list[LinearMap] = []
+    for x in inputs:
+        source = _map_of(maps, x)
+        if isinstance(source, Stop):
+            return Stop(node, "unsupported_op", "constants are joined to columns of a linear map")
+        sources.append(source)
     if not _joinable(sources, dim, rank):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
     joined: list[Segment] = []
@@ -213,7 +223,9 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     bounds = argument(node, 3, "start"), argument(node, 4, "end"), argument(node, 5, "step", 1)
     if maps.is_weight(x) or (maps.is_weight(base) and packet(base) not in FILLS):
         return unexplained(node)
-    new, old = maps.map(x), maps.map(base)
+    new, old = maps.map(x), _map_of(maps, base)
+    if isinstance(old, Stop):
+        return unexplained(node)
     if same(size, shape(x)[dim]):
         return finish(new, node)
     if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds) or not _joinable([new, old], dim, rank):

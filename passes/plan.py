@@ -71,13 +71,13 @@ class AbsorbPlan:
 
 def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> AbsorbPlan | Stop:
     """The recipe for ``site``, or the first obligation that fails."""
+    if not any(p.projected for p in (*pieces_of(keys), *pieces_of([values]))):
+        return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
     aligned = align(site, keys, values)
     if isinstance(aligned, Stop):
         return aligned
     site, key_terms, value_terms = aligned
     terms = [t for t in (*key_terms, *value_terms) if t.piece.source is not None]
-    if not any(t.piece.contracted for t in terms):
-        return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
     roles = _roles(site, terms)
     if isinstance(roles, Stop):
         return roles
@@ -144,7 +144,7 @@ def _rows(
         rows[node] = Rows(node, axes, tuple(a for a in flatten(axes) if a not in outer))
     value = of_values[0]
     # The latent is what the values read, where the keys read it too; else what a weight expands into keys.
-    expanded = [n for n in of_keys if any(t.piece.contracted for t in keys if t.piece.source is n)]
+    expanded = [n for n in of_keys if any(t.piece.projected for t in keys if t.piece.source is n)]
     latent = value if value in of_keys else (expanded or of_keys)[0]
     rope = next((rows[n] for n in of_keys if n is not latent), None)
     return rows[latent], rope, None if value is latent else rows[value]

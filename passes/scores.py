@@ -295,8 +295,9 @@ def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     """Something is joined to the scores along one axis (an attention sink)."""
-    inputs: Any = args_of(node)[0]
-    dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
+    rank = len(shape(node))
+    inputs = [x for x in args_of(node)[0] if len(shape(x)) == rank]  # torch lets empty 1-D tensors join anything
+    dim = axis(argument(node, 1, "dim", 0), rank)
     for k, x in enumerate(inputs):
         scores = tracer.trace(x)
         start = sum(shape(before)[dim] for before in inputs[:k])

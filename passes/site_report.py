@@ -76,7 +76,7 @@ def locate(node: fx.Node) -> Location:
 
 def _module_path(name: str) -> str:
     """``L['self'].model.layers.0.self_attn`` and its variants as ``model.layers.0.self_attn``."""
-    name = re.sub(r"L\[['\"](\w+)['\"]\]", r"\1", name)
+    name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
     name = re.sub(
         r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name
     )

@@ -142,7 +142,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         core=core, scale=pick("scores", "query", "divide", "after_mask", "both") if written else pick("argument", "query", "default"),
         factor=pick(0.0, 0.0, 1.0, 0.37), mask=mask, mask_rank=pick(2, 3, 4), padded=rarely(False, True),
         softmax=rarely("plain", "cast") if written else "plain",
-        extra=rarely("none", "none", "probs", "softcap", "sink", "max") if written else "none", gate=rarely(False, True),
+        extra=rarely("none", "none", "probs", "softcap", "sink", "max") if written and fault != "softmax_over_heads" else "none", gate=rarely(False, True),
         cache=cache, fault=fault, door=door,
         forms=forms, fold=rarely("auto", "never", "always"), lowering=pick("op", "aten"), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
@@ -178,6 +178,11 @@ class GeneratedMLA(nn.Module):
         self.sink = weight(heads, spread=1.0)
         self.kernel = weight(c.H * c.N, 1, 2)
         self.w_gate = weight(heads * c.V, c.D)
+        if c.weight == "dequant":
+            for name, exact in (("k", self.w_k), ("v", self.w_v)):
+                scale = exact.abs().amax(-1, keepdim=True) / 127 + 1e-6
+                self.register_buffer(f"scale_{name}", scale)
+                self.register_buffer(f"codes_{name}", (exact / scale).round().to(torch.int8))
         if c.cache in ("index_copy", "slice"):
             # Not zeros: what the mask hides must not reach the result.
             junk = torch.randn(c.B, c.capacity, latent + c.R, generator=generator, dtype=torch.float64)
@@ -353,8 +358,8 @@ class GeneratedMLA(nn.Module):
 
     def _weight(self, weight: Tensor) -> Tensor:
         if self.case.weight == "dequant":
-            scale = weight.abs().amax(-1, keepdim=True) / 127 + 1e-6
-            return (weight / scale).round().to(torch.int8).to(weight.dtype) * scale
+            codes, scale = (self.codes_k, self.scale_k) if weight is self.w_k else (self.codes_v, self.scale_v)
+            return codes.to(weight.dtype) * scale
         return weight + 0.1 * weight.flip(0) if self.case.weight == "merged" else weight
 
     def _faulty(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -513,7 +518,7 @@ def rotate(x: Tensor, positions: Tensor, style: str) -> Tensor:
     if style == "complex":
         wide = x if x.dtype == torch.float64 else x.float()
         turn = torch.polar(torch.ones_like(angle, dtype=wide.dtype), angle.to(wide.dtype))
-        pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2).contiguous())
+        pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2).clone())
         return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
     cos, sin = angle.cos(), angle.sin()
     if style == "half":

@@ -1,7 +1,7 @@
-"""A small zoo of attention over a latent cache, in many spellings. Every size is different unless a test asks otherwise.
+"""A small zoo of attention over a latent cache, in many spellings. All sizes differ unless a test asks otherwise.
 
-``MLA(...)(x, c, r, mask)`` is the decode step of one layer: x [B,S,D] are the new tokens, c [B,T,L] the cached latents, r
-[B,T,R] the cached rotary keys (None where R = 0). The result is [B,S,H*V]. Everything is float64 and seeded.
+``MLA(...)(x, c, r, mask)`` is the decode step of one layer: x [B,S,D] are the new tokens, c [B,T,L] the cached latents,
+r [B,T,R] the cached rotary keys (None where R = 0). The result is [B,S,H*V]. Everything is float64 and seeded.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def _parameter(*shape: int, seed: int, scale: float = 1.0) -> nn.Parameter:
     return nn.Parameter(seeded(*shape, seed=seed) * scale)
 
 
-def inputs(B: int = 2, S: int = 1, T: int = 7, L: int = L, R: int = R, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(
+    B: int = 2, S: int = 1, T: int = 7, L: int = L, R: int = R, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     """x, c, r (left out where R is 0)."""
     made = [seeded(B, S, D, seed=11), seeded(B, T, L, seed=12)]
     made += [seeded(B, T, R, seed=13)] if R else []

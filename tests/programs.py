@@ -1,4 +1,4 @@
-"""Programs for the pass tests: capturing small functions and modules, running them, comparing them with the original."""
+"""Programs for the pass tests: capturing small functions and modules, running them, comparing results."""
 
 from __future__ import annotations
 
@@ -174,9 +174,7 @@ def evaluate(program: Program, lmap: LinearMap, *arguments: torch.Tensor) -> tor
     return torch.cat(parts, lmap.axis)
 
 
-def _piece_value(
-    piece: Piece, shape: torch.Size, axis: int | None, width: int, values: dict[str, Any]
-) -> torch.Tensor:
+def _piece_value(piece: Piece, shape: torch.Size, axis: int | None, width: int, values: dict[str, Any]) -> torch.Tensor:
     sizes = [width if k == axis else s for k, s in enumerate(shape)]
     assert [axis_size(a) for a in piece.axes if a] == [s for a, s in zip(piece.axes, sizes, strict=True) if a]
     atoms = list(dict.fromkeys((*flatten(piece.axes), *flatten(piece.source_axes))))

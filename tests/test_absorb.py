@@ -18,7 +18,6 @@ from tests.programs import (
     assert_untouched,
     calls,
     codes,
-    error,
     export,
     optimized,
     run,

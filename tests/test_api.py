@@ -354,3 +354,16 @@ def test_a_graph_module_is_optimized_into_another(fold: str) -> None:
     with torch.no_grad():
         for candidate in (fast, again):
             torch.testing.assert_close(candidate(*decode_inputs()), model(*decode_inputs()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_forward_set_on_the_object_is_kept() -> None:
+    model = Toy().eval()
+    model.forward = lambda x, rows: tuple(2 * t for t in Toy.forward(model, x, rows))  # type: ignore[method-assign]
+    with torch.no_grad():
+        want = model(*decode_inputs())
+        fast = optimize(model, **FAST)
+        got = fast(*decode_inputs())
+        again = optimize(fast, **FAST)(*decode_inputs())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(again, want, rtol=1e-5, atol=1e-5)
+    assert fast.mla_report.absorbed == 1

@@ -52,7 +52,9 @@ def closed(site, *, scale=1.0, masks=0):
 
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_fused(scale):
-    site = closed(one(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=scale), qkv()), scale=scale or K**-0.5)
+    site = closed(
+        one(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=scale), qkv()), scale=scale or K**-0.5
+    )
     assert sizes(site) == (B * H, S, T)
     assert site.empty == "zero"
     assert not site.causal
@@ -64,7 +66,11 @@ def test_fused(scale):
 @pytest.mark.parametrize("shape", [(B, H, S, T), (B, 1, S, T), (1, 1, 1, T), (S, T), (1, T)])
 def test_fused_with_a_mask(shape, dtype):
     mask = torch.ones(shape, dtype=dtype)
-    site = closed(one(lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m), [*qkv(), mask]), scale=K**-0.5, masks=1)
+    site = closed(
+        one(lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m), [*qkv(), mask]),
+        scale=K**-0.5,
+        masks=1,
+    )
     assert site.masks[0].kind == ("keep" if dtype == torch.bool else "add")
     axes = site.masks[0].operand.axes
     assert [axis_size(a) for a in axes] == list(shape)
@@ -81,7 +87,9 @@ def test_fused_causal():
 def test_fused_grouped():
     q, k, v = qkv(H=6)
     k, v = k[:, :2], v[:, :2]
-    site = closed(one(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), [q, k, v]), scale=K**-0.5)
+    site = closed(
+        one(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), [q, k, v]), scale=K**-0.5
+    )
     group = site.products[0].k.axes[1]
     assert [a.size for a in site.products[0].q.axes[1]] == [2, 3]
     assert group == site.products[0].q.axes[1][:1]
@@ -89,7 +97,7 @@ def test_fused_grouped():
 
 def test_fused_with_one_head_of_keys():
     q, k, v = qkv()
-    site = one(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), [q, k[:, :1], v[:, :1]])
+    site = one(F.scaled_dot_product_attention, [q, k[:, :1], v[:, :1]])
     assert site.products[0].k.axes[1] == ()
     assert axis_size(site.lead) == B * H
 
@@ -98,7 +106,7 @@ def test_fused_with_one_head_of_keys():
 def test_fused_of_other_ranks(rank):
     lead = (2, 3, 4)[: rank - 2]
     data = [seeded(*lead, n, w) for n, w in ((S, K), (T, K), (T, V))]
-    assert sizes(one(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), data)) == (math.prod(lead), S, T)
+    assert sizes(one(F.scaled_dot_product_attention, data)) == (math.prod(lead), S, T)
 
 
 def test_fused_with_dropout():
@@ -150,7 +158,11 @@ MASKS = {
     "added": (lambda s, m: s + torch.where(m, 0.0, float("-inf")), "add", None),
     "added, mask first": (lambda s, m: torch.where(m, 0.0, float("-inf")) + s, "add", None),
     "masked_fill": (lambda s, m: s.masked_fill(~m, float("-inf")), "drop", float("-inf")),
-    "masked_fill, lowest": (lambda s, m: s.masked_fill(~m, torch.finfo(torch.float32).min), "drop", -3.4028234663852886e38),
+    "masked_fill, lowest": (
+        lambda s, m: s.masked_fill(~m, torch.finfo(torch.float32).min),
+        "drop",
+        -3.4028234663852886e38,
+    ),
     "masked_fill_": (lambda s, m: aten_fill(s, ~m), "drop", float("-inf")),
     "where": (lambda s, m: torch.where(m, s, float("-inf")), "keep", float("-inf")),
     "where not": (lambda s, m: torch.where(~m, float("-inf"), s), "drop", float("-inf")),
@@ -192,7 +204,10 @@ def test_spellings_of_the_core(core):
     assert sizes(site) == (B * H, S, T)
     assert len(site.products) == (2 if core == "two_products" else 1)
     assert len(site.masks) == 1
-    assert all(p.q.node.name.startswith(("q", "split", "getitem", "view", "transpose", "reshape", "slice")) for p in site.products)
+    assert all(
+        p.q.node.name.startswith(("q", "split", "getitem", "view", "transpose", "reshape", "slice"))
+        for p in site.products
+    )
 
 
 WRITTEN = {
@@ -201,16 +216,22 @@ WRITTEN = {
     "keys first": lambda q, k, v: (k @ q.mT).mT.softmax(-1) @ v,
     "softmax over axis 2": lambda q, k, v: v.mT @ (k @ q.mT).softmax(2),
     "einsum": lambda q, k, v: torch.einsum("bhst,bhtv->bshv", torch.einsum("bhsk,bhtk->bhst", q, k).softmax(-1), v),
-    "einsum, values first": lambda q, k, v: torch.einsum("bhtv,bhst->bhsv", v, torch.einsum("bhtk,bhsk->bhst", k, q).softmax(-1)),
-    "einsum, keys before queries": lambda q, k, v: torch.einsum("bhts,bhtv->bhsv", torch.einsum("bhsk,bhtk->bhts", q, k).softmax(2), v),
-    "einsum with ellipsis": lambda q, k, v: torch.einsum("...st,...tv->...sv", torch.einsum("...sk,...tk->...st", q, k).softmax(-1), v),
+    "einsum, values first": lambda q, k, v: torch.einsum(
+        "bhtv,bhst->bhsv", v, torch.einsum("bhtk,bhsk->bhst", k, q).softmax(-1)
+    ),
+    "einsum, keys before queries": lambda q, k, v: torch.einsum(
+        "bhts,bhtv->bhsv", torch.einsum("bhsk,bhtk->bhts", q, k).softmax(2), v
+    ),
+    "einsum with ellipsis": lambda q, k, v: torch.einsum(
+        "...st,...tv->...sv", torch.einsum("...sk,...tk->...st", q, k).softmax(-1), v
+    ),
     "softmax in float32": lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float32).to(q.dtype) @ v,
     "softmax of floats": lambda q, k, v: F.softmax((q @ k.mT).float(), dim=-1).type_as(q) @ v,
     "dropout that is off": lambda q, k, v: F.dropout((q @ k.mT).softmax(-1), 0.1, training=False) @ v,
     "copies": lambda q, k, v: (q @ k.mT).clone().contiguous().softmax(-1).contiguous() @ v,
-    "heads merged": lambda q, k, v: (
-        torch.bmm(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)).view(B, H, S, V)
-    ),
+    "heads merged": lambda q, k, v: torch.bmm(
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)
+    ).view(B, H, S, V),
     "scores viewed": lambda q, k, v: (
         (q.flatten(0, 1) @ k.flatten(0, 1).mT).view(B, H, S, T).softmax(-1).flatten(0, 1) @ v.flatten(0, 1)
     ),
@@ -230,7 +251,10 @@ def test_written_out(name):
 def test_heads_of_one_shared_key():
     """MQA written out: K and V have no head axis at all."""
     q, k, v = qkv()
-    site = one(lambda q, k, v: torch.einsum("bhst,btv->bhsv", torch.einsum("bhsk,btk->bhst", q, k).softmax(-1), v), [q, k[:, 0], v[:, 0]])
+    site = one(
+        lambda q, k, v: torch.einsum("bhst,btv->bhsv", torch.einsum("bhsk,btk->bhst", q, k).softmax(-1), v),
+        [q, k[:, 0], v[:, 0]],
+    )
     assert sizes(site) == (B * H, S, T)
     assert len(site.queries) == 1
 
@@ -246,7 +270,11 @@ def test_grouped_heads_written_out():
     assert sizes(one(attention, [q, k, v])) == (B * 6, S, T)
 
 
-@pytest.mark.parametrize("sizes_", [dict(S=1), dict(T=1), dict(H=1), dict(B=1), dict(B=1, H=1, S=1), dict(S=T), dict(K=T, V=T, S=T, H=T, B=T)], ids=str)
+@pytest.mark.parametrize(
+    "sizes_",
+    [{"S": 1}, {"T": 1}, {"H": 1}, {"B": 1}, {"B": 1, "H": 1, "S": 1}, {"S": T}, dict.fromkeys("BHSKV", T)],
+    ids=str,
+)
 @pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last", "bmm"])
 def test_sizes_that_are_one_or_equal(core, sizes_):
     found = find(lambda q, k, v: CORES[core](q, k, v, None, 1.0), qkv(**sizes_))
@@ -302,7 +330,11 @@ def test_active_dropout_is_a_problem():
 # What is no attention.
 
 NOTHING = {
-    "a router": (lambda x, w, e: torch.einsum("te,td->ed", (x @ w).softmax(-1), x @ e), [seeded(9, 4)], [seeded(4, 3), seeded(4, 5)]),
+    "a router": (
+        lambda x, w, e: torch.einsum("te,td->ed", (x @ w).softmax(-1), x @ e),
+        [seeded(9, 4)],
+        [seeded(4, 3), seeded(4, 5)],
+    ),
     "a router over values": (lambda x, v, w: (x @ w).softmax(-1) @ v, [seeded(9, 4), seeded(3, 5)], [seeded(4, 3)]),
     "a mixture by weights": (lambda x, a, b: x @ (a @ b.mT).softmax(-1), [seeded(9, 3)], [seeded(3, 4), seeded(3, 4)]),
     "a softmax that is returned": (lambda q, k: (q @ k.mT).softmax(-1), qkv()[:2], []),

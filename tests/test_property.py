@@ -89,7 +89,8 @@ def _run(case: Case) -> Report | None:
             states[index] = result[1 : 1 + len(states[index])]
         done += count
     for buffer, reference in zip(module.buffers(), exact.buffers(), strict=True):
-        _compare(case, "cache", buffer, reference.to(buffer.dtype), reference)
+        if buffer.is_floating_point():
+            _compare(case, "cache", buffer, reference.to(buffer.dtype), reference)
     return report
 
 
@@ -179,7 +180,7 @@ def _compare(case: Case, what: str, got: Tensor, eager: Tensor, truth: Tensor) -
         both = ~(truth.isnan() | eager.isnan())
         assert not got[both].isnan().any(), f"{what}: NaN where eager has none"
         size = _size(truth, both)
-        allowed = WORSE_THAN_EAGER * (_error(eager, truth, both) / size + 8 * torch.finfo(got.dtype).eps)
+        allowed = WORSE_THAN_EAGER * (_error(eager, truth, both) / size + 32 * torch.finfo(got.dtype).eps)
         error = _error(got, truth, both)
     assert error <= allowed * size, f"{what}: relative error {error / size:.2e}, allowed {allowed:.2e}"
 
