@@ -117,9 +117,9 @@ def _run_once(
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
     maps = LinearMaps(weights, program.fake_mode)
     device = default_device(_device_type(program.gm))
-    # Live weights are compared with a copy in every call to keep a fold from going stale, which reads more bytes than
-    # a fold saves: "auto" folds only where the weights are part of an exported program.
-    folding = "never" if options.fold == "auto" and not captured.frozen else options.fold
+    # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any
+    # fold saves: with that cost counted, "auto" comes out as "never" for all dims.
+    folding = "never" if options.fold == "auto" else options.fold
     verdicts = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
     verdicts = [
         replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v

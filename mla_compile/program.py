@@ -64,11 +64,6 @@ class Program:
         )
 
     @property
-    def frozen(self) -> bool:
-        """Whether the weights are part of an exported program, and so cannot change under a rewritten copy."""
-        return isinstance(self.original, torch.export.ExportedProgram)
-
-    @property
     def placeholders(self) -> list[fx.Node]:
         """The input nodes, folds last."""
         return list(self.gm.graph.find_nodes(op="placeholder"))

@@ -72,7 +72,8 @@ class Rewriter:
         self.builder = Builder(plan.site.node, fake_mode)
         self.memo: dict[Expr, fx.Node] = {}
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
-        known = [(o.node, o.axes) for o in operands if o.node is not self.site.node]
+        # In the order of the graph: what a product reads sizes from has to stand before it.
+        known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
         self.sizes = Sizes(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
         self.queries: list[fx.Node] = []

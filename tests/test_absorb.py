@@ -228,6 +228,18 @@ EMPTY_ROWS = {
     "filled twice": lambda q, k, v, m, s: (
         (q @ k.mT * s).masked_fill(~m, -1e9).masked_fill(torch.arange(7) > 5, -1e9).softmax(-1) @ v
     ),
+    "filled twice, unequally": lambda q, k, v, m, s: (
+        (q @ k.mT * s).masked_fill(~m, -1e10).masked_fill(torch.arange(7) > 5, -1e9).softmax(-1) @ v
+    ),
+    "filled, then a distance added": lambda q, k, v, m, s: (
+        ((q @ k.mT * s).masked_fill(~m, -1e9) - torch.arange(7, dtype=q.dtype)).softmax(-1) @ v
+    ),
+    "a distance added, then filled": lambda q, k, v, m, s: (
+        (q @ k.mT * s + torch.arange(7, dtype=q.dtype)).masked_fill(~m, -1e9).softmax(-1) @ v
+    ),
+    "nothing filled, then nothing but": lambda q, k, v, m, s: (
+        (q @ k.mT * s).masked_fill(~m, float("-inf")).masked_fill(torch.arange(7) > 5, -1e9).softmax(-1) @ v
+    ),
     "nan to zero": lambda q, k, v, m, s: torch.nan_to_num(modules.matmul(q, k, v, m, s)),
     "probabilities to zero": lambda q, k, v, m, s: (
         (q @ k.mT * s).masked_fill(~m, float("-inf")).softmax(-1).masked_fill(~m, 0.0) @ v

@@ -111,6 +111,10 @@ LINEAR = {
     "repeat along features": (lambda z, w: (z @ w).repeat(1, 1, 3), [W(L, 4)]),
     "repeat of leading axes": (lambda z, w: (z @ w).repeat(3, 1, 1, 1), [W(L, 4)]),
     "repeat_interleave": (lambda z, w: (z @ w).view(B, T, 2, 3).repeat_interleave(2, dim=2), [W(L, 6)]),
+    "repeat, a bias for each copy, projection": (
+        lambda z, b, w: F.linear(z.repeat(1, 1, 2) + b, w),
+        [W(2 * L), W(6, 2 * L)],
+    ),
     "repeat then view": (lambda z, w: (z @ w).repeat(1, 1, 3).view(B, T, 3, 4).transpose(1, 2), [W(L, 4)]),
     # values
     "clone, contiguous": (lambda z, w: (z @ w).transpose(0, 1).contiguous().clone(), [W(L, 6)]),
