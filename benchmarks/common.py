@@ -54,7 +54,10 @@ _YARN = {
 
 MODELS = {
     "v2lite": Spec(
-        "DeepseekV2Config", "DeepseekV2ForCausalLM", Dims(H=16, L=512, R=64, N=128, V=128, D=2048), "first_k_dense_replace"
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        Dims(H=16, L=512, R=64, N=128, V=128, D=2048),
+        "first_k_dense_replace",
     ),
     "minicpm3": Spec("MiniCPM3Config", "MiniCPM3ForCausalLM", Dims(H=40, L=256, R=32, N=64, V=64, D=2560, Q=768)),
     "v3": Spec(
@@ -126,7 +129,7 @@ def read_bandwidth(gib: float = 1.0, rounds: int = 5) -> float:
     rows = int(gib * 2**30 / 4 / 8192)
     data = torch.ones(rows, 8192)
     vector = torch.ones(8192)
-    kernels: list[Callable[[], Tensor]] = [lambda: data.sum(), lambda: data.amax(), lambda: torch.mv(data, vector)]
+    kernels: list[Callable[[], Tensor]] = [data.sum, data.amax, lambda: torch.mv(data, vector)]
     return data.numel() * 4 / min(timed(kernel) for kernel in kernels for _ in range(rounds))
 
 

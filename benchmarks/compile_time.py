@@ -4,14 +4,13 @@
     python benchmarks/compile_time.py --models tiny --layers 2,8
 
 One decode step is compiled twice from nothing, caches off: with Inductor alone, and with backend="mla". Of the second,
-``capture`` is making the graph functional, ``passes`` is everything in mla_compile/passes, and what is left is Inductor on
-the rewritten graph. Our share is (capture + passes) / what Inductor alone takes for the same graph.
+``capture`` is making the graph functional, ``passes`` is everything in mla_compile/passes, and what is left is Inductor
+on the rewritten graph. Our share is (capture + passes) / what Inductor alone takes for the same graph.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ def compile_step(model: Any, tokens: int, backend: Callable[..., Any]) -> None:
 
     torch._dynamo.reset()
     d = model.config
-    cache = DynamicCache(config=d)
+    cache: Any = DynamicCache(config=d)
     dtype = model.get_input_embeddings().weight.dtype
     for layer in cache.layers:
         rows = [torch.randn(1, 1, tokens, w).to(dtype) for w in (d.kv_lora_rank, d.qk_rope_head_dim)]
@@ -52,6 +51,7 @@ class Stopwatch:
         self.backend, self.seconds, self.graphs = backend, 0.0, 0
 
     def __call__(self, gm: Any, inputs: Sequence[Any]) -> Any:
+        """What the other backend returns."""
         start = time.perf_counter()
         try:
             return self.backend(gm, inputs)
@@ -77,7 +77,7 @@ def measure(name: str, layers: int, dtype: str, verify: bool) -> dict[str, Any]:
     ours = Stopwatch(compiler)
     functional = Stopwatch(capture.from_dynamo)
     original = capture.from_dynamo
-    capture.from_dynamo = functional
+    capture.from_dynamo = functional  # type: ignore[assignment]
     try:
         compile_step(model, CONTEXT, ours)
     finally:
@@ -106,7 +106,18 @@ def describe(row: dict[str, Any]) -> list[str]:
     return [row["model"], str(row["layers"]), *seconds, per_layer, *shares, f"{slowest} {row['passes'][slowest]:.2f}"]
 
 
-HEAD = ("model", "layers", "inductor s", "mla s", "capture s", "passes s", "ms/layer", "passes", "with capture", "slowest")
+HEAD = (
+    "model",
+    "layers",
+    "inductor s",
+    "mla s",
+    "capture s",
+    "passes s",
+    "ms/layer",
+    "passes",
+    "with capture",
+    "slowest",
+)
 
 
 def main() -> None:
@@ -133,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,17 +6,16 @@
 Models of transformers with the attention sizes of DeepSeek-V2-Lite, MiniCPM3 and DeepSeek-V3, random weights, a small
 MLP. The cache is filled with random latents. Nothing is timed before all variants return the same logits.
 
-The floor of a step is (bytes of the weights it reads + bytes of the latent cache) / read bandwidth, the bandwidth measured
-in this process. A processor also has to do the 2H(2L+R) FLOPs per cached token, and for many heads that is what takes
-longer: the roofline is weight bytes / bandwidth + the larger of cache bytes / bandwidth and attention FLOPs / the rate of a
-float32 matrix product in this process. A ratio is the median over the rounds of the ratio within a round.
+The floor of a step is (bytes of the weights it reads + bytes of the latent cache) / read bandwidth, the bandwidth
+measured in this process. A processor also has to do the 2H(2L+R) FLOPs per cached token, and for many heads that is
+what takes longer: the roofline is weight bytes / bandwidth + the larger of cache bytes / bandwidth and attention FLOPs
+/ the rate of a float32 matrix product in this process. A ratio is the median over the rounds of the ratio within one.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -72,9 +71,10 @@ class Bench:
     # Caches.
 
     def dynamic(self, tokens: int) -> Any:
+        """A cache that grows by concatenation, holding ``tokens`` tokens."""
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         for layer, (latent, rope) in zip(cache.layers, self.pool, strict=True):
             layer.lazy_initialization(latent, rope)
             layer.keys, layer.values = latent[:, :, :tokens].contiguous(), rope[:, :, :tokens].contiguous()
@@ -84,7 +84,7 @@ class Bench:
         """A cache with room for one token more than it holds."""
         from transformers import StaticCache
 
-        cache = StaticCache(config=self.model.config, max_cache_len=tokens + 1)
+        cache: Any = StaticCache(config=self.model.config, max_cache_len=tokens + 1)
         for layer, (latent, rope) in zip(cache.layers, self.pool, strict=True):
             layer.lazy_initialization(latent[:, :, :0], rope[:, :, :0])
             layer.keys[:, :, :tokens].copy_(latent[:, :, :tokens])
@@ -125,10 +125,10 @@ class Bench:
         return time.perf_counter() - start, result.logits
 
     def fits(self, tokens: int) -> bool:
-        """Whether one layer's K and V, and the copies that eager attention makes of them, fit in half the free memory."""
+        """Whether one layer's K and V, and the copies that eager makes of them, fit in half of the free memory."""
         d = MODELS[self.name].dims
         values = self.args.batch * tokens * d.H * (3 * (d.N + d.V) + 2 * d.R)
-        return values * DTYPES[self.dtype].itemsize < available_bytes() / 2
+        return bool(values * DTYPES[self.dtype].itemsize < available_bytes() / 2)
 
     def measure(self, kind: str, tokens: int) -> dict[str, Any]:
         """All variants in turns; raises SystemExit where their logits differ."""
@@ -208,7 +208,9 @@ def run_case(args: argparse.Namespace, name: str, dtype: str) -> list[dict[str, 
 def describe(row: dict[str, Any]) -> list[str]:
     """One row as text, in the columns of :data:`HEAD`."""
     shown = [row["model"], row["dtype"], row["kind"], str(row["context"])]
-    shown += [str(Times(**row["ms"][v])) if v in row["ms"] else "too large" if v in row["skipped"] else "" for v in VARIANTS]
+    for v in VARIANTS:
+        missing = "too large" if v in row["skipped"] else ""
+        shown.append(str(Times(**row["ms"][v])) if v in row["ms"] else missing)
     shown += [f"{row['faster_than'][v]:.2f}x" if v in row["faster_than"] else "" for v in ("eager", "inductor")]
     shown += [f"{row['floor_ms']:.2f}" if "floor_ms" in row else ""]
     shown += [f"{row[key]:.2f}" if key in row else "" for key in ("over_floor", "over_roofline")]
@@ -265,4 +267,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,13 +3,14 @@
     python benchmarks/precision.py                        # float32, bfloat16, float16; three models; both lowerings
     python benchmarks/precision.py --models v3 --dtypes bfloat16 --seeds 10 -v
 
-``--level layer`` (the default) is one attention layer on a cache: query projections, attention, W_o. ``--level site`` is
-only what absorption rewrites, from the queries to the output before W_o, where nothing that both forms share hides a
-difference. Inputs and weights are rounded to the dtype first: what is measured is the arithmetic. The error is the RMS of
-the difference over the RMS of the float64 result; the ratio is absorbed / original, one per seed, length and scale.
+``--level layer`` (the default) is one attention layer on a cache: query projections, attention, W_o. ``--level site``
+is only what absorption rewrites, from the queries to the output before W_o, where nothing that both forms share hides a
+difference. Inputs and weights are rounded to the dtype first: what is measured is the arithmetic. The error is the RMS
+of the difference over the RMS of the float64 result; the ratio is absorbed / original, per seed, length and scale.
 
-Scales: ``plain`` (unit rows and queries, scores of about 1), ``sharp`` (queries 8 times larger, softmax near one-hot), ``outlier`` (a
-few latent columns 30 times larger, as in trained models), ``offset`` (rows share a large common part, which cancels).
+Scales: ``plain`` (unit rows and queries, scores of about 1), ``sharp`` (queries 8 times larger, softmax near one-hot),
+``outlier`` (a few latent columns 30 times larger, as in trained models), ``offset`` (rows share a large common part,
+which cancels).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SCALES = ("plain", "sharp", "outlier", "offset")
 
 
 class Attention(nn.Module):
-    """Attention over a cached latent: up-projection, shared rotary key, core; with q and output projections as a layer."""
+    """Attention over a cached latent; as a layer also the query projections and the output projection."""
 
     def __init__(self, d: Dims, core: str, layer: bool, generator: torch.Generator | None, gain: float = 1.0) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Attention(nn.Module):
             self.query.mul_(gain)
 
     def forward(self, x: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-        """x [B,1,D] (or queries [B,1,H*(N+R)] without projections), latent [B,T,L], rope [B,T,R] -> [B,1,D or H*V]."""
+        """Hidden state [B,1,D] (or queries [B,1,H*(N+R)]), latent [B,T,L], rope [B,T,R] -> [B,1,D] (or [B,1,H*V])."""
         d, (B, T, _) = self.d, latent.shape
         if self.query_down is not None:
             x = F.linear(x, self.query_down)
@@ -187,7 +188,8 @@ def main() -> int:
     print(table(summarize(rows, by), (*by, *columns)))
     total = summarize(rows, ("dtype",))
     print("\n" + table(total, ("dtype", *columns)))
-    write(args.out, {"benchmark": "precision", "level": args.level, "machine": machine(), "required": [MEDIAN, WORST]}, rows)
+    about = {"benchmark": "precision", "level": args.level, "machine": machine(), "required": [MEDIAN, WORST]}
+    write(args.out, about, rows)
     print(f"written to {args.out}")
     return int(any(line[-1] != "ok" for line in total))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -218,12 +219,14 @@ def _weight_nodes(plan: AbsorbPlan) -> list[fx.Node]:
 
 
 def _expansion_alive(verdict: Verdict, alive: dict[fx.Node, fx.Node | None]) -> tuple[str, fx.Node] | None:
-    """A projection between the sources and K or V that is still computed: whose it is, and the node."""
+    """The projection that makes K or V from the sources, where it is still computed: whose it is, and the node."""
     assert verdict.plan is not None
     for which, terms in (("keys", verdict.plan.keys), ("values", verdict.plan.vals)):
         for term in terms:
-            for before, visit in zip(term.piece.path, term.piece.path[1:], strict=False):
-                if visit.contractions > before.contractions and visit.node in alive:
+            path = term.piece.path
+            for before, visit in pairwise(path):
+                last = visit.contractions == path[-1].contractions  # one before it may make rows that others read too
+                if visit.contractions > before.contractions and last and visit.node in alive:
                     return which, visit.node
     return None
 
