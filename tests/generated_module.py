@@ -109,14 +109,14 @@ class GeneratedMLA(nn.Module):
         elif c.query_scale == "positions":
             q = q * (1 + positions.to(q.dtype)).log1p()[:, None, None]
         elif c.query_scale == "norm":
-            q = F.rms_norm(q, q.shape[-1:])
+            q = F.rms_norm(q, q.shape[-1:], eps=1e-6)
         return q.transpose(1, 2)
 
     def _rows(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         c = self.case
         latent, rope = F.linear(x, torch.cat([self.w_c, self.w_r])).split([self.w_c.shape[0], c.R], -1)
         if c.latent_norm:
-            latent = F.rms_norm(latent, latent.shape[-1:])
+            latent = F.rms_norm(latent, latent.shape[-1:], eps=1e-6)
         return latent, self._rotate(rope, positions) if c.rotate == "on_write" else rope
 
     def _cached(
@@ -235,7 +235,7 @@ class GeneratedMLA(nn.Module):
         if fault == "rope_on_keys":
             k = rotate(k.transpose(1, 2), positions, "half").transpose(1, 2)
         elif fault == "norm_on_keys":
-            k = F.rms_norm(k, (N,)) if N > 1 else torch.tanh(k)
+            k = F.rms_norm(k, (N,), eps=1e-6) if N > 1 else torch.tanh(k)
         elif fault == "tanh_on_keys":
             k = torch.tanh(k)
         elif fault == "silu_on_values":
@@ -309,7 +309,7 @@ class GeneratedMLA(nn.Module):
             if mask is not None:
                 extra = extra.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask + extra
             mask = extra
-        causal = c.mask == "is_causal" and mask is None and q.shape[2] == k.shape[2]
+        causal = c.mask == "is_causal" and mask is None and bool(q.shape[2] == k.shape[2])
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=c.groups > 1
         )

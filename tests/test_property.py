@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -54,6 +54,7 @@ def test_generated_attention(part: int) -> None:
     )
     @given(cases())
     def run(case: Case) -> None:
+        note(repr(case))
         check(case)
 
     run()
@@ -90,9 +91,9 @@ def _run(case: Case) -> Report | None:
         for index, result in enumerate((got, eager, truth)):
             states[index] = result[1 : 1 + len(states[index])]
         done += count
-    for buffer, reference in zip(module.buffers(), exact.buffers(), strict=True):
-        if buffer.is_floating_point():
-            _compare(case, "cache", buffer, reference.to(buffer.dtype), reference)
+    for buffers in zip(module.buffers(), plain.buffers(), exact.buffers(), strict=True):
+        if buffers[0].is_floating_point():
+            _compare(case, "cache", *buffers)
     return report
 
 
