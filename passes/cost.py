@@ -113,7 +113,8 @@ def _choose(
 
     expanded, chained = time_of("expanded"), time_of("chained")
     estimates = {"expanded": expanded, "chained": chained}
-    shown = f"{S} {'query' if S == 1 else 'queries'} against {T:,} cached tokens on {device.name}"
+    tokens = f"{T:,} cached tokens" + (" (a long context)" if T == LONG_CONTEXT else "")
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {tokens} on {device.name}"
     times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"

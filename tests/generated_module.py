@@ -309,7 +309,9 @@ class GeneratedMLA(nn.Module):
             if mask is not None:
                 extra = extra.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask + extra
             mask = extra
-        causal = c.mask == "is_causal" and mask is None and bool(q.shape[2] == k.shape[2])
+        causal = False  # by a branch: Dynamo breaks its graph where a comparison of symbolic sizes is used as a value
+        if c.mask == "is_causal" and mask is None and q.shape[2] == k.shape[2]:
+            causal = True
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=c.groups > 1
         )

@@ -141,7 +141,8 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         bias=draw(st.booleans()),
         lora=rarely(False, True),
         tied=N == V and draw(st.booleans()),
-        latent_norm=draw(st.booleans()),
+        # Without the norm, and nothing cached, all heads' latents are images of one row: the hidden state.
+        latent_norm=draw(st.booleans()) or fault == "latent_per_head",
         latent_scale=rarely("none", "constant", "vector"),
         key_scale=rarely("none", "constant", "vector", "heads"),
         query_scale=rarely("none", "constant", "positions", "norm"),

@@ -345,6 +345,7 @@ def test_codes_are_stable():
         "unsupported_weight": "refused",
         "unsupported_op": "refused",
         "graph_break": "refused",
+        "expanded_cache": "refused",
         "not_mla": "not_mla",
     }
     assert set(CODES) == set(Code)
