@@ -37,7 +37,8 @@ from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
-from mla_compile.passes.site_report import site_report
+from mla_compile.passes.site_report import site_report, unfollowed_report
+from mla_compile.passes.unfollowed import unfollowed
 from mla_compile.passes.verify import Check, check_site, key_of
 from mla_compile.program import Program
 from mla_compile.records import PassRecord
@@ -115,6 +116,7 @@ def _run_once(
     clock.run("normalize", lambda: normalize(graph), int)
     weights = weight_nodes(graph, program.weights)
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
+    lost = unfollowed(graph, weights, sites)
     maps = LinearMaps(weights, program.fake_mode)
     device = default_device(_device_type(program.gm))
     # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any
@@ -135,6 +137,7 @@ def _run_once(
     reports = [
         site_report(i, v, checks.get(v.site.node.name), folded.get(v.site.node.name)) for i, v in enumerate(verdicts)
     ]
+    reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]
     if options.lowering == "aten":
         clock.run("lower", lambda: lower_to_aten(graph, program.fake_mode), int)
     clock.run("lower_projections", lambda: lower_projections(graph, program.fake_mode), int)

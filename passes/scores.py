@@ -66,7 +66,7 @@ _SAME = {
     aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as, aten.lift_fresh,
 }  # fmt: skip
 _VIEWS = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze}
-_SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
+SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
 _ELEMENTWISE = {aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum}
 
 
@@ -335,7 +335,7 @@ _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys((aten.mul, aten.div), _scale),
     aten.add: _add,
     **dict.fromkeys((aten.masked_fill, aten.where), _fill),
-    **dict.fromkeys(_SOFTMAX, _softmax),
+    **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     aten.cat: _cat,
     aten.slice: _slice,

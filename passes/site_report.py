@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from mla_compile.codes import CODES
+from mla_compile.codes import CODES, Code
 from mla_compile.passes import cost
 from mla_compile.passes.fold import Folded
 from mla_compile.passes.graph import packet, val
 from mla_compile.passes.judge import Verdict
+from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.verify import Check
 from mla_compile.records import Location, SiteReport
 
@@ -54,6 +55,20 @@ def site_report(
         decode_bytes_after=cost.decode_bytes(dims, after, element),
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
+    )
+
+
+def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
+    """An attention of which only the softmax ``node`` is known."""
+    code = Code(stop.code)
+    return SiteReport(
+        index=index,
+        where=locate(node),
+        verdict=CODES[code].verdict,
+        code=code,
+        reason=stop.detail,
+        fix="write the scores with mul, add, masked_fill, where, softmax, view and transpose",
+        blame=locate(stop.node),
     )
 
 

@@ -432,6 +432,42 @@ def test_every_refusal_has_a_reason_and_a_place():
     assert site.fix == CODES[Code.NONLINEAR].fix
 
 
+@pytest.mark.parametrize(
+    ("step", "op"),
+    [
+        (lambda s: s.cumsum(-1), "aten.cumsum"),
+        (lambda s: s.sort(dim=-1).values, "aten.sort"),
+        (lambda s: s.roll(1, -1), "aten.roll"),
+    ],
+)
+def test_scores_that_cannot_be_followed_are_reported(step, op):
+    """No rule of ours knows what becomes of such scores; the report says so and names the operator."""
+
+    class Odd(MLA):
+        def attend(self, q, k, v, mask=None):
+            return F.softmax(step(q @ k.mT * self.scale), -1) @ v
+
+    outcome = refused(Odd(core="matmul"), inputs(), Code.UNSUPPORTED_OP)
+    (site,) = outcome.report.sites
+    assert site.where.op == "aten.softmax"
+    assert site.blame.op == op
+    assert site.blame.line is not None
+
+
+def test_a_softmax_that_is_no_attention_is_not_reported():
+    """A router between two attentions: its logits are a projection, so no product of activations lies before it."""
+
+    class Routed(MLA):
+        def finish(self, out, x):
+            y = super().finish(out, x)
+            gate = F.softmax(F.linear(y, self.w.flatten()[: 4 * y.shape[-1]].view(4, -1)), -1)  # [B,S,4]
+            experts = torch.stack([y, -y, 2 * y, 3 * y], -2)  # [B,S,4,D]
+            return (gate.unsqueeze(-2) @ experts).squeeze(-2)
+
+    outcome = optimized(export(Routed(core="matmul"), inputs()))
+    assert codes(outcome) == [Code.ABSORBED]
+
+
 def test_a_mask_alone_does_not_make_it_illegal():
     """The positive twin of the tests above: the same modules without what is wrong with them are absorbed."""
     for module in (spoiled(lambda k, v: (k, v)), MLA(up="two"), MLA(core="matmul")):
