@@ -8,7 +8,7 @@ keys or values are computed anyway because someone else reads them are taken bac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -54,16 +54,22 @@ def judge(
     fold: Fold = "auto",
 ) -> list[Verdict]:
     """One verdict per site, in order."""
-    verdicts = [_judge_site(site, maps, device, forms, fold) for site in sites]
-    return _respect_other_users(graph, verdicts)
+
+    def judge_site(site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
+        return _judge_site(site, maps.with_stops(computed) if computed else maps, computed, device, forms, fold)
+
+    return _respect_other_users(graph, [judge_site(site) for site in sites], judge_site)
 
 
-def _judge_site(site: AttentionSite, maps: LinearMaps, device: Device, forms: Forms, fold: Fold) -> Verdict:
+def _judge_site(
+    site: AttentionSite, maps: LinearMaps, computed: Collection[fx.Node], device: Device, forms: Forms, fold: Fold
+) -> Verdict:
+    """The verdict on one site; ``computed``: nodes that are there anyway, behind which no source is looked for."""
     keys = [maps.map(p.k.node) for p in site.products]
     values = maps.map(site.v.node)
     pieces = [*pieces_of(keys), *pieces_of([values])]
     cuts, wide = _choose_sources(pieces)
-    at_cuts = maps.with_stops(cuts)
+    at_cuts = maps.with_stops({*cuts, *computed})
     plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
     if isinstance(plan, Stop):
         stop = explain_refusal(site, plan, maps, wide)
@@ -177,14 +183,24 @@ def _rejoined(cuts: Sequence[_Cut]) -> set[fx.Node]:
     return set(chosen)
 
 
-def _respect_other_users(graph: fx.Graph, verdicts: list[Verdict]) -> list[Verdict]:
-    """Takes back every site whose expansion stays alive although the site no longer reads it."""
+def _respect_other_users(
+    graph: fx.Graph, verdicts: list[Verdict], judge_site: Callable[[AttentionSite, Collection[fx.Node]], Verdict]
+) -> list[Verdict]:
+    """Takes back every site whose expansion stays alive although the site no longer reads it.
+
+    Unless it still pays with the rows that are computed anyway as a source: a rotary key from the projection that also
+    makes the latent, where the hidden state before it happens to be narrower.
+    """
+    computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
     while True:
         chosen = {v.site.node: v for v in verdicts if v.absorb}
         alive = _alive(graph, chosen)
         for index, verdict in enumerate(verdicts):
             if verdict.absorb and (found := _expansion_alive(verdict, alive)) is not None:
-                verdicts[index] = _taken_back(verdict, *found)
+                which, node = found
+                computed[verdict.site.node].add(node)
+                closer = judge_site(verdict.site, computed[verdict.site.node])
+                verdicts[index] = closer if closer.absorb else _taken_back(verdict, which, node)
                 break
         else:
             return verdicts

@@ -60,6 +60,22 @@ def test_generated_attention(part: int) -> None:
     run()
 
 
+# A hidden state narrower than the rotary key, which comes from the projection that makes the latent too.
+FOUND = [
+    Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
+         share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
+         cache="none"),
+    Case(B=1, T=2, D=1, H=1, L=1, N=8, R=3, V=1, groups=2, up="raw", weight="dequant", lora=True, rope="none",
+         core="einsum_heads_last", mask="where", mask_rank=2, softmax="cast", extra="sink", cache="none",
+         door="dynamo", forms="absorbed", fold="never", seed=6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_cases_that_longer_runs_found(case: Case) -> None:
+    check(case)
+
+
 def check(case: Case) -> None:
     """Runs ``case`` compiled and in eager mode; raises AssertionError on a wrong number or a wrong verdict."""
     with torch.no_grad(), warnings.catch_warnings():
