@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -481,20 +483,22 @@ def test_the_output_keeps_its_memory_order():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("core", ["sdpa", "in_float32", "matmul"])
 def test_lower_precision_is_no_worse_than_the_original(core, dtype):
-    module = MLA(core=core)
-    data = inputs(S=3, T=40)
-    with torch.no_grad():
-        truth = module(*data)
-    module = module.to(dtype)
-    data = [d.to(dtype) for d in data]
-    program = export(module, data)
+    """Errors pooled over inputs: for a single one the ratio is a matter of luck, 0.7 to 1.8 in float32."""
+    module = MLA(core=core).to(dtype)
+    exact = copy.deepcopy(module).double()
+    program = export(module, [d.to(dtype) for d in inputs(S=3, T=40)])
     outcome = optimized(program, forms="absorbed")
     assert codes(outcome) == [Code.ABSORBED]
-    (out,) = run(outcome.program, *data)
-    assert out.dtype == dtype
-    (before,) = run(program, *data)
-    rms = [float((o.double() - truth).square().mean().sqrt()) for o in (out, before)]
-    assert rms[0] <= 1.2 * rms[1]
+    squares = [0.0, 0.0]
+    for seed in range(16):
+        data = [seeded(*d.shape, seed=seed).to(dtype) for d in inputs(S=3, T=40)]
+        with torch.no_grad():
+            truth = exact(*[d.double() for d in data])
+        (out,), (before,) = run(outcome.program, *data), run(program, *data)
+        assert out.dtype == dtype
+        for i, got in enumerate((out, before)):
+            squares[i] += float((got.double() - truth).square().sum())
+    assert squares[0] <= 1.2**2 * squares[1]
 
 
 def test_a_large_latent_does_not_overflow_float16():
