@@ -19,7 +19,7 @@ from mla_compile.passes.atoms import Axis
 from mla_compile.passes.cost import Choice, Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.explain_refusal import explain_refusal
 from mla_compile.passes.fold_sides import fold_widths
-from mla_compile.passes.graph import bytes_hint, hint, size, val
+from mla_compile.passes.graph import ancestors, bytes_hint, hint, size, val
 from mla_compile.passes.linear_map import LinearMaps, Piece, Stop
 from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
 from mla_compile.passes.site import AttentionSite
@@ -188,8 +188,8 @@ def _respect_other_users(
 ) -> list[Verdict]:
     """Takes back every site whose expansion stays alive although the site no longer reads it.
 
-    Unless it still pays with the rows that are computed anyway as a source: a rotary key from the projection that also
-    makes the latent, where the hidden state before it happens to be narrower.
+    Unless it is alive because the latent comes from it: a rotary key from the projection that also makes the latent,
+    where the hidden state before it happens to be narrower. Then those rows are the source.
     """
     computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
     while True:
@@ -198,9 +198,11 @@ def _respect_other_users(
         for index, verdict in enumerate(verdicts):
             if verdict.absorb and (found := _expansion_alive(verdict, alive)) is not None:
                 which, node = found
-                computed[verdict.site.node].add(node)
-                closer = judge_site(verdict.site, computed[verdict.site.node])
-                verdicts[index] = closer if closer.absorb else _taken_back(verdict, which, node)
+                verdicts[index] = _taken_back(verdict, which, node)
+                if verdict.plan is not None and node in ancestors(verdict.plan.latent.node):
+                    computed[verdict.site.node].add(node)
+                    closer = judge_site(verdict.site, computed[verdict.site.node])
+                    verdicts[index] = closer if closer.absorb else verdicts[index]
                 break
         else:
             return verdicts

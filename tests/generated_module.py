@@ -91,7 +91,7 @@ class GeneratedMLA(nn.Module):
         if c.gate:
             out = out * torch.sigmoid(F.linear(x, self.w_gate))
         y = F.linear(out, self.w_o)
-        returned = (probs,) if c.extra == "probs" else (k,) if c.fault == "keys_returned" else ()
+        returned = ((probs,) if c.extra == "probs" else ()) + ((k,) if c.fault == "keys_returned" else ())
         return (y, *state, *returned)
 
     # Queries, and the rows that are cached.

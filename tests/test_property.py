@@ -60,7 +60,8 @@ def test_generated_attention(part: int) -> None:
     run()
 
 
-# A hidden state narrower than the rotary key, which comes from the projection that makes the latent too.
+# A hidden state narrower than the rotary key, which comes from the projection that makes the latent too (twice); and
+# returned keys that are narrow enough to be mistaken for such rows.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -68,6 +69,9 @@ FOUND = [
     Case(B=1, T=2, D=1, H=1, L=1, N=8, R=3, V=1, groups=2, up="raw", weight="dequant", lora=True, rope="none",
          core="einsum_heads_last", mask="where", mask_rank=2, softmax="cast", extra="sink", cache="none",
          door="dynamo", forms="absorbed", fold="never", seed=6),
+    Case(B=1, T=1, D=6, H=2, L=2, Q=4, N=4, R=2, V=2, steps=1, dtype="float16", up="blocks", bias=True,
+         latent_scale="none", rope="none", join="assign", core="einsum", scale="query", factor=0.0, mask="none",
+         extra="probs", gate=True, fault="keys_returned", fold="never", seed=8),
 ]  # fmt: skip
 
 
