@@ -1,9 +1,12 @@
-"""mla_compile::decode_attention: the CPU kernel against the float64 reference, and the op's place in torch."""
+"""mla_compile::decode_attention: the CPU kernels against the float64 reference, and the op's place in torch."""
 
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile import ops
 from mla_compile.errors import InputError
-from mla_compile.kernels import cpu, reference
+from mla_compile.kernels import cpu, cpu_native, reference
 
 # Relative RMS error and maximum error over the largest value, by latent's dtype: rounding of the result, little more.
 TOLERANCE = {
@@ -23,6 +26,39 @@ TOLERANCE = {
     torch.float16: (4e-4, 8e-4),
 }
 LOW = torch.finfo(torch.float32).min
+
+
+PATHS = ["tiles", "vectors", "torch"]  # the native kernel with and without AMX, and torch's operators
+
+
+def native() -> cpu_native.Library:
+    """The native kernel; skips the test where there is none."""
+    library = cpu_native.load()
+    if library is None:
+        pytest.skip("the native kernel could not be built here: no C++ compiler?")
+    return library
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sends every call of the op through one of the ways to compute it."""
+    library = None if request.param == "torch" else native()
+    if library is not None and request.param == "tiles" and not library.amx:
+        pytest.skip("this machine has no AMX")
+    used = None if library is None else replace(library, amx=2 if request.param == "tiles" else 0)
+    monkeypatch.setattr(cpu_native, "load", lambda: used)
+    return request.param
+
+
+on_each_path = pytest.mark.usefixtures("path")
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -111,12 +147,14 @@ SHAPES = [
 ]
 
 
+@on_each_path
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 def test_shapes(case: Case, strided: bool):
     check(Case(**{**case.__dict__, "strided": strided}))
 
 
+@on_each_path
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("T", [100, 2200])
 @pytest.mark.parametrize("size", [1.0, 30.0])
@@ -124,11 +162,13 @@ def test_dtypes(dtype: torch.dtype, T: int, size: float):
     check(Case(dtype=dtype, T=T, H=16, L=256, R=32, size=size, strided=True))
 
 
+@on_each_path
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_float32_query_with_half_rows_keeps_its_precision(dtype: torch.dtype):
     check(Case(dtype=dtype, query_dtype=torch.float32, T=700, H=16, L=256, size=10.0))
 
 
+@on_each_path
 def test_float32_query_may_exceed_float16():
     check(Case(dtype=torch.float16, query_dtype=torch.float32, size=1e6, scale=1e-6))
 
@@ -141,6 +181,7 @@ def test_large_scales(scale: float):
 MASKS = ["bool", "additive", "infinite", "lowest"]
 
 
+@on_each_path
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("shape", ["1111", "111T", "B11T", "1H1T", "11ST", "B1ST", "BHST", "BHS1"])
 @pytest.mark.parametrize("causal", [False, True])
@@ -158,6 +199,7 @@ def test_masks_of_every_form(kind: str, shape: str, causal: bool):
     check(case, masks[kind])
 
 
+@on_each_path
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_additive_mask_of_half_precision(dtype: torch.dtype):
     low = torch.finfo(dtype).min
@@ -165,6 +207,7 @@ def test_additive_mask_of_half_precision(dtype: torch.dtype):
     check(Case(B=2, dtype=dtype), mask)
 
 
+@on_each_path
 def test_float64_lowest_value_stays_finite_in_float32():
     mask = torch.full((1, 1, 1, 111), torch.finfo(torch.float64).min, dtype=torch.float64)
     out, lse = ops.decode_attention(**Case().tensors(), mask=mask, scale=0.2)
@@ -173,6 +216,7 @@ def test_float64_lowest_value_stays_finite_in_float32():
     torch.testing.assert_close(out[0, 0, 0], mean[0], rtol=1e-4, atol=1e-5)
 
 
+@on_each_path
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", ["bool", "infinite"])
 @pytest.mark.parametrize("counts", [(70, 1000), (1, 2300), (64, 0)])
@@ -188,6 +232,7 @@ def test_unused_tail_does_not_reach_the_result(fill: float, form: str, counts: t
         assert not out[1].any()
 
 
+@on_each_path
 def test_unused_tail_with_a_finite_mask_does_not_reach_the_result():
     case = Case(T=500, H=16)
     sees = keys_before(case.T, 77)
@@ -198,6 +243,7 @@ def test_unused_tail_with_a_finite_mask_does_not_reach_the_result():
     assert torch.equal(ops.decode_attention(**dirty, mask=mask, scale=0.2)[0], want)
 
 
+@on_each_path
 @pytest.mark.parametrize("values", [None, 24])
 def test_row_between_visible_ones_that_no_query_sees_is_not_read(values: int | None):
     case = Case(B=2, T=300, Lv=values)
@@ -210,6 +256,7 @@ def test_row_between_visible_ones_that_no_query_sees_is_not_read(values: int | N
     check(case, torch.zeros(sees.shape).masked_fill(~sees, -torch.inf), tensors)
 
 
+@on_each_path
 def test_nan_in_a_visible_row_is_not_hidden():
     tensors = Case().tensors()
     tensors["latent"][0, 3, 0] = torch.nan  # type: ignore[index]
@@ -218,21 +265,15 @@ def test_nan_in_a_visible_row_is_not_hidden():
     assert torch.isnan(lse).all()
 
 
-def test_masked_tail_is_not_computed(monkeypatch: pytest.MonkeyPatch):
-    walked: list[tuple[int, int]] = []
-    blocks = cpu._blocks
-
-    def recorded(lo: int, hi: int, direct: bool) -> list[tuple[int, int]]:
-        walked.append((lo, hi))
-        return blocks(lo, hi, direct)
-
-    monkeypatch.setattr(cpu, "_blocks", recorded)
-    case = Case(B=2, T=9000, H=16)
-    check(case, keys_before(case.T, 100, 3000))
-    check(case, torch.zeros(2, 1, 1, case.T).masked_fill(~keys_before(case.T, 100, 3000), LOW))
-    assert walked == [(0, 100), (0, 3000)] * 2
+@pytest.mark.parametrize("low", [False, True])
+def test_masked_tail_is_not_computed(low: bool):
+    sees = keys_before(9000, 100, 3000)
+    mask = torch.zeros(sees.shape).masked_fill(~sees, LOW) if low else sees
+    windows = cpu._windows(mask, cpu._seen(mask, False, 1, 9000), 9000)
+    assert [(w.lo, w.hi) for w in windows] == [(0, 100), (0, 3000)]
 
 
+@on_each_path
 def test_query_with_only_lowest_masked_keys_weighs_them_all():
     sees = torch.ones(1, 1, 3, 111, dtype=torch.bool)
     sees[:, :, 0] = False
@@ -244,15 +285,127 @@ def test_query_with_only_lowest_masked_keys_weighs_them_all():
     check(Case(S=3, causal=True), torch.zeros(sees.shape).masked_fill(~sees, LOW))
 
 
+@on_each_path
 def test_autocast_does_not_lower_the_precision():
     case = Case(T=700, H=16, L=256)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check(case)
 
 
-def test_without_onednn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu, "ONEDNN", False)
-    check(Case(T=2300, H=16, L=256), keys_before(2300, 2299))
+@on_each_path
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(B=3, T=700, H=5, L=77, R=13, Lv=19),
+        Case(T=3001, H=20, L=96, R=32),
+        Case(T=130, S=9, H=33, L=65, R=7, causal=True, strided=True),
+        Case(B=5, T=900, H=16, L=64, R=32, dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_any_number_of_threads(case: Case, threads: int):
+    first = check(case, keys_before(case.T, *[case.T - 100 * b for b in range(case.B)]))
+    again = check(case, keys_before(case.T, *[case.T - 100 * b for b in range(case.B)]))
+    assert torch.equal(first, again)
+
+
+@on_each_path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [1, 31, 33, 63, 100])
+@pytest.mark.parametrize("heads", [1, 17, 48])
+def test_awkward_widths(dtype: torch.dtype, width: int, heads: int):
+    check(Case(B=2, T=66, H=heads, L=width, R=width // 2, dtype=dtype, strided=True, size=3.0))
+
+
+@on_each_path
+def test_rows_of_any_stride():
+    case = Case(B=2, T=150, H=3)
+    given = case.tensors()
+    given["latent"] = given["latent"].transpose(1, 2).contiguous().transpose(1, 2)  # type: ignore[union-attr]
+    given["rope"] = given["rope"][:1].expand(2, -1, -1)  # type: ignore[index]
+    given["query"] = given["query"].transpose(1, 2).contiguous().transpose(1, 2)  # type: ignore[union-attr]
+    check(case, None, given)
+
+
+@on_each_path
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}, {"S": 0}])
+def test_nothing_to_attend_to(sizes: dict[str, int]):
+    case = Case(**sizes)
+    out, lse = ops.decode_attention(**case.tensors(), scale=0.2)
+    assert out.shape == (case.B, case.S, case.H, case.L)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+@on_each_path
+@pytest.mark.parametrize("size", [1.0, 8.0, 30.0])
+def test_scores_are_as_precise_as_float32_allows(size: float, path: str):
+    """Half precision would show here: scores of deviation up to 150, whose rounding moves the whole weight."""
+    case = Case(T=1500, H=16, L=512, R=64, size=size)
+    given = case.tensors()
+    lse = ops.decode_attention(**given, scale=0.2)[1].double()
+    exact = {name: None if x is None else x.double() for name, x in given.items()}
+    want = reference.decode_attention(**exact, scale=0.2)[1]
+    assert ((lse - want).abs() / want.abs()).max() <= 1e-6
+
+
+def test_the_paths_agree_on_a_cache_of_several_tiles():
+    case = Case(T=5000, H=40, L=256, R=32)
+    library = native()
+    given = case.tensors().values()
+    results = [
+        cpu_native.decode_attention(replace(library, amx=amx), *given, None, 0.2, False)[0]
+        for amx in (0, 2 * library.amx)
+    ]
+    assert (results[0] - results[-1]).norm() <= 1e-5 * results[0].norm()
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the test make the attempt to build that a process makes once."""
+    cpu_native._load_once.cache_clear()
+    yield
+    monkeypatch.undo()
+    cpu_native._load_once.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_failed_build_is_told_once_and_changes_no_number(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken() -> None:
+        raise RuntimeError("no compiler here\nand many more lines")
+
+    monkeypatch.setattr(cpu_native, "_build", broken)
+    with caplog.at_level(logging.INFO):
+        check(Case())
+        check(Case(T=300, H=16))
+    (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
+    assert record.getMessage().endswith("(RuntimeError: no compiler here)")
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_compiler_that_fails_is_a_failed_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("#error broken on purpose\n")
+    monkeypatch.setattr(cpu_native, "SOURCE", broken)
+    check(Case())
+    (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
+    assert "broken on purpose" in record.getMessage()
+    assert cpu_native.load() is None
+
+
+@pytest.mark.usefixtures("untried")
+def test_the_native_kernel_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLA_COMPILE_NATIVE", "0")
+    monkeypatch.setattr(cpu_native, "_build", lambda: pytest.fail("tried to build"))
+    check(Case())
+
+
+def test_the_native_source_is_one_text():
+    assert '#include "' not in cpu_native.source()
 
 
 @dataclass

@@ -1,0 +1,101 @@
+// What Python hands over, and the memory a call works in.
+#pragma once
+
+#include <cstdlib>
+
+#include "simd.h"
+
+namespace mla {
+
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, BOOL = 4 };
+
+enum Amx_use : int64_t { AMX_NEVER = 0, AMX_WHERE_FASTER = 1, AMX_ALWAYS = 2 };
+
+struct Rows {  // [B,T,width], the last axis contiguous; strides in elements
+  const char* data;
+  int64_t b, t;
+};
+
+struct Call {  // cpu_native.py packs exactly these 8-byte fields
+  int64_t B, S, H, T, L, R, Lv;
+  const char* query;
+  int64_t query_b, query_s, query_h;
+  Rows latent, rope, values;  // values.data is null where the latent rows are summed
+  const char* mask;           // null, or with stride 0 along each axis it is broadcast over
+  int64_t mask_b, mask_h, mask_s, mask_t;
+  char* out;   // [B,S,H,Lv] contiguous
+  float* lse;  // [B,S,H] contiguous
+  int64_t query_kind, row_kind, mask_kind;
+  int64_t causal, threads, amx;
+  double scale;
+};
+
+constexpr int64_t PANEL = 16;      // query rows (s, h) that lie side by side in scores and packed queries
+constexpr int64_t MAX_ROWS = 128;  // query rows carried through one walk over the cache
+
+// One walk: some query rows of a batch entry over some of its keys.
+struct Piece {
+  int64_t b, first, rows;  // query rows [first, first + rows) of the S*H of batch entry b
+  int64_t lo, hi;          // keys
+  int64_t part, parts;     // its place among the pieces of the same query rows, which lie one after the other
+  const uint8_t* seen;     // [T], 0 where no query of the batch entry sees the key; null where all are seen
+  int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
+};
+
+// Hands out aligned pieces of one block; with a null block it only counts.
+struct Cursor {
+  char* base;
+  size_t used = 0;
+  template <class T>
+  T* take(int64_t count) {
+    T* at = base ? reinterpret_cast<T*>(base + used) : nullptr;
+    used += round_up(count * int64_t(sizeof(T)), 64) + 64;  // never a power of two apart: rows would share cache sets
+    return at;
+  }
+};
+
+// A block that a thread keeps between calls: fresh memory costs a page fault for every 4 KiB.
+class Scratch {
+ public:
+  ~Scratch() { std::free(block_); }
+  char* of_size(size_t bytes) {
+    if (bytes > size_) {
+      std::free(block_);
+      size_ = round_up(bytes, 4096);
+      block_ = static_cast<char*>(std::aligned_alloc(4096, size_));
+      if (!block_) size_ = 0;
+    }
+    return block_;
+  }
+
+ private:
+  char* block_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Walks ahead through rows that the next tile will need and asks for them to be brought into the second-level cache.
+struct Ahead {
+  const char* row = nullptr;
+  int64_t stride = 0, width = 0, left = 0, at = 0;  // bytes, and rows that are left
+  void step(int lines) {
+    for (int i = 0; i < lines && left > 0; ++i) {
+      __builtin_prefetch(row + at, 0, 2);
+      at += 64;
+      if (at >= width) at = 0, row += stride, --left;
+    }
+  }
+};
+
+inline int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == FLOAT64 ? 8 : kind == BOOL ? 1 : 2; }
+
+// Calls f with a value of the C++ type that a kind stands for. Python does not send a kind that is not known here.
+template <class F>
+void with_row_type(int64_t kind, F f) {
+  if (kind == FLOAT32) return f(float{});
+  if (kind == BFLOAT16) return f(bf16{});
+#if defined(__FLT16_MAX__)
+  if (kind == FLOAT16) return f(fp16{});
+#endif
+}
+
+}  // namespace mla

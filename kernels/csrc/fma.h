@@ -1,0 +1,184 @@
+// Products in float32 with fused multiply-adds: for any machine. Half precision is converted tile by tile.
+//
+// Registers hold a tile of sums. Scores: KEYS keys by one or two panels of query rows, a key element broadcast against
+// the rows of a panel. Sums: HEADS query rows by up to VALUES vectors of columns, one weight broadcast against them.
+#pragma once
+
+#include <algorithm>
+
+#include "call.h"
+
+namespace mla {
+
+class Fma {
+ public:
+  static constexpr int64_t TILE = 96;  // keys: 216 KiB at L + R = 576, in the second-level cache while they serve twice
+
+  Fma(const Call& call, Cursor& memory, int64_t panels) : c(call), K(call.L + call.R) {
+    wide_latent = round_up(c.L, VL);
+    wide_values = round_up(c.Lv, VL);
+    query = memory.take<float>(panels * K * PANEL);
+    latent_copy = memory.take<float>(TILE * wide_latent);
+    rope_copy = memory.take<float>(TILE * c.R);
+    values_copy = c.values.data ? memory.take<float>(TILE * wide_values) : nullptr;
+  }
+
+  static void enter() {}
+  static void leave() {}
+  int64_t columns() const { return wide_values; }  // of an accumulated row
+  int64_t padded(int64_t n) const { return n; }  // rows of scores that are written
+
+  void set_query(const Piece& p) {
+    piece = p;
+    with_row_type(c.query_kind, [&](auto type) {
+      using T = decltype(type);
+      const T* rows = reinterpret_cast<const T*>(c.query) + p.b * c.query_b;
+      const float scale = float(c.scale);
+      for (int64_t m = 0; m < p.panels() * PANEL; ++m) {
+        float* to = query + m / PANEL * K * PANEL + m % PANEL;
+        const int64_t row = p.first + m;
+        const T* from = rows + row / c.H * c.query_s + row % c.H * c.query_h;
+        for (int64_t k = 0; k < K; ++k) to[k * PANEL] = m < p.rows ? to_float(from[k]) * scale : 0.f;
+      }
+    });
+  }
+
+  void set_tile(int64_t start, int64_t n, const uint8_t* seen) {
+    keys = n;
+    latent = rows_of(c.latent, c.L, wide_latent, start, seen, latent_copy, !c.values.data && c.L % VL);
+    rope = c.R ? rows_of(c.rope, c.R, c.R, start, seen, rope_copy, false) : Tile{};
+    values = c.values.data ? rows_of(c.values, c.Lv, wide_values, start, seen, values_copy, c.Lv % VL) : latent;
+    const int64_t next = start + n, bytes = size_of(c.row_kind);
+    ahead = {c.latent.data + (piece.b * c.latent.b + next * c.latent.t) * bytes, c.latent.t * bytes, c.L * bytes,
+             std::min(TILE, piece.hi - next)};
+  }
+
+  void scores(float* to) {
+    if (keys < KEYS) {
+      for (int64_t i = 0; i < keys; ++i) score_rows<1>(i, to);
+      return;
+    }
+    for (int64_t i = 0; i < keys; i += KEYS) score_rows<KEYS>(std::min(i, keys - KEYS), to);  // may redo some
+  }
+
+  void add_weighted(const float* weights, const float* shrink, float* sums) {
+    int64_t at = 0;
+    for (; at + VALUES * VL <= wide_values; at += VALUES * VL) weigh_columns<VALUES>(at, weights, shrink, sums);
+    for (; at < wide_values; at += VL) weigh_columns<1>(at, weights, shrink, sums);
+  }
+
+ private:
+  static constexpr int PAIR = VL == 16 ? 2 : 1;             // panels in one register tile
+  static constexpr int KEYS = VL == 16 ? 12 : VL == 8 ? 6 : 4;
+  static constexpr int HEADS = VL == 16 ? 8 : 4;
+  static constexpr int VALUES = 3;
+  static constexpr int64_t CHAIN = 128;  // products added one after the other before they join the rest
+
+  struct Tile {
+    const float* data = nullptr;
+    int64_t stride = 0;
+  };
+
+  // The rows where they lie, or a copy in float32: padded with zeros to `wide`, and zero where no query sees them.
+  Tile rows_of(const Rows& rows, int64_t width, int64_t wide, int64_t start, const uint8_t* seen, float* copy,
+               bool pad) {
+    const char* first = rows.data + (piece.b * rows.b + start * rows.t) * size_of(c.row_kind);
+    if (c.row_kind == FLOAT32 && !seen && !pad) return {reinterpret_cast<const float*>(first), rows.t};
+    with_row_type(c.row_kind, [&](auto type) {
+      using T = decltype(type);
+      for (int64_t i = 0; i < keys; ++i) {
+        const T* from = reinterpret_cast<const T*>(first) + i * rows.t;
+        float* to = copy + i * wide;
+        const int64_t filled = seen && !seen[start + i] ? 0 : width;
+        for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]);
+        std::fill(to + filled, to + wide, 0.f);
+      }
+    });
+    return {copy, wide};
+  }
+
+  template <int ROWS>
+  void score_rows(int64_t first, float* to) {
+    int64_t p = 0;
+    for (; p + PAIR <= piece.panels(); p += PAIR) score_tile<ROWS, PAIR>(first, p, to);
+    for (; p < piece.panels(); ++p) score_tile<ROWS, 1>(first, p, to);
+  }
+
+  template <int ROWS, int PANELS>
+  void score_tile(int64_t first, int64_t panel, float* to) {
+    const float* q = query + panel * K * PANEL;
+    to += first * piece.panels() * PANEL + panel * PANEL;
+    for (int64_t k = 0; k < c.L; k += CHAIN)
+      chain<ROWS, PANELS>(latent, first, k, std::min(c.L, k + CHAIN), q, to, k == 0);
+    for (int64_t k = 0; k < c.R; k += CHAIN)
+      chain<ROWS, PANELS>(rope, first, k, std::min(c.R, k + CHAIN), q + c.L * PANEL, to, false);
+  }
+
+  template <int ROWS, int PANELS>
+  void chain(Tile rows, int64_t first, int64_t begin, int64_t end, const float* q, float* to, bool fresh) {
+    constexpr int N = PANELS * PANEL / VL, EACH = PANEL / VL;
+    const float* row = rows.data + first * rows.stride + begin;
+    const float* x_row = q + begin * PANEL;
+    const int64_t stride = rows.stride, panel_stride = K * PANEL;
+    vf sum[ROWS][N] = {};
+    for (int64_t k = begin; k < end; k += 8) {
+      ahead.step(8);
+      const int64_t some = std::min<int64_t>(8, end - k);
+      const float *row_3 = row + 3 * stride, *row_6 = row + 6 * stride, *row_9 = row + 9 * stride;
+      for (int64_t i = 0; i < some; ++i, ++row, ++row_3, ++row_6, ++row_9, x_row += PANEL) {
+        vf x[N];
+#pragma GCC unroll 8
+        for (int j = 0; j < N; ++j) x[j] = load(x_row + j / EACH * panel_stride + j % EACH * VL);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {  // few pointers, so that all stay in registers
+          const float* group = r < 3 ? row : r < 6 ? row_3 : r < 9 ? row_6 : row_9;
+          const float y = group[r % 3 * stride];
+#pragma GCC unroll 8
+          for (int j = 0; j < N; ++j) sum[r][j] += y * x[j];
+        }
+      }
+    }
+    const int64_t to_stride = piece.panels() * PANEL;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) {
+        float* at = to + r * to_stride + j * VL;
+        store(at, fresh ? sum[r][j] : load(at) + sum[r][j]);
+      }
+  }
+
+  template <int N>
+  void weigh_columns(int64_t column, const float* weights, const float* shrink, float* sums) {
+    const int64_t stride = piece.panels() * PANEL;
+    for (int64_t m = 0; m < piece.rows; m += HEADS) {
+      vf sum[HEADS][N] = {};
+      const float* value = values.data + column;
+      const float* weight = weights + m;
+      for (int64_t i = 0; i < keys; ++i, value += values.stride, weight += stride) {
+        vf x[N];
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) x[j] = load(value + j * VL);
+#pragma GCC unroll 8
+        for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 4
+          for (int j = 0; j < N; ++j) sum[h][j] += weight[h] * x[j];
+      }
+      for (int h = 0; h < HEADS; ++h)
+        for (int j = 0; j < N; ++j) {
+          float* at = sums + (m + h) * wide_values + column + j * VL;
+          store(at, load(at) * shrink[m + h] + sum[h][j]);
+        }
+    }
+  }
+
+  const Call& c;
+  const int64_t K;
+  int64_t wide_latent, wide_values, keys = 0;
+  Piece piece{};
+  float *query, *latent_copy, *rope_copy, *values_copy;
+  Tile latent, rope, values;
+  Ahead ahead;
+};
+
+}  // namespace mla

@@ -1,0 +1,122 @@
+// Which keys are seen at all, and what a mask does to scores.
+#pragma once
+
+#include <vector>
+
+#include "call.h"
+
+namespace mla {
+
+// A mask's value as what is added to a score. "Low": finite, but written to hide a key (half the lowest or less).
+inline float bias_of(uint8_t x) { return x ? 0.f : -INF; }
+inline float bias_of(double x) {
+  const double lowest = std::numeric_limits<float>::lowest();
+  return x < lowest && x != -std::numeric_limits<double>::infinity() ? float(lowest) : float(x);
+}
+template <class T>
+float bias_of(T x) {
+  return to_float(x);
+}
+inline bool is_low(uint8_t x) { return !x; }
+inline bool is_low(float x) { return x <= std::numeric_limits<float>::lowest() / 2; }
+inline bool is_low(double x) { return x <= std::numeric_limits<double>::lowest() / 2; }
+inline bool is_low(bf16 x) { return to_float(x) <= to_float(bf16{0xff7f}) / 2; }
+#if defined(__FLT16_MAX__)
+inline bool is_low(fp16 x) { return to_float(x) <= -65504.f / 2; }
+#endif
+
+template <class F>
+void with_mask_type(int64_t kind, F f) {
+  if (kind == BOOL) return f(uint8_t{});
+  if (kind == FLOAT64) return f(double{});
+  with_row_type(kind, f);
+}
+
+// The keys that some query of one batch entry sees.
+struct Seen {
+  std::vector<uint8_t> keys;  // [T]; empty where all are seen
+  int64_t lo = 0, hi = 0;
+};
+
+// Marks keys that are not hidden. False where some query has none: then keys that are merely low count as visible too.
+template <class T>
+bool mark(const Call& c, const T* mask, bool low_is_hidden, std::vector<uint8_t>& keys) {
+  bool every = true;
+  const int64_t S = c.mask_s || c.causal ? c.S : 1, H = c.mask_h ? c.H : 1;
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t stop = c.causal ? std::max<int64_t>(0, c.T - c.S + s + 1) : c.T;
+    for (int64_t h = 0; h < H; ++h) {
+      const T* row = mask + s * c.mask_s + h * c.mask_h;
+      uint8_t some = 0;
+      auto visit = [&](int64_t stride) {
+        for (int64_t t = 0; t < stop; ++t) {
+          const T x = row[t * stride];
+          const uint8_t visible = low_is_hidden ? !is_low(x) : bias_of(x) != -INF;
+          keys[t] |= visible;
+          some |= visible;
+        }
+      };
+      c.mask_t == 1 ? visit(1) : visit(c.mask_t);  // the first is vectorised
+      every = every && some;
+    }
+  }
+  return every;
+}
+
+inline Seen find_seen(const Call& c, int64_t b) {
+  Seen seen;
+  seen.hi = c.T;
+  if (!c.mask) return seen;
+  with_mask_type(c.mask_kind, [&](auto type) {
+    using T = decltype(type);
+    const T* mask = reinterpret_cast<const T*>(c.mask) + b * c.mask_b;
+    seen.keys.assign(c.T, 0);
+    if (!mark(c, mask, true, seen.keys) && c.mask_kind != BOOL) {
+      seen.keys.assign(c.T, 0);
+      mark(c, mask, false, seen.keys);
+    }
+  });
+  while (seen.hi > 0 && !seen.keys[seen.hi - 1]) --seen.hi;
+  while (seen.lo < seen.hi && !seen.keys[seen.lo]) ++seen.lo;
+  if (!std::memchr(seen.keys.data() + seen.lo, 0, seen.hi - seen.lo)) seen.keys.clear();
+  return seen;
+}
+
+// Applies mask, causality and unseen keys to the scores [n, panels * PANEL] of keys [start, start + n).
+inline void hide(const Call& c, const Piece& piece, int64_t start, int64_t n, float* scores) {
+  const int64_t stride = piece.panels() * PANEL, M = piece.rows;
+  if (c.mask)
+    with_mask_type(c.mask_kind, [&](auto type) {
+      using T = decltype(type);
+      const T* mask = reinterpret_cast<const T*>(c.mask) + piece.b * c.mask_b + start * c.mask_t;
+      int64_t offset[MAX_ROWS];
+      for (int64_t m = 0; m < M; ++m) {
+        const int64_t row = piece.first + m;
+        offset[m] = row / c.H * c.mask_s + row % c.H * c.mask_h;
+      }
+      const bool uniform = !c.mask_h && (!c.mask_s || c.S == 1);
+      for (int64_t i = 0; i < n; ++i, mask += c.mask_t, scores += stride) {
+        if (uniform) {
+          const float bias = bias_of(*mask);
+          if (bias == 0.f) continue;
+          for (int64_t m = 0; m < M; ++m) scores[m] = bias == -INF ? -INF : scores[m] + bias;
+        } else {
+          for (int64_t m = 0; m < M; ++m) {
+            const float bias = bias_of(mask[offset[m]]);
+            scores[m] = bias == -INF ? -INF : scores[m] + bias;
+          }
+        }
+      }
+      scores -= n * stride;
+    });
+  if (c.causal && start + n - 1 > c.T - c.S + piece.first / c.H)
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t m = 0; m < M; ++m)
+        if (start + i > c.T - c.S + (piece.first + m) / c.H) scores[i * stride + m] = -INF;
+  if (piece.seen)
+    for (int64_t i = 0; i < n; ++i)
+      if (!piece.seen[start + i])
+        for (int64_t m = 0; m < stride; ++m) scores[i * stride + m] = -INF;
+}
+
+}  // namespace mla

@@ -1,0 +1,83 @@
+// Vectors of floats in the width of the machine, through the vector extensions of GCC and Clang.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace mla {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;
+#elif defined(__AVX__)
+constexpr int VL = 8;
+#else
+constexpr int VL = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef float vf_any __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+inline vf load(const float* at) { return *reinterpret_cast<const vf_any*>(at); }
+inline void store(float* at, vf x) { *reinterpret_cast<vf_any*>(at) = x; }
+inline vf splat(float x) { return x - vf{}; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }  // b where a is NaN
+
+// e^x for x <= 0 to about 1 ulp, 0 below the normal range, NaN for NaN.
+inline vf exp_of_nonpositive(vf x) {
+  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which then stands in the low bits
+  vf shifted = x * 1.44269504f + magic;
+  vf n = shifted - magic;
+  vf r = x - n * 0.693145752f;  // ln 2 in two parts; the first has 16 bits, so its product with n is exact
+  r = r - n * 1.42860677e-6f;
+  vf poly = splat(1.98412698e-4f);
+  poly = poly * r + 1.38888889e-3f;
+  poly = poly * r + 8.33333333e-3f;
+  poly = poly * r + 4.16666667e-2f;
+  poly = poly * r + 1.66666667e-1f;
+  poly = poly * r + 0.5f;
+  poly = (poly * r) * r + r;
+  poly = poly + 1.f;
+  vi bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits + 127) << 23;
+  vf power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.f ? vf{} : poly * power;
+}
+
+// The storage types of half precision, read as float and written with rounding to nearest.
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t wide = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &wide, sizeof y);
+  return y;
+}
+inline void from_float(float x, float& y) { y = x; }
+inline void from_float(float x, bf16& y) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof wide);
+  y.bits = x != x ? 0x7fc0 : uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+#if defined(__FLT16_MAX__)
+using fp16 = _Float16;
+inline float to_float(fp16 x) { return float(x); }
+inline void from_float(float x, fp16& y) { y = fp16(x); }
+#endif
+
+constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+}  // namespace mla
