@@ -1,0 +1,59 @@
+"""What a launch plan has to know of a GPU, read once per device, and presets for planning without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_KB = 1024
+
+
+@dataclass(frozen=True)
+class Device:
+    """``smem`` is the most dynamic shared memory of one block, in bytes; ``bandwidth`` the memory's, in bytes/s."""
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    smem: int
+    bandwidth: float | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """The description of a CUDA device, read once. For any other (Triton's interpreter): an A100's."""
+        if device.type != "cuda":
+            return PRESETS["sm_80"]
+        return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# Shared memory: CUDA programming guide, technical specifications per compute capability. Multiprocessors and bandwidth:
+# the vendors' datasheets, but for the H200, whose bandwidth is what a copy reached on one.
+PRESETS = {
+    "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12),
+    "sm_86": Device("NVIDIA A10", (8, 6), 72, 99 * _KB, 0.6e12),
+    "sm_89": Device("NVIDIA L40S", (8, 9), 142, 99 * _KB, 0.86e12),
+    "sm_90": Device("NVIDIA H200", (9, 0), 132, 227 * _KB, 4.3e12),
+    "sm_100": Device("NVIDIA B200", (10, 0), 148, 227 * _KB, 8.0e12),
+    "sm_120": Device("NVIDIA GeForce RTX 5090", (12, 0), 170, 99 * _KB, 1.8e12),
+}
+
+
+def preset(capability: tuple[int, int]) -> Device:
+    """The preset of the newest generation that is not newer than ``capability``; the oldest for older ones."""
+    older = [d for d in PRESETS.values() if d.capability <= capability]
+    return max(older or [PRESETS["sm_80"]], key=lambda d: d.capability)
+
+
+@lru_cache(maxsize=64)
+def _cuda_device(index: int) -> Device:
+    found: Any = torch.cuda.get_device_properties(index)
+    capability = (int(found.major), int(found.minor))
+    like = preset(capability)
+    smem = int(getattr(found, "shared_memory_per_block_optin", like.smem))
+    # Only recent versions of torch report these two. The clock is in kHz, and memory transfers twice in a cycle.
+    clock, bus = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    bandwidth = 2e3 * clock * bus / 8 if clock and bus else like.bandwidth
+    return Device(str(found.name), capability, int(found.multi_processor_count), smem, bandwidth)

@@ -1,0 +1,163 @@
+"""What the Triton kernels share, and the pre-pass that turns a mask into a list of tiles.
+
+A mask is read once, by :func:`scan_mask`: for every tile of BLOCK_N keys one 64-bit word, bit n set where some query
+row of the request sees key n. :func:`list_tiles` then writes the tiles whose word is not zero, in order. The attention
+kernel walks that list as it walks a page table: tiles that nobody sees (left padding, the unused capacity of a static
+cache) are never loaded, and a key that nobody sees is not loaded inside a tile either, so that whatever its row holds
+stays out.
+
+``work`` int64 [6,B,capacity], capacity = cdiv(T, BLOCK_N): planes SEEN and REAL hold the words, FULL whether every row
+has a real key in the tile, TILE and WORD the list, and the first entry of COUNT its length.
+
+A finite additive mask at or below half its dtype's lowest value means "hidden" in most models, yet a row with nothing
+but such keys has to weigh them all (softmax does). REAL counts keys above that bound; a request uses it when some tile
+shows every row such a key, since then the others weigh exactly 0, and SEEN (all but minus infinity) when none does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a running maximum that starts here never makes inf - inf
+
+SEEN = tl.constexpr(0)
+REAL = tl.constexpr(1)
+FULL = tl.constexpr(2)
+TILE = tl.constexpr(3)
+WORD = tl.constexpr(4)
+COUNT = tl.constexpr(5)
+
+
+@triton.jit
+def key_range(lengths, b, S, T, window, WINDOW: tl.constexpr):
+    """``(length, begin)``: request b's queries see keys of [begin, length) at most. T: the capacity, in tokens."""
+    length = T
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - S - window + 1, 0)
+    return length, begin
+
+
+@triton.jit
+def tile_rows(
+    x,
+    table,
+    start,
+    length,
+    stride_page,
+    stride_row,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``(pointer, offsets)``: the BLOCK_N rows of ``x`` from token ``start`` on are ``pointer + offsets`` [BLOCK_N].
+
+    ``x`` points to the request's rows (PAGE = 0) or to the first page. Products with a page number are 64-bit; those
+    inside a request or a page are where WIDE says that they could pass 2^31, since 64-bit ones cost the loop registers.
+    ``table`` is read below ``length`` only: what stands past it may be anything.
+    """
+    n = start + tl.arange(0, BLOCK_N)
+    if PAGE == 0:
+        if WIDE:
+            n = n.to(tl.int64)
+        return x, n * stride_row
+    elif PAGE % BLOCK_N == 0:  # one page holds the tile: one scalar look-up
+        page = tl.load(table + start // PAGE).to(tl.int64)
+        slot = start % PAGE + tl.arange(0, BLOCK_N)
+        if WIDE:
+            slot = slot.to(tl.int64)
+        return x + page * stride_page, slot * stride_row
+    else:
+        page = tl.load(table + n // PAGE, mask=n < length, other=0).to(tl.int64)
+        slot = n % PAGE
+        if WIDE:
+            slot = slot.to(tl.int64)
+        return x, page * stride_page + slot * stride_row
+
+
+@triton.jit
+def scan_mask(
+    mask,
+    lengths,
+    work,
+    mask_b,
+    mask_h,
+    mask_s,
+    mask_t,
+    HM,  # heads and query tokens that the mask (or causality, or the window) tells apart; 1 where it does not
+    SM,
+    S,
+    T,
+    window,
+    capacity,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    HIDDEN: tl.constexpr,  # additive: at or below this a key is not real
+):
+    """Planes SEEN, REAL and FULL of GROUP tiles; grid (cdiv(capacity, GROUP), B)."""
+    b = tl.program_id(1)
+    tile = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    n = (tile * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]  # [GROUP,BLOCK_N]
+    length, begin = key_range(lengths, b, S, T, window, WINDOW)
+    inside = (n < length) & (n >= begin)
+    some_seen = tl.zeros([GROUP, BLOCK_N], tl.int32)
+    some_real = tl.zeros([GROUP, BLOCK_N], tl.int32)
+    full = tl.full([GROUP], 1, tl.int32)
+    mask += b.to(tl.int64) * mask_b
+    for row in range(HM * SM):
+        s = row % SM
+        p_mask = mask + (row // SM).to(tl.int64) * mask_h + s.to(tl.int64) * mask_s
+        if mask.dtype.element_ty == tl.uint8:
+            seen = tl.load(p_mask + n.to(tl.int64) * mask_t, mask=inside, other=0) != 0
+            real = seen
+        else:
+            value = tl.load(p_mask + n.to(tl.int64) * mask_t, mask=inside, other=float("-inf")).to(tl.float32)
+            seen = value != float("-inf")
+            real = (value > HIDDEN) | (value != value)
+        if CAUSAL:
+            seen &= n <= length - S + s
+            real &= n <= length - S + s
+        if WINDOW:
+            seen &= n > length - S + s - window
+            real &= n > length - S + s - window
+        some_seen |= seen.to(tl.int32)
+        some_real |= real.to(tl.int32)
+        full &= tl.max(real.to(tl.int32), 1)
+    bit = tl.arange(0, BLOCK_N).to(tl.int64)[None, :]
+    plane = tl.num_programs(1).to(tl.int64) * capacity
+    p_work = work + b.to(tl.int64) * capacity + tile
+    fits = tile < capacity
+    tl.store(p_work + SEEN * plane, tl.sum(some_seen.to(tl.int64) << bit, 1), mask=fits)
+    tl.store(p_work + REAL * plane, tl.sum(some_real.to(tl.int64) << bit, 1), mask=fits)
+    tl.store(p_work + FULL * plane, full.to(tl.int64), mask=fits)
+
+
+@triton.jit
+def list_tiles(work, capacity, BLOCK: tl.constexpr):
+    """Planes TILE, WORD and COUNT from the others; grid (B,), BLOCK tiles at a time."""
+    b = tl.program_id(0)
+    plane = tl.num_programs(0).to(tl.int64) * capacity
+    p_work = work + b.to(tl.int64) * capacity
+    lane = tl.arange(0, BLOCK)
+    full = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, capacity, BLOCK):
+        tile = first + lane
+        full |= tl.load(p_work + FULL * plane + tile, mask=tile < capacity, other=0)
+    source = tl.where(tl.max(full, 0) > 0, REAL, SEEN).to(tl.int64) * plane
+    count = tl.zeros([], tl.int32)
+    for first in range(0, capacity, BLOCK):
+        tile = first + lane
+        word = tl.load(p_work + source + tile, mask=tile < capacity, other=0)
+        keep = word != 0
+        place = count + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(p_work + TILE * plane + place, tile.to(tl.int64), mask=keep)
+        tl.store(p_work + WORD * plane + place, word, mask=keep)
+        count += tl.sum(keep.to(tl.int32), 0)
+    tl.store(p_work + COUNT * plane, count.to(tl.int64))

@@ -1,0 +1,56 @@
+"""The table of tiles, tuned.json: read here, chosen from by kernels/plan.py, written by benchmarks/gpu/tune.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+Kernel = Literal["triton", "gluon"]
+TABLE = Path(__file__).with_name("tuned.json")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of ``tuned.json``: a tile and what is known of its speed.
+
+    It is for devices of this ``capability`` up to the next one in the table, for at most ``max_rows`` query rows and
+    ``max_width`` columns of output, and for a loop over pages or not; None is any.
+
+    Times are microseconds of one block, for 576-wide rows.
+    """
+
+    kernel: Kernel
+    capability: tuple[int, int]
+    cache: str
+    max_rows: int | None
+    max_width: int | None
+    paged: bool | None
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    occupancy: int
+    t0_us: float
+    tile_us: float
+    tma: bool = False
+    pdl: bool = False
+    provenance: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, entry: dict[str, Any], provenance: str = "") -> Row:
+        """From JSON, where tuples are lists."""
+        return cls(**{"provenance": provenance, **entry, "capability": tuple(entry["capability"])})
+
+    def suits(self, rows: int, paged: bool) -> bool:
+        """Whether the row is meant for this many query rows and this loop."""
+        return (self.max_rows is None or rows <= self.max_rows) and self.paged in (None, paged)
+
+
+@lru_cache(maxsize=8)
+def table(path: Path = TABLE) -> tuple[Row, ...]:
+    """The rows of ``tuned.json``; ``table.cache_clear()`` and ``plan.cache_clear()`` after writing a new one."""
+    content = json.loads(path.read_text())
+    return tuple(Row.of(entry, content["provenance"]) for entry in content["rows"])

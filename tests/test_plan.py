@@ -1,0 +1,375 @@
+"""The launch plan: it fits the device, covers the cache, depends on sizes only, and says why it cannot."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_compile.errors import InputError
+from mla_compile.kernels import devices
+from mla_compile.kernels import plan as planning
+from mla_compile.kernels.plan import (
+    CHUNK,
+    PRESETS,
+    Device,
+    Layout,
+    NoPlanError,
+    Plan,
+    check,
+    padded,
+    plan,
+    shared_memory,
+    table,
+)
+from mla_compile.kernels.tuned import TABLE
+
+KB = 1024
+HALF, FLOAT, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+H200 = PRESETS["sm_90"]
+
+
+def make(**changes) -> Plan:
+    """A plan for DeepSeek-V3's sizes on an H200, but for ``changes``."""
+    base = {"B": 1, "S": 1, "H": 128, "L": 512, "R": 64, "T": 4096, "query_dtype": HALF, "cache_dtype": HALF}
+    return plan(**{**base, "device": H200, "gluon": False, **changes})
+
+
+DIMS = [
+    (512, 64, None),
+    (256, 32, None),
+    (256, 64, None),
+    (512, 0, None),
+    (320, 24, None),
+    (63, 17, 40),
+    (512, 64, 128),
+]
+ROWS = [(1, 1), (1, 9), (1, 16), (2, 16), (3, 11), (1, 63), (1, 64), (4, 128)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("cache_dtype", [HALF, torch.float16, FLOAT, FP8])
+def test_every_plan_fits_shared_memory_and_covers_the_cache(name, cache_dtype):
+    device = PRESETS[name]
+    limit = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}[name] * KB
+    query = FLOAT if cache_dtype == FLOAT else HALF
+    for (L, R, Lv), (S, H), page in itertools.product(DIMS, ROWS, (None, 64)):
+        for B, T, masked in itertools.product((1, 7, 128), (0, 63, 4097, 131072), (False, True)):
+            if Lv is not None and page is not None:
+                continue  # pages hold latent rows only
+            sizes = {"B": B, "S": S, "H": H, "L": L, "R": R, "Lv": Lv, "T": T, "page_size": page, "masked": masked}
+            dtypes = {"query_dtype": query, "cache_dtype": cache_dtype}
+            try:
+                got = plan(**sizes, **dtypes, device=device)
+            except NoPlanError:
+                # Two parts of a float32 query and one tile: more than these devices have. The reference takes it.
+                assert cache_dtype == FLOAT
+                assert limit == 99 * KB
+                assert padded(L) + padded(R) + padded(Lv or 0) >= 512
+                continue
+            assert got.smem <= limit == device.smem
+            assert got.kernel == "triton" or name == "sm_90"
+            for size in (got.block_m, got.block_n):
+                assert size >= 16
+                assert size & (size - 1) == 0
+            assert got.row_blocks(S * H) * got.block_m >= S * H
+            tiles = -(-T // got.block_n)
+            per = -(-max(tiles, 1) // got.splits)
+            assert (got.splits - 1) * per < max(tiles, 1) <= got.splits * per  # all tiles covered, no split empty
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "tile"),
+    [
+        ("sm_90", 1, (16, 32, 4)),
+        ("sm_90", 16, (16, 32, 4)),
+        ("sm_90", 17, (32, 32, 4)),
+        ("sm_90", 32, (32, 32, 4)),
+        ("sm_90", 33, (64, 64, 8)),
+        ("sm_90", 512, (64, 64, 8)),
+        ("sm_80", 16, (16, 32, 4)),
+        ("sm_80", 32, (32, 32, 8)),
+        ("sm_80", 64, (64, 32, 8)),
+        ("sm_86", 64, (32, 32, 8)),
+        ("sm_120", 128, (32, 32, 8)),
+        ("sm_100", 128, (32, 32, 4)),
+    ],
+)
+def test_tile_by_query_rows(name, rows, tile):
+    got = make(H=rows, device=PRESETS[name])
+    assert (got.block_m, got.block_n, got.num_warps) == tile
+
+
+def test_rows_are_heads_times_query_tokens():
+    assert replace(make(S=4, H=8), splits=1) == replace(make(S=1, H=32), splits=1)
+
+
+# triton.md, section 6: what the formula found for H200-like numbers.
+@pytest.mark.parametrize(
+    ("B", "H", "splits"),
+    [
+        (1, 128, (4, 16, 64, 64)),
+        (4, 128, (4, 16, 16, 16)),
+        (16, 128, (4, 4, 4, 4)),
+        (32, 128, (2, 2, 2, 2)),
+        (64, 128, (1, 1, 1, 1)),
+        (128, 128, (1, 1, 1, 1)),
+        (1, 16, (4, 16, 64, 114)),
+        (64, 16, (2, 2, 2, 2)),
+        (128, 16, (1, 1, 1, 1)),
+    ],
+)
+def test_the_formula_reproduces_sensible_splits(B, H, splits):
+    assert tuple(make(B=B, H=H, T=T, page_size=64).splits for T in (1024, 4096, 16384, 65536)) == splits
+
+
+def test_the_splits_chosen_cost_least_by_the_documented_formula():
+    row = next(r for r in table() if r.capability == (9, 0) and r.cache == "half" and r.max_rows is None)
+    got = make(B=3, T=20000)
+    layout = Layout(512, 64, 0, 2, 2, False)
+    tiles = -(-20000 // got.block_n)
+    cost = {n: planning._microseconds(row, got.smem, layout, H200, (3, 128, tiles), n) for n in range(1, 79)}
+    assert cost[got.splits] <= 1.006 * min(cost.values())
+    one = -(-3 * 2 * 1 // 132) * (row.t0_us + tiles * max(row.tile_us, 1e6 * 64 * 1152 * 3 / H200.bandwidth))
+    assert cost[1] == pytest.approx(one)
+    partials = planning.COMBINE_US + 1e6 * 8 * 3 * 128 * 2 * 512 / planning.L2_RATE
+    per = -(-tiles // 2)
+    assert cost[2] == pytest.approx(row.t0_us + per * max(row.tile_us, 1e6 * 64 * 1152 * 6 / H200.bandwidth) + partials)
+
+
+def test_deterministic_boundaries_depend_on_neither_batch_nor_capacity():
+    chosen = {
+        (T, B): make(B=B, T=T, H=H, page_size=page, deterministic=True)
+        for H, page in ((16, 64), (128, None))
+        for T, B in itertools.product((5, 1024, 1025, 50000), (1, 3, 200))
+    }
+    for (T, _), got in chosen.items():
+        assert got.chunk == CHUNK
+        assert got.splits == max(1, -(-T // CHUNK))
+        assert CHUNK % got.block_n == 0
+        first = chosen[5, 1]
+        assert replace(got, splits=1) == replace(first, splits=1)
+
+
+def test_override_is_respected_or_refused():
+    assert make(splits=7).splits == 7
+    assert make(splits=700, T=64).splits == 700  # splits past the end are empty, not wrong
+    assert make(splits=0) == make(splits=None) == make()
+    for wrong in (-1, 65536):
+        with pytest.raises(InputError, match=f"num_splits is {wrong}, expected 0"):
+            make(splits=wrong)
+    with pytest.raises(InputError, match="num_splits is 4 beside deterministic"):
+        make(splits=4, deterministic=True)
+
+
+def test_a_callers_plan_is_checked():
+    good = make()
+    assert check(good, L=512, R=64, cache_dtype=HALF, device=H200) == good
+    with pytest.raises(InputError, match=r"needs \d+ bytes of shared memory, NVIDIA L40S has 101376; make block_m"):
+        check(good, L=512, R=64, cache_dtype=HALF, device=PRESETS["sm_89"])
+    for change, message in (
+        ({"block_m": 24}, "block_m is 24, expected a power of two, at least 16"),
+        ({"block_n": 8}, "block_n is 8"),
+        ({"num_warps": 3}, "num_warps is 3"),
+        ({"num_stages": 0}, "num_stages is 0"),
+        ({"splits": 0}, "splits is 0"),
+        ({"chunk": 100}, "chunk is 100, expected a multiple of block_n = 64"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check(replace(good, **change), L=512, R=64, cache_dtype=HALF, device=H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"B": 0}, "B is 0, expected at least 1"),
+        ({"H": -1}, "H is -1"),
+        ({"R": -1}, "R is -1"),
+        ({"B": 70000}, "B is 70000, more than the 65535"),
+        ({"query_dtype": torch.float64}, "query is torch.float64"),
+        ({"cache_dtype": torch.float64}, "the cache is torch.float64"),
+        ({"cache_dtype": torch.int8}, "the cache is torch.int8"),
+        ({"device": Device("NVIDIA T4", (7, 5), 40, 64 * KB)}, "NVIDIA T4 has capability"),
+        ({"L": 8192}, "shared memory at the smallest tile"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(changes, message):
+    with pytest.raises(InputError, match=message):
+        make(**changes)
+
+
+@pytest.mark.parametrize("L", [576, 1024, 1536, 2048])
+def test_wide_rows_get_smaller_tiles(L):
+    got = make(L=L)
+    assert got.block_m * padded(L) <= 64 * 512
+
+
+def test_hopper_kernel_is_for_what_it_was_written_for():
+    suits = {"gluon": True, "page_size": 64}
+    got = make(**suits)
+    assert (got.kernel, got.block_m, got.block_n, got.tma) == ("gluon", 64, 64, True)
+    assert make(gluon=True).kernel == "gluon"  # contiguous
+    assert make(**suits, query_dtype=FLOAT).kernel == "gluon"
+    assert [make(**suits, B=B).scheduled for B in (1, 4)] == [False, True]
+    assert not make(**suits, B=4, deterministic=True).scheduled
+    assert not make(**suits, B=4, splits=3).scheduled
+    for change in (
+        {"gluon": False},
+        {"H": 32},
+        {"L": 256},
+        {"R": 0},
+        {"masked": True},
+        {"page_size": 1},
+        {"page_size": 8},
+        {"cache_dtype": FP8},
+        {"query_dtype": FLOAT, "cache_dtype": torch.float16},
+        {"device": PRESETS["sm_80"]},
+        {"device": PRESETS["sm_100"]},
+        {"device": PRESETS["sm_120"]},
+    ):
+        assert make(**{**suits, **change}).kernel == "triton", change
+
+
+def test_newer_devices_use_the_newest_rows_not_newer_than_they_are():
+    b300 = Device("B300", (10, 3), 148, 227 * KB)
+    assert make(device=b300).block_m == make(device=PRESETS["sm_100"]).block_m
+    orin = Device("Orin", (8, 7), 16, 163 * KB)
+    assert make(device=orin).block_m == make(device=PRESETS["sm_86"]).block_m
+
+
+# What Triton 3.6.0 took, in KB (compiled without a GPU): block_m, block_n, warps, stages, capability.
+@pytest.mark.parametrize(
+    ("config", "taken"),
+    [
+        ((16, 32, 4, 5, (9, 0)), 91),
+        ((16, 32, 4, 3, (9, 0)), 55),
+        ((32, 32, 4, 3, (9, 0)), 74),
+        ((32, 32, 8, 5, (9, 0)), 110),
+        ((64, 64, 8, 2, (9, 0)), 216),
+        ((64, 32, 8, 5, (9, 0)), 180),
+        ((64, 32, 8, 7, (9, 0)), 216),
+        ((16, 32, 4, 5, (8, 0)), 91),
+        ((32, 32, 8, 3, (8, 0)), 74),
+        ((64, 32, 8, 2, (8, 0)), 112),
+        ((64, 64, 8, 2, (8, 0)), 152),
+        ((64, 32, 8, 2, (10, 0)), 208),
+        ((64, 64, 8, 2, (10, 0)), 344),
+        ((64, 16, 8, 2, (10, 0)), 141),
+    ],
+)
+def test_the_estimate_is_an_upper_bound_and_close(config, taken):
+    estimate = shared_memory(Layout(512, 64, 0, 2, 2, paged=True), *config) / KB
+    assert taken <= estimate <= taken + 10
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "taken"),
+    [
+        (Layout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 3, (9, 0)), 93184),
+        (Layout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 5, (9, 0)), 166912),
+        (Layout(512, 64, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 221184),
+        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 64, 8, 2, (9, 0)), 237568),
+        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 225280),
+        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (16, 32, 4, 3, (9, 0)), 97280),
+        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 32, 8, 2, (8, 0)), 122880),
+        (Layout(512, 64, 128, 2, 2, paged=False), (64, 32, 8, 2, (9, 0)), 163840),
+        (Layout(512, 32, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 208896),
+        (Layout(512, 64, 0, 4, 4, paged=True), (16, 32, 4, 2, (9, 0)), 147456),
+        (Layout(512, 64, 0, 4, 4, paged=False), (16, 16, 4, 2, (8, 6)), 110592),
+        (Layout(512, 64, 0, 4, 4, paged=False), (16, 64, 4, 2, (9, 0)), 221184),
+        (Layout(512, 64, 0, 4, 4, paged=False), (32, 16, 8, 2, (9, 0)), 184320),
+        (Layout(512, 64, 0, 1, 2, paged=True), (16, 32, 4, 5, (8, 0)), 55560),
+        (Layout(512, 64, 0, 1, 2, paged=True), (16, 64, 4, 3, (8, 0)), 71940),
+        (Layout(512, 64, 0, 1, 2, paged=True), (32, 32, 8, 3, (8, 0)), 71812),
+        (Layout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 2, (8, 0)), 143616),
+        (Layout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 3, (9, 0)), 184580),
+        (Layout(512, 64, 0, 1, 2, paged=True), (64, 32, 8, 3, (9, 0)), 131072),
+        (Layout(512, 64, 0, 1, 2, paged=True), (32, 32, 4, 3, (9, 0)), 71812),
+    ],
+)
+def test_the_estimate_of_our_kernel_is_an_upper_bound(layout, config, taken):
+    assert taken <= shared_memory(layout, *config) <= 1.8 * taken
+
+
+def test_a_mask_that_is_read_in_the_loop_makes_the_tile_smaller():
+    listed, added = make(masked=True, mask_bytes=0), make(masked=True)
+    assert (listed.block_m, listed.block_n) == (64, 64)
+    assert (added.block_m, added.block_n) == (64, 32)
+    assert listed == make()
+
+
+def test_padded_widths():
+    assert [padded(w) for w in (0, 1, 16, 17, 64, 512, 513, 576)] == [0, 16, 16, 32, 64, 512, 1024, 1024]
+
+
+def test_the_plan_reads_no_tensor(monkeypatch):
+    """Neither tensors nor the device are touched: what would wait for the device fails here."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("the plan touched a device")
+
+    for name in ("synchronize", "current_device", "get_device_properties"):
+        monkeypatch.setattr(torch.cuda, name, forbidden)
+    plan.cache_clear()
+    assert make().splits == 16
+
+
+def test_a_repeated_plan_costs_microseconds():
+    make()
+
+    def microseconds() -> float:
+        start = time.perf_counter()
+        for _ in range(200):
+            make()
+        return 1e6 * (time.perf_counter() - start) / 200
+
+    assert statistics.median(microseconds() for _ in range(7)) < 20
+
+
+def test_device_of_cuda_is_read_once_and_falls_back_where_torch_reports_less(monkeypatch):
+    calls = []
+
+    class Properties:
+        name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
+
+    def properties(index):
+        calls.append(index)
+        return Properties()
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    devices._cuda_device.cache_clear()
+    try:
+        got = [Device.of(torch.device("cuda", 0)) for _ in range(3)]
+        Properties.shared_memory_per_block_optin = 232448
+        Properties.memory_clock_rate, Properties.memory_bus_width = 3201000, 6144
+        more = Device.of(torch.device("cuda", 1))
+    finally:
+        devices._cuda_device.cache_clear()
+    assert got == [Device("NVIDIA H200", (9, 0), 132, 227 * KB, 4.3e12)] * 3
+    assert calls == [0, 1]
+    assert more.smem == 232448
+    assert more.bandwidth == pytest.approx(4.917e12, rel=1e-3)
+    assert Device.of(torch.device("cpu")) is PRESETS["sm_80"]
+
+
+def test_the_table_says_where_it_comes_from_and_every_row_is_used_as_it_stands():
+    content = json.loads(TABLE.read_text())
+    assert content["provenance"]
+    assert all(row.provenance == "not yet run on a GPU" or row.provenance.startswith("measured on") for row in table())
+    dtypes = {"half": HALF, "float32": FLOAT, "float8": FP8}
+    for row in table():
+        device = next(d for d in PRESETS.values() if d.capability == row.capability)
+        for page in (None, 64):
+            if row.paged not in (None, page is not None):
+                continue
+            got = make(
+                H=row.max_rows or 128, L=row.max_width or 512, cache_dtype=dtypes[row.cache], page_size=page,
+                device=device, gluon=row.kernel == "gluon",
+            )  # fmt: skip
+            shape = (got.block_m, got.block_n, got.num_warps, got.num_stages)
+            assert shape == (row.block_m, row.block_n, row.num_warps, row.num_stages), row
