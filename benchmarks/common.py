@@ -93,6 +93,11 @@ def machine() -> dict[str, Any]:
     """What figures depend on: processor, threads, versions, the date."""
     import transformers
 
+    return {**machine_without_transformers(), "transformers": transformers.__version__}
+
+
+def machine_without_transformers() -> dict[str, Any]:
+    """The same for what does not import transformers, which takes seconds."""
     return {
         "cpu": _cpu_name(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -101,7 +106,6 @@ def machine() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "mla_compile": mla_compile.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

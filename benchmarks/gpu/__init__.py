@@ -1,0 +1,1 @@
+"""Checks and benchmarks that need a CUDA device; see README.md."""

@@ -1,0 +1,203 @@
+"""One decode attention problem: its sizes, its random inputs, our call and the float64 truth.
+
+A problem is paged: requests of different lengths over pages in random order. What no request owns (page tails, spare
+pages) is NaN and unused slots of the block table are -1, so that whatever reads past a length is seen in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.kernels import reference
+from mla_compile.kernels.plan import Device, Plan, plan
+
+FP8 = torch.float8_e4m3fn
+# Scores have a standard deviation of 1, so that a wrong score is seen; values are small, as in FlashMLA's own test,
+# whose tolerances are absolute.
+QUERY_SPREAD = 10.0
+CACHE_SPREAD = 0.1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Letters of mla_compile.dims; ``kv`` is the longest request, ``page`` None a contiguous cache [B,T,L+R]."""
+
+    B: int
+    kv: int
+    H: int
+    S: int = 1
+    L: int = 512
+    R: int = 64
+    page: int | None = 64
+    dtype: torch.dtype = torch.bfloat16
+    cache: torch.dtype | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The cache's dtype: the query's unless said otherwise."""
+        return self.cache or self.dtype
+
+    @property
+    def scale(self) -> float:
+        """1/sqrt(L+R): the only one that every peer can be given."""
+        return float((self.L + self.R) ** -0.5)
+
+    @property
+    def pages(self) -> int:
+        """Slots of a request in the block table."""
+        return max(1, -(-self.kv // (self.page or self.kv or 1)))
+
+    def cost(self, tokens: int | None = None) -> tuple[int, int]:
+        """Bytes that have to be moved (cache, query, output, each once) and FLOPs; ``tokens`` of all requests."""
+        total = self.B * self.kv if tokens is None else tokens
+        rows = self.B * self.S * self.H
+        moved = total * (self.L + self.R) * self.cache_dtype.itemsize
+        moved += rows * (2 * self.L + self.R) * self.dtype.itemsize
+        return moved, 2 * self.S * self.H * total * (2 * self.L + self.R)
+
+    def __str__(self) -> str:
+        extra = "" if self.page == 64 else f" page{self.page}"
+        extra += "" if (self.L, self.R) == (512, 64) else f" {self.L}+{self.R}"
+        extra += "" if self.dtype == torch.bfloat16 else f" {str(self.dtype).removeprefix('torch.')}"
+        extra += "" if self.cache is None else f" cache {str(self.cache).removeprefix('torch.')}"
+        return f"b{self.B} kv{self.kv} h{self.H} s{self.S}{extra}"
+
+
+@dataclass
+class Problem:
+    """Inputs of one call. ``kv`` is [P,page,L+R] or, with ``table`` None, [B,T,L+R]."""
+
+    shape: Shape
+    query: Tensor
+    kv: Tensor
+    table: Tensor | None
+    lens: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def ours(self, chosen: Plan | None = None, **more: Any) -> tuple[Tensor, Tensor]:
+        """Our public function on this problem: ``out``, ``lse``."""
+        from mla_compile.kernels import decode
+
+        options = {"scale": self.shape.scale, **self.options, **more}
+        if chosen is not None:
+            options["plan"] = chosen
+        if self.table is None:
+            L = self.shape.L
+            rope = self.kv[..., L:] if self.shape.R else None
+            return decode.decode_attention(self.query, self.kv[..., :L], rope, seq_lens=self.lens, **options)
+        return decode.paged_decode_attention(
+            self.query, self.kv, self.table, self.lens, latent_width=self.shape.L, **options
+        )
+
+    def rows(self, capacity: int) -> Tensor:
+        """The cache as [B,capacity,L+R], gathered; slots without a page read page 0, which no length reaches."""
+        if self.table is None:
+            return self.kv
+        gathered = self.kv[self.table.clamp(min=0).long()]
+        return gathered.reshape(self.shape.B, -1, gathered.shape[-1])[:, :capacity]
+
+    def truth(self) -> tuple[Tensor, Tensor]:
+        """kernels/reference.py in float64 on the same device: ``out`` [B,S,H,L] float64, ``lse`` [B,S,H] float64."""
+        L, options = self.shape.L, dict(self.options)
+        for name in ("num_splits", "deterministic", "plan"):
+            options.pop(name, None)
+        kv = self.rows(self.shape.kv)
+        scales = options.pop("kv_scale", None)
+        kv = kv.to(torch.float64)
+        if scales is not None:
+            kv = kv * (self._by_row(scales).to(torch.float64) if scales.dim() else scales.to(torch.float64))
+        rope = kv[..., L:] if self.shape.R else None
+        return reference.decode_attention(
+            self.query.to(torch.float64), kv[..., :L], rope, options.pop("values", None), options.pop("mask", None),
+            scale=self.shape.scale, seq_lens=self.lens, **options,
+        )  # fmt: skip
+
+    def _by_row(self, scales: Tensor) -> Tensor:
+        """Per-token scales [P,page] or [B,T] as [B,T,1]."""
+        if self.table is None:
+            return scales[..., None]
+        gathered = scales[self.table.clamp(min=0).long()].reshape(self.shape.B, -1)
+        return gathered[:, : self.shape.kv, None]
+
+    def plan(self, kernel: str) -> Plan | None:
+        """The plan that the library makes when it may (``gluon``) or may not (``triton``) use the Hopper kernel.
+
+        ``gluon splits`` is the Hopper kernel with each request cut into splits, where the plan would have the batch cut
+        on the device. None where the plan would not do it.
+        """
+        s = self.shape
+        if kernel != "triton" and any(self.options.get(name) for name in ("softcap", "window")):
+            return None
+        made = plan(
+            B=s.B, S=s.S, H=s.H, L=s.L, R=s.R, T=s.kv if s.page is None else s.pages * s.page, query_dtype=s.dtype,
+            cache_dtype=s.cache_dtype, page_size=s.page, masked="mask" in self.options,
+            device=Device.of(self.query.device), splits=self.options.get("num_splits"),
+            deterministic=self.options.get("deterministic", False), gluon=kernel != "triton",
+        )  # fmt: skip
+        if kernel == "gluon splits":
+            return replace(made, scheduled=False) if made.scheduled else None
+        return made if made.kernel == kernel else None
+
+
+def lengths(shape: Shape, how: str, generator: torch.Generator) -> Tensor:
+    """int32 [B]: ``full``, ``varied`` (1..kv, one request full) or ``zeros`` (varied, every third one empty)."""
+    lens = torch.full((shape.B,), shape.kv, dtype=torch.int32)
+    if how != "full" and shape.kv > 1:
+        lens[1:] = torch.randint(1, shape.kv + 1, (shape.B - 1,), generator=generator, dtype=torch.int32)
+    if how == "zeros":
+        lens[(0 if shape.B == 1 else 1) :: 3] = 0
+    return lens
+
+
+def problem(shape: Shape, device: torch.device, seed: int, *, how: str = "full", **options: Any) -> Problem:
+    """Random inputs; spare pages and what lies past a length hold NaN. ``kv_scale`` per token is cut to the pages."""
+    host = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    width = shape.L + shape.R
+
+    def normal(spread: float, *size: int) -> Tensor:
+        return spread * torch.randn(*size, generator=generator, device=device)
+
+    of_cache = 1.0 if shape.cache_dtype == FP8 else CACHE_SPREAD
+
+    lens = lengths(shape, how, host)
+    query = normal(QUERY_SPREAD, shape.B, shape.S, shape.H, width).to(shape.dtype)
+    if shape.page is None:
+        kv = normal(of_cache, shape.B, shape.kv, width)
+        past = torch.arange(shape.kv)[None, :] >= lens[:, None]
+        kv[past.to(device)] = float("nan")
+        return Problem(shape, query, kv.to(shape.cache_dtype), None, lens.to(device), options)
+    used = -(-lens.long() // shape.page)
+    spare = 3
+    order = torch.randperm(int(used.sum()), generator=host) + spare
+    table = torch.full((shape.B, shape.pages), -1, dtype=torch.int32)
+    table[torch.arange(shape.pages)[None, :] < used[:, None]] = order.int()
+    kv = normal(of_cache, int(used.sum()) + spare, shape.page, width)
+    kv[:spare] = float("nan")
+    ragged = (lens % shape.page != 0).nonzero().flatten()
+    for b in ragged.tolist():
+        kv[int(table[b, used[b] - 1]), int(lens[b]) % shape.page :] = float("nan")
+    scales = options.get("kv_scale")
+    if scales is not None and scales.dim():
+        options["kv_scale"] = scales[: kv.shape[0]]
+    return Problem(shape, query, kv.to(shape.cache_dtype), table.to(device), lens.to(device), options)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within, torch.empty is filled with NaN: an element that a kernel leaves unwritten is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled

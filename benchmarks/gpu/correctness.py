@@ -1,0 +1,345 @@
+"""Are the kernels right on this GPU? The tolerance matrix and the features, against float64; nothing is timed before.
+
+Every case has fresh inputs, NaN in whatever no request owns, and outputs poisoned with NaN. Tolerances for half
+precision are those of FlashMLA's test_flash_mla_dense_decoding.py: an element passes by its absolute or its relative
+error, the whole by its cosine difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.cases import FP8, Problem, Shape, poisoned, problem
+from benchmarks.gpu.common import Case, Row, Run, SkipError
+from mla_compile.kernels.plan import Device, plan
+
+# Output: absolute, relative, cosine difference; LSE: absolute, relative.
+TOLERANCE = {
+    torch.bfloat16: (8e-4, 2.01 / 128, 5e-6, 1e-6, 8.01 / 65536),
+    torch.float16: (8e-4, 2.01 / 128, 5e-6, 1e-6, 8.01 / 65536),
+    torch.float32: (2e-5, 1e-4, 1e-9, 1e-5, 1e-5),
+}
+MATRIX = {"B": (1, 2, 6, 64), "S": (1, 2, 4), "kv": (20, 140, 4096), "H": (1, 3, 9, 63, 64, 126, 128)}
+SMALL = {"B": (1, 2), "S": (1, 2), "kv": (20, 65), "H": (3, 64)}
+
+
+def seed_of(key: str) -> int:
+    """A seed of its own for every case."""
+    return zlib.crc32(key.encode())
+
+
+def compare_out(out: Tensor, want: Tensor, dtype: torch.dtype) -> Row:
+    """Errors of an output [B,S,H,*] against the truth in float64; status ``failed`` and why when it is wrong."""
+    absolute, relative, cosine, *_ = TOLERANCE[dtype]
+    if out.shape != want.shape:
+        return {"status": "failed", "error": f"out is {list(out.shape)}, expected {list(want.shape)}"}
+    problems = []
+    out = out.double()
+    if not torch.isfinite(out).all():
+        problems.append(f"{int((~torch.isfinite(out)).sum())} elements of out are not finite")
+        out = torch.nan_to_num(out)
+    row, problem_ = _elementwise("out", out, want, absolute, relative)
+    problems += problem_
+    norm, both = float((want**2).sum()), float((out**2 + want**2).sum())
+    row["out_relative"] = float(((out - want) ** 2).sum() / norm) ** 0.5 if norm else 0.0
+    row["out_cosine"] = 1 - 2 * float((out * want).sum()) / both if both else 0.0
+    if row["out_cosine"] > cosine:
+        problems.append(f"cosine difference {row['out_cosine']:.1e}, allowed {cosine:.0e}")
+    return _verdict(row, problems)
+
+
+def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torch.dtype) -> Row:
+    """The same for ``out`` and ``lse``, and for rows that see nothing: ``out`` 0, ``lse`` minus infinity."""
+    (out, lse), (true_out, true_lse) = got, want
+    if lse.shape != true_lse.shape:
+        return {"status": "failed", "error": f"lse is {list(lse.shape)}, expected {list(true_lse.shape)}"}
+    row = compare_out(out, true_out, dtype)
+    problems = [row.pop("error")] if row.pop("status", "ok") == "failed" else []
+    empty = true_lse == -torch.inf
+    if not torch.equal(lse == -torch.inf, empty):
+        problems.append("lse is minus infinity in other rows than it should be")
+    if out.shape == true_out.shape and bool((out[empty] != 0).any()):
+        problems.append("a row that sees nothing is not zero")
+    found, problem_ = _elementwise(
+        "lse", torch.nan_to_num(lse.double().masked_fill(empty, 0), nan=1e9), true_lse.masked_fill(empty, 0),
+        *TOLERANCE[dtype][3:],
+    )  # fmt: skip
+    return _verdict(row | found, problems + problem_)
+
+
+def _elementwise(name: str, a: Tensor, b: Tensor, absolute: float, relative: float) -> tuple[Row, list[str]]:
+    error = (a - b).abs()
+    largest = float(error.max()) if error.numel() else 0.0
+    bad = int(((error > absolute) & (error > relative * b.abs())).sum())
+    row = {f"{name}_max_error": largest}
+    return row, [f"{bad} of {error.numel()} elements of {name} off, by up to {largest:.2e}"] if bad else []
+
+
+def _verdict(row: Row, problems: list[str]) -> Row:
+    return {**row, "status": "failed", "error": "; ".join(problems)} if problems else row
+
+
+def checked(posed: Problem, kernel: str) -> Row:
+    """One problem through one kernel, its outputs poisoned beforehand."""
+    chosen = posed.plan(kernel)
+    if chosen is None:
+        raise SkipError(f"the plan does not take {kernel} here")
+    with poisoned():
+        got = posed.ours(chosen)
+    if kernel != "triton" and not hopper_compiled():
+        return {
+            "status": "failed",
+            "error": "the Hopper kernel did not compile here: the portable one ran in its place",
+        }
+    return {**compare(got, posed.truth(), posed.shape.dtype), "plan": str(chosen)}
+
+
+def hopper_compiled() -> bool:
+    """Whether every Gluon kernel that was asked for so far compiled; otherwise the library falls back, as it should."""
+    from mla_compile.kernels import gluon_launch
+
+    return bool(gluon_launch._compiled) and None not in gluon_launch._compiled.values()
+
+
+def kernels_for(shape: Shape, device: torch.device, **options: Any) -> list[str]:
+    """``triton``, and the forms of ``gluon`` (see :meth:`Problem.plan`) that the plan would take on this device."""
+    found = plan(
+        B=shape.B, S=shape.S, H=shape.H, L=shape.L, R=shape.R, T=shape.kv, query_dtype=shape.dtype,
+        cache_dtype=shape.cache_dtype, page_size=shape.page, masked="mask" in options, device=Device.of(device),
+    )  # fmt: skip
+    if found.kernel == "triton" or options.get("softcap") or options.get("window"):
+        return ["triton"]
+    return ["gluon", "gluon splits", "triton"] if found.scheduled else ["gluon", "triton"]
+
+
+def matrix(run: Run) -> Iterator[Case]:
+    """FlashMLA's sizes; lengths are full, varied and partly zero in turn, causal where there are more query tokens."""
+    grid = SMALL if run.dry else MATRIX
+    hows = itertools.cycle(("varied", "full", "zeros"))
+    # Short and small first, so that a run stopped early has seen every head count.
+    sizes = itertools.product(grid["kv"], grid["B"], grid["S"], grid["H"])
+    for (kv, B, S, H), how in zip(sizes, hows, strict=False):
+        shape = Shape(B=B, kv=kv, H=H, S=S)
+        for kernel in kernels_for(shape, run.device):
+            key = f"{kernel}: {shape} {how}"
+
+            def call(shape: Shape = shape, how: str = how, kernel: str = kernel, key: str = key) -> Row:
+                return checked(problem(shape, run.device, seed_of(key), how=how, causal=shape.S > 1), kernel)
+
+            yield key, call
+
+
+Options = Callable[[Shape, torch.device], dict[str, Any]]
+
+
+def _left_padding(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """A boolean mask that hides b * 7 first tokens of request b, so that whole tiles are hidden."""
+    first = torch.arange(shape.B, device=device)[:, None, None, None] * 70
+    return {"mask": (torch.arange(shape.kv, device=device) >= first).expand(shape.B, 1, 1, shape.kv)}
+
+
+def _additive(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """A random additive mask per head and query token, minus infinity in a third of the places."""
+    generator = torch.Generator(device).manual_seed(5)
+    size = (shape.B, shape.H, shape.S, shape.kv)
+    mask = torch.randn(size, generator=generator, device=device)
+    return {"mask": mask.masked_fill(torch.rand(size, generator=generator, device=device) < 0.33, -torch.inf)}
+
+
+def _scales(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """A scale for each token, about 0.1; pages of ``problem`` are counted there, so enough for any of them."""
+    generator = torch.Generator(device).manual_seed(6)
+    if shape.page is None:
+        return {"kv_scale": 0.05 + 0.1 * torch.rand(shape.B, shape.kv, generator=generator, device=device)}
+    count = shape.B * shape.pages + 3
+    return {"kv_scale": 0.05 + 0.1 * torch.rand(count, shape.page, generator=generator, device=device)}
+
+
+def features(run: Run) -> Iterator[Case]:
+    """One case for each feature and layout, for few and for many query rows."""
+    kv = 70 if run.dry else 1500
+    base = Shape(B=3, kv=kv, H=16, S=2)
+    none: Options = lambda shape, device: {}  # noqa: E731
+    sinks: Options = lambda shape, device: {"sinks": torch.linspace(-2, 3, shape.H, device=device)}  # noqa: E731
+    one_scale: Options = lambda shape, device: {"kv_scale": torch.tensor(0.13, device=device)}  # noqa: E731
+    wanted: list[tuple[str, dict[str, Any], Options]] = [
+        *((f"page {page}", {"page": page}, none) for page in (1, 16, 32, 128)),
+        *((f"{L}+{R}", {"L": L, "R": R}, none) for L, R in ((256, 32), (256, 64), (512, 0), (320, 24), (63, 17))),
+        ("contiguous", {"page": None}, none),
+        ("float16", {"dtype": torch.float16}, none),
+        ("float32", {"dtype": torch.float32}, none),
+        ("float32 contiguous", {"dtype": torch.float32, "page": None}, none),
+        ("fp8, one scale", {"cache": FP8}, one_scale),
+        ("fp8, scale per token", {"cache": FP8}, _scales),
+        ("fp8 contiguous, scale per token", {"cache": FP8, "page": None}, _scales),
+        ("sinks", {}, sinks),
+        ("softcap", {}, lambda *_: {"softcap": 2.5}),
+        ("window", {}, lambda *_: {"window": 33}),
+        ("left padding", {"page": None}, _left_padding),
+        ("additive mask", {"page": None}, _additive),
+        ("many splits", {}, lambda *_: {"num_splits": 100}),
+        ("one split", {}, lambda *_: {"num_splits": 1}),
+        ("deterministic", {}, lambda *_: {"deterministic": True}),
+        ("sinks, softcap, window", {}, lambda s, d: {**sinks(s, d), "softcap": 3.0, "window": 200}),
+    ]
+    heads = (3,) if run.dry else (16, 128)
+    for (name, changes, options), H in itertools.product(wanted, heads):
+        shape = replace(base, H=H, **changes)
+        made = options(shape, run.device)
+        for kernel in kernels_for(shape, run.device, **made):
+            key = f"{kernel}: {name} h{H}"
+
+            def call(shape: Shape = shape, made: dict[str, Any] = made, kernel: str = kernel, key: str = key) -> Row:
+                how = "full" if "mask" in made else "zeros"
+                causal = shape.S > 1
+                return checked(problem(shape, run.device, seed_of(key), how=how, causal=causal, **made), kernel)
+
+            yield key, call
+
+
+def separate_values(run: Run) -> Row:
+    """Values of another width than the latent, in a strided cache."""
+    shape = Shape(B=2, kv=50 if run.dry else 700, H=9, page=None, L=128, R=32)
+    posed = problem(shape, run.device, 11)
+    wide = torch.randn(2, shape.kv, 96, device=run.device).to(shape.dtype)
+    posed.options["values"] = wide[..., 8:88]
+    return checked(posed, "triton")
+
+
+def float32_query(run: Run) -> Row:
+    """A float32 query beside a float16 cache, too large for float16 itself."""
+    shape = Shape(B=2, kv=50 if run.dry else 700, H=9, dtype=torch.float32, cache=torch.float16)
+    posed = problem(shape, run.device, 12)
+    posed.query[..., 0] *= 2.0**14  # an absorbed query has such columns where the latent's are small
+    posed.kv[..., 0] *= 2.0**-10
+    chosen = posed.plan("triton")
+    with poisoned():
+        got = posed.ours(chosen)
+    return compare(got, posed.truth(), torch.float16)
+
+
+def large_offsets(run: Run) -> Row:
+    """Pages that lie more than 2^31 elements from the start of the cache."""
+    shape = Shape(B=2, kv=20 if run.dry else 300, H=16)
+    posed = problem(shape, run.device, 13)
+    used = posed.kv.shape[0]
+    total = used + 2 if run.dry else 2**31 // (64 * 576) + 2 + used
+    if not run.dry and torch.cuda.mem_get_info()[0] < 2.5 * total * 64 * 576 * 2:
+        raise SkipError("not enough free memory for a cache of more than 2^31 elements")
+    pool = torch.empty(total, 64, 576, dtype=shape.dtype, device=run.device)
+    pool[total - used :] = posed.kv
+    assert posed.table is not None
+    posed.table = torch.where(posed.table >= 0, posed.table + (total - used), posed.table)
+    want = replace_pool(posed, pool)
+    return checked(want, "triton")
+
+
+def replace_pool(posed: Problem, pool: Tensor) -> Problem:
+    """The same problem over another page pool."""
+    return Problem(posed.shape, posed.query, pool, posed.table, posed.lens, posed.options)
+
+
+def graph_replay(run: Run, kernel: str) -> Row:
+    """Capture once, then change lengths, pages and queries in place: the replay follows them."""
+    if run.device.type != "cuda":
+        raise SkipError("CUDA graphs need a GPU")
+    shape = Shape(B=6, kv=4096, H=64)
+    first = problem(shape, run.device, 14)
+    chosen = first.plan(kernel)
+    if chosen is None:
+        raise SkipError(f"the plan does not take {kernel} here")
+    assert first.table is not None
+    first.ours(chosen)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = first.ours(chosen)
+    worst: Row = {}
+    for seed, how in ((15, "varied"), (16, "zeros"), (17, "full")):
+        other = problem(shape, run.device, seed, how=how)
+        assert other.table is not None
+        for x in got:
+            x.fill_(float("nan"))
+        first.query.copy_(other.query)
+        first.lens.copy_(other.lens)
+        first.table.copy_(other.table)
+        first.kv.fill_(float("nan"))
+        first.kv[: other.kv.shape[0]].copy_(other.kv)
+        graph.replay()
+        row = compare(got, other.truth(), shape.dtype)
+        if row.get("status") == "failed":
+            return {**row, "error": f"after lengths {how}: {row['error']}"}
+        worst = max((worst, row), key=lambda r: r.get("out_max_error", -1.0))
+    return worst
+
+
+def batch_invariance(run: Run, H: int) -> Row:
+    """deterministic=True: a request's bits are the same alone, in a batch, and in a larger table."""
+    shape = Shape(B=5, kv=90 if run.dry else 5000, H=H)
+    posed = problem(shape, run.device, 18, how="varied", deterministic=True)
+    assert posed.table is not None
+    together = posed.ours()
+    for b in range(shape.B):
+        table = torch.cat([posed.table[b : b + 1], torch.full_like(posed.table[b : b + 1], -1)], dim=1)
+        alone = Problem(
+            replace(shape, B=1), posed.query[b : b + 1], posed.kv, table, posed.lens[b : b + 1], posed.options
+        )
+        for name, a, c in zip(("out", "lse"), together, alone.ours(), strict=True):
+            if not torch.equal(a[b : b + 1], c):
+                return {"status": "failed", "error": f"{name} of request {b} differs between alone and together"}
+    return {}
+
+
+def repeated(run: Run, kernel: str) -> Row:
+    """The same call 50 times gives the same bits: a moving error is a race."""
+    shape = Shape(B=4, kv=60 if run.dry else 4096, H=128)
+    posed = problem(shape, run.device, 19, how="varied")
+    chosen = posed.plan(kernel)
+    if chosen is None:
+        raise SkipError(f"the plan does not take {kernel} here")
+    first = posed.ours(chosen)
+    for index in range(3 if run.dry else 50):
+        again = posed.ours(chosen)
+        if not all(torch.equal(a, b) for a, b in zip(first, again, strict=True)):
+            return {"status": "failed", "error": f"call {index + 2} differs from the first"}
+    return {}
+
+
+def consan(run: Run) -> None:
+    """The Hopper kernel under Triton's concurrency sanitizer, which stops at a race; small sizes, first of all."""
+    from mla_compile.kernels import gluon_launch
+
+    gluon_launch.consan()
+    shapes = [Shape(B=1, kv=64, H=64), Shape(B=2, kv=200, H=64, S=2), Shape(B=1, kv=513, H=128)]
+
+    def cases() -> Iterator[Case]:
+        for shape in shapes:
+            key = f"gluon under ConSan: {shape}"
+            yield (
+                key,
+                lambda shape=shape, key=key: checked(  # type: ignore[misc]
+                    problem(shape, run.device, seed_of(key), how="varied", causal=shape.S > 1), "gluon"
+                ),
+            )
+
+    run.cases(cases())
+
+
+def section(run: Run) -> None:
+    """Features and special cases first (each once), then the matrix."""
+    special: list[Case] = [
+        ("triton: separate values", lambda: separate_values(run)),
+        ("triton: float32 query", lambda: float32_query(run)),
+        *((f"batch invariance h{H}", lambda H=H: batch_invariance(run, H)) for H in (16, 128)),  # type: ignore[misc]
+        *((f"{k}: graph replay", lambda k=k: graph_replay(run, k)) for k in ("triton", "gluon")),  # type: ignore[misc]
+        *((f"{k}: repeated", lambda k=k: repeated(run, k)) for k in ("triton", "gluon")),  # type: ignore[misc]
+        ("triton: large offsets", lambda: large_offsets(run)),
+    ]
+    run.cases(itertools.chain(special, features(run), matrix(run)))

@@ -1,0 +1,197 @@
+"""How fast are the kernels: time, bytes/s, FLOP/s and the ratio to this card's own floor, beside peers, in turns.
+
+The floor of a problem is max(bytes / copy bandwidth, FLOPs / rate of a bfloat16 matrix product), both measured on the
+card in the section ``floors``; bytes are the cache, the queries and the outputs, each once. No kernel runs faster,
+except where the cache of one problem fits the L2 and was not flushed, which is why it is flushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.common import table
+from benchmarks.gpu import timing
+from benchmarks.gpu.cases import Problem, Shape
+from benchmarks.gpu.common import Case, Row, Run, SkipError, Store, _short
+from benchmarks.gpu.correctness import compare_out, kernels_for, seed_of
+from benchmarks.gpu.peers import OTHER_NUMBERS, PEERS, where_timed
+
+OURS = ("triton", "gluon", "gluon splits")
+ROUNDS = 30
+SECONDS = 0.6  # of timing per shape
+HEADS = ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2))
+FIRST = (  # what the targets of the project speak of, and one shape for each regime
+    (128, 4096, 16, 1), (128, 4096, 128, 1), (64, 4096, 64, 1), (1, 32768, 128, 1),
+    (32, 4096, 32, 1), (1, 32768, 16, 1), (128, 8192, 128, 1), (32, 8192, 16, 1),
+    (128, 4096, 128, 2), (1, 4096, 128, 1), (8, 4096, 128, 1), (8, 4096, 16, 1),
+)  # fmt: skip
+
+
+# Requests of very different lengths: heads, query tokens, lengths. The first is ThunderMLA's batch (Hazy Research).
+RAGGED = ((16, 4, (4641, 45118, 1730, 1696)), (128, 1, tuple(512 << (i % 7) for i in range(32))))
+
+
+def ragged(dry: bool) -> list[tuple[Shape, tuple[int, ...]]]:
+    """What splits by request are bad at, and a batch cut into equal amounts of work is made for."""
+    wanted = RAGGED if not dry else ((4, 1, (70, 3)),)
+    return [(Shape(B=len(lens), kv=max(lens), H=H, S=S), lens) for H, S, lens in wanted]
+
+
+def shapes(dry: bool) -> list[Shape]:
+    """The grid of kernels.md 1b, the shapes that matter most first."""
+    if dry:
+        return [Shape(B=2, kv=70, H=4), Shape(B=1, kv=70, H=2, S=2)]
+    grid = [(b, kv, h, s) for kv in (4096, 1024, 8192, 32768, 131072) for b in (32, 1, 128, 8, 64) for h, s in HEADS]
+    return [Shape(B=b, kv=kv, H=h, S=s) for b, kv, h, s in dict.fromkeys([*FIRST, *grid])]
+
+
+class Pool:
+    """One allocation of random pages for all shapes; requests own random ones of it."""
+
+    def __init__(self, run: Run, shapes: list[Shape]) -> None:
+        self.run = run
+        free = torch.cuda.mem_get_info()[0] if run.device.type == "cuda" else 1 << 22
+        wanted = max(s.B * s.pages for s in shapes)
+        self.pages = min(wanted, int(0.4 * free) // (64 * 576 * 2))
+        self.kv = torch.empty(self.pages, 64, 576, dtype=torch.bfloat16, device=run.device)
+        for part in self.kv.split(4096):  # float32 of all of it at once would be twice the memory
+            part.copy_(0.1 * torch.randn(part.shape, device=run.device, dtype=torch.bfloat16))
+
+    def problem(self, shape: Shape, lens: tuple[int, ...] | None = None) -> Problem:
+        """Requests of these lengths (None: all full) over random pages."""
+        count = shape.B * shape.pages
+        if count > self.pages:
+            raise SkipError(f"needs {count} pages, {self.pages} fit in memory")
+        generator = torch.Generator(self.run.device).manual_seed(seed_of(str(shape)))
+        order = torch.randperm(self.pages, generator=generator, device=self.run.device)[:count]
+        query = 10 * torch.randn(
+            shape.B, shape.S, shape.H, 576, generator=generator, device=self.run.device, dtype=torch.float32
+        )
+        lengths = torch.tensor(lens or [shape.kv] * shape.B, dtype=torch.int32, device=self.run.device)
+        made = order.int().reshape(shape.B, shape.pages)
+        return Problem(shape, query.to(shape.dtype), self.kv, made, lengths, {"causal": shape.S > 1})
+
+
+def floors(run: Run) -> None:
+    """What this card reaches: copy and read bandwidth, a bfloat16 product, and the time of an empty graph."""
+    clock = timing.Clock(run.device)
+    run.cases(
+        [
+            ("copy", lambda: timing.copy_bandwidth(clock)),
+            ("read", lambda: timing.read_bandwidth(clock)),
+            ("matmul bfloat16", lambda: timing.matmul_rate(clock)),
+            ("empty graph", lambda: timing.empty_graph(clock)),
+        ]
+    )
+
+
+def measured_floors(store: Store) -> tuple[float, float]:
+    """Bytes/s and FLOP/s of the card, from the section ``floors``."""
+    rows = store.rows("floors")
+    try:
+        return rows["copy"]["bytes_per_s"], rows["matmul bfloat16"]["flop_per_s"]
+    except KeyError:
+        raise SystemExit("the section floors has to run before this one: --sections floors,...") from None
+
+
+def ours(posed: Problem) -> dict[str, Any]:
+    """Our kernels on this problem by name: ``triton``, and the forms of ``gluon`` that the plan takes."""
+    plans = {name: posed.plan(name) for name in reversed(kernels_for(posed.shape, posed.query.device))}
+    return {name: (lambda p=p: posed.ours(p)[0]) for name, p in plans.items()}
+
+
+def measure(
+    run: Run, clock: timing.Clock, pool: Pool, shape: Shape, blocked: set[str], lens: tuple[int, ...] | None = None
+) -> Row:
+    """One shape: every variant's first output against the truth, then all of them in turns."""
+    bandwidth, rate = measured_floors(run.store)
+    posed = pool.problem(shape, lens)
+    moved, flops = shape.cost(sum(lens) if lens else None)
+    floor = max(moved / bandwidth, flops / rate)
+    row: Row = {"bytes": moved, "flops": flops, "floor_us": 1e6 * floor, "bound": "c" if flops / rate == floor else "m"}
+    calls = {name: call for name, call in ours(posed).items() if name.split()[0] not in blocked}
+    row["plan"] = {name: str(posed.plan(name)) for name in calls}
+    row["absent"] = dict.fromkeys(blocked, "failed its correctness check")
+    for name, make in PEERS.items():
+        try:
+            where_timed(name, shape)
+            call = make(posed, run.peers.get(name))
+            call()
+            calls[name] = call
+        except SkipError as reason:
+            row["absent"][name] = str(reason)
+        except Exception as error:  # noqa: BLE001  (a peer that fails is left out, with the reason)
+            row["absent"][name] = _short(error)
+    _agree(posed, calls, row)
+    graphs = {}
+    for name, call in calls.items():
+        graphs[name], captured = clock.captured(call)
+        if not captured and clock.cuda:
+            row.setdefault("not_captured", []).append(name)
+    for name, seconds in clock.seconds(graphs, ROUNDS, 0.05 if run.dry else SECONDS).items():
+        found = timing.spread(seconds)
+        us = found["median"]
+        row[name] = {
+            **found, "TBps": round(moved / us / 1e6, 3), "TFLOPs": round(flops / us / 1e6, 1),
+            "over_floor": round(us / (1e6 * floor), 3),
+        }  # fmt: skip
+    for name in ours(posed):
+        if name in calls and shape.B <= 8:
+            row[name]["host_us"] = round(timing.host_cost(clock, calls[name]), 2)
+    return row
+
+
+def _agree(posed: Problem, calls: dict[str, Any], row: Row) -> None:
+    """Ours must be right, or nothing is timed; a peer that disagrees is left out."""
+    subset = posed.shape.B * posed.shape.kv * posed.shape.H * posed.shape.S > 1 << 28
+    want = None if subset else posed.truth()
+    mine = next((n for n in OURS if n in calls), None)
+    reference = want[0] if want is not None else (calls[mine]().double() if mine else None)
+    for name in list(calls):
+        if name in OTHER_NUMBERS or reference is None:
+            continue
+        got = calls[name]()
+        found = compare_out(got, reference, posed.shape.dtype)
+        row.setdefault("error", {})[name] = found.get("out_relative", found.get("error"))
+        if found.get("status") == "failed":
+            if name in OURS:
+                raise AssertionError(f"{name} is wrong: {found['error']}")
+            row["absent"][name] = f"disagrees: {found['error']}"
+            del calls[name]
+
+
+def section(run: Run, blocked: set[str]) -> None:
+    """The grid; ``blocked`` are kernels of ours that failed their correctness check."""
+    clock = timing.Clock(run.device)
+    wanted, uneven = shapes(run.dry), ragged(run.dry)
+    pool = Pool(run, [*wanted, *(shape for shape, _ in uneven)])
+
+    def cases() -> Iterator[Case]:
+        first = len(FIRST)
+        for shape in wanted[:first]:
+            yield str(shape), lambda shape=shape: measure(run, clock, pool, shape, blocked)  # type: ignore[misc]
+        for shape, lens in uneven:
+            key = f"ragged {shape}"
+            yield key, lambda s=shape, n=lens: measure(run, clock, pool, s, blocked, n)  # type: ignore[misc]
+        for shape in wanted[first:]:
+            yield str(shape), lambda shape=shape: measure(run, clock, pool, shape, blocked)  # type: ignore[misc]
+
+    run.cases(cases())
+
+
+def summary(store: Store) -> str:
+    """A line per shape: the floor, microseconds (ratio to the floor) of each variant, and the rates of our best."""
+    rows = {key: row for key, row in store.rows("kernels").items() if row["status"] == "ok"}
+    names = [n for n in (*OURS, *PEERS) if any(n in row for row in rows.values())]
+    lines = []
+    for key, row in rows.items():
+        best = min((row[n] for n in OURS if n in row), key=lambda r: r["median"], default=None)
+        shown = [f"{row[n]['median']:.1f} ({row[n]['over_floor']:.2f})" if n in row else "" for n in names]
+        rates = [f"{best['TBps']:.2f}", f"{best['TFLOPs']:.0f}"] if best else ["", ""]
+        lines.append([key, f"{row['floor_us']:.1f} {row['bound']}", *shown, *rates])
+    absent = {name: why for row in rows.values() for name, why in row["absent"].items() if name not in names}
+    text = table(lines, ["shape", "floor us", *(f"{n} us" for n in names), "TB/s", "TFLOP/s"])
+    return text + "".join(f"\n  not timed: {name}: {why}" for name, why in absent.items())
