@@ -54,7 +54,7 @@ def test_import_costs_little_beyond_torch():
         "before = set(sys.modules)\n"
         "import mla_compile\n"
         "modules = set(sys.modules) - before\n"
-        "assert not [m for m in modules if m.startswith('mla_compile') and m.endswith(('_triton', '_gluon'))]\\n"
+        "assert not [m for m in modules if m.startswith('mla_compile') and m.endswith(('_triton', '_gluon'))]\n"
         "new = {name.split('.')[0] for name in modules}\n"
         "print(sorted(new & {'transformers', 'typer', 'rich', 'triton', 'onnx', 'sympy'}), "
         "torch.ops.mla_compile.decode_attention.default)"
