@@ -26,6 +26,47 @@ def sink_factor(sinks, head, total, lse2, valid):
 
 
 @triton.jit
+def merge(part, part_lse, first, step, pieces, columns, width, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr):
+    """``(acc, total, lse2)`` of one row: the sums above and its LSE in base 2; acc / total is the row of ``out``.
+
+    The row of piece i is ``first + i * step`` (int64) of part f32 [..,width] and part_lse f32 [..]; columns: a block of
+    BLOCK_V. Pieces are taken BLOCK_S at a time from 0 on, and empty ones add exact zeros, so the result of a request
+    does not depend on how many there are. ``part`` is read for pieces that saw something only.
+    """
+    top = tl.full([], LOWEST, tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for begin in range(0, pieces, BLOCK_S):
+        piece = begin + tl.arange(0, BLOCK_S)
+        row = first + piece.to(tl.int64) * step
+        b_lse = tl.load(part_lse + row, mask=piece < pieces, other=float("-inf"))  # [BLOCK_S]
+        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN is a result too
+        b_part = tl.load(
+            part + row[:, None] * width + columns[None, :], mask=live[:, None] & (columns < width)[None, :], other=0.0
+        )  # [BLOCK_S,BLOCK_V]
+        new_top = tl.maximum(top, tl.max(b_lse, 0))
+        decay = tl.exp2(top - new_top)
+        weight = tl.exp2(b_lse - new_top)
+        acc = acc * decay + tl.sum(weight[:, None] * b_part, 0)
+        total = total * decay + tl.sum(weight, 0)
+        top = new_top
+    some = (total > 0.0) | (total != total)
+    return acc, total, top + tl.log2(tl.where(some, total, 1.0))
+
+
+@triton.jit
+def finish(acc, total, lse2, sinks, out, lse, row, columns, width, H, WRITE_LSE):
+    """Writes a merged row of out [rows,width] and lse f32 [rows] (natural logarithm); empty rows: 0, minus infinity."""
+    some = (total > 0.0) | (total != total)
+    b_out = acc * (1.0 / tl.where(some, total, 1.0))
+    if sinks is not None:
+        b_out = b_out * sink_factor(sinks, row % H, total, lse2, row >= 0)
+    tl.store(out + row.to(tl.int64) * width + columns, b_out.to(out.dtype.element_ty), mask=columns < width)
+    if WRITE_LSE:
+        tl.store(lse + row, tl.where(some, lse2 * LN2, float("-inf")))
+
+
+@triton.jit
 def combine(
     part,
     part_lse,
@@ -41,38 +82,12 @@ def combine(
 ):
     """Part f32 [NS,B*M,V], part_lse f32 [NS,B*M], both contiguous -> out [B*M,V], lse f32 [B*M] (natural logarithm).
 
-    Grid (B*M, cdiv(V, BLOCK_V)). Blocks of BLOCK_S splits from split 0 on: empty splits past the last live one add
-    exact zeros, so the result of a request does not depend on how many there are. ``part`` is read for live splits
-    only.
+    Grid (B*M, cdiv(V, BLOCK_V)).
     """
     if PDL:  # launched while the attention kernel drains: its results are complete from here on
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
-    rows = tl.num_programs(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    top = tl.full([], LOWEST, tl.float32)
-    total = tl.zeros([], tl.float32)
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    for first in range(0, NS, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        part_row = split.to(tl.int64) * rows + row
-        b_lse = tl.load(part_lse + part_row, mask=split < NS, other=float("-inf"))  # [BLOCK_S]
-        live = (b_lse > float("-inf")) | (b_lse != b_lse)  # NaN is a result too
-        b_part = tl.load(
-            part + part_row[:, None] * V + v[None, :], mask=live[:, None] & (v < V)[None, :], other=0.0
-        )  # [BLOCK_S,BLOCK_V]
-        new_top = tl.maximum(top, tl.max(b_lse, 0))
-        decay = tl.exp2(top - new_top)
-        weight = tl.exp2(b_lse - new_top)
-        acc = acc * decay + tl.sum(weight[:, None] * b_part, 0)
-        total = total * decay + tl.sum(weight, 0)
-        top = new_top
-    seen = (total > 0.0) | (total != total)
-    lse2 = top + tl.log2(tl.where(seen, total, 1.0))
-    scale = 1.0 / tl.where(seen, total, 1.0)
-    b_out = acc * scale
-    if sinks is not None:
-        b_out = b_out * sink_factor(sinks, row % H, total, lse2, row >= 0)
-    tl.store(out + row.to(tl.int64) * V + v, b_out.to(out.dtype.element_ty), mask=v < V)
-    if tl.program_id(1) == 0:
-        tl.store(lse + row, tl.where(seen, lse2 * LN2, float("-inf")))
+    rows = tl.num_programs(0).to(tl.int64)
+    acc, total, lse2 = merge(part, part_lse, row.to(tl.int64), rows, NS, v, V, BLOCK_S, BLOCK_V)
+    finish(acc, total, lse2, sinks, out, lse, row, v, V, H, tl.program_id(1) == 0)

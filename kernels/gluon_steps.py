@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_compile.kernels import schedule
 from mla_compile.kernels.plan import MIN_SPLIT, Device, Plan
-from mla_compile.kernels.steps import COMBINE_COLUMNS, COMBINE_SPLITS, TYPES, Call, Step, _combine
+from mla_compile.kernels.steps import COMBINE_COLUMNS, COMBINE_SPLITS, TYPES, Call, Step, combine_step
 
 LATENT, ROPE, BLOCK = 512, 64, 64
 SMEM = 220 * 1024  # bytes: query 72 KB, two stages of 72 KB, statistics and barriers 2 KB, and room to align
@@ -132,7 +132,7 @@ def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -
         return (attention,)
     import mla_compile.kernels.combine_triton as combine_kernels
 
-    return attention, _combine(call, plan, combine_kernels.combine)
+    return attention, combine_step(call, plan, combine_kernels.combine)
 
 
 def _attention(call: Call, plan: Plan, device: Device, least: int) -> GluonStep:

@@ -6,9 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mla_compile.kernels.combine_triton import sink_factor
+from mla_compile.kernels.combine_triton import finish, merge
 from mla_compile.kernels.schedule import BLOCK, OVERHEAD
-from mla_compile.kernels.tiles_triton import LN2, LOWEST
 
 PARTS = 8  # partitions that one program places: it compares each with every request
 
@@ -90,7 +89,7 @@ def combine_slots(
 ):
     """Part f32 [slots,M,V], part_lse f32 [slots,M] in base 2 -> rows of out [B*M,V] and lse f32 [B*M] of cut requests.
 
-    The arithmetic of combine_triton.py. Requests in one partition have their result already. Grid (B*M, V // BLOCK_V).
+    Requests in one partition have their result already. Grid (B*M, V // BLOCK_V).
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -100,27 +99,5 @@ def combine_slots(
     if pieces > 1:
         v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         base = tl.load(first + b).to(tl.int64) * M + row % M
-        top = tl.full([], LOWEST, tl.float32)
-        total = tl.zeros([], tl.float32)
-        acc = tl.zeros([BLOCK_V], tl.float32)
-        for begin in range(0, pieces, BLOCK_S):
-            piece = begin + tl.arange(0, BLOCK_S)
-            part_row = base + piece.to(tl.int64) * M
-            b_lse = tl.load(part_lse + part_row, mask=piece < pieces, other=float("-inf"))  # [BLOCK_S]
-            live = (b_lse > float("-inf")) | (b_lse != b_lse)
-            p_part = part + part_row[:, None] * V + v[None, :]  # [BLOCK_S,BLOCK_V]
-            b_part = tl.load(p_part, mask=live[:, None], other=0.0)
-            new_top = tl.maximum(top, tl.max(b_lse, 0))
-            decay = tl.exp2(top - new_top)
-            weight = tl.exp2(b_lse - new_top)
-            acc = acc * decay + tl.sum(weight[:, None] * b_part, 0)
-            total = total * decay + tl.sum(weight, 0)
-            top = new_top
-        seen = (total > 0.0) | (total != total)
-        lse2 = top + tl.log2(tl.where(seen, total, 1.0))
-        b_out = acc / tl.where(seen, total, 1.0)
-        if sinks is not None:
-            b_out = b_out * sink_factor(sinks, row % H, total, lse2, row >= 0)
-        tl.store(out + row.to(tl.int64) * V + v, b_out.to(out.dtype.element_ty))
-        if tl.program_id(1) == 0:
-            tl.store(lse + row, tl.where(seen, lse2 * LN2, float("-inf")))
+        acc, total, lse2 = merge(part, part_lse, base, M, pieces, v, V, BLOCK_S, BLOCK_V)
+        finish(acc, total, lse2, sinks, out, lse, row, v, V, H, tl.program_id(1) == 0)

@@ -211,7 +211,7 @@ def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
     found.append(_attention(call, plan, device, decode_kernels.attend, max(1, tokens // plan.block_n)))
     if plan.splits > 1:
-        found.append(_combine(call, plan, combine_kernels.combine))
+        found.append(combine_step(call, plan, combine_kernels.combine))
     return tuple(found)
 
 
@@ -378,7 +378,8 @@ def _attention(call: Call, plan: Plan, device: Device, fn: Any, least: int) -> S
     return to.step("attend", fn, (plan.row_blocks(z.S * z.H), plan.splits, z.B), options)
 
 
-def _combine(call: Call, plan: Plan, fn: Any) -> Step:
+def combine_step(call: Call, plan: Plan, fn: Any) -> Step:
+    """The launch that puts the splits of every request together."""
     z = call.sizes
     to = _Arguments()
     to.scratch("part", "part", "*fp32")
