@@ -217,7 +217,7 @@ def test_a_static_cache_is_written_in_place_without_a_copy_of_it() -> None:
     address = cache.data_ptr()
     with torch.no_grad():
         compiled(cache, torch.tensor([3]), new)
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             compiled(cache, torch.tensor([5]), new)
     step_bytes = [event.cpu_memory_usage for event in profile.key_averages() if event.cpu_memory_usage > 0]
     assert sum(step_bytes) < cache.numel() * 4 / 4
