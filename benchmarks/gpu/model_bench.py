@@ -18,6 +18,7 @@ from benchmarks.common import MODELS, build, median_ratio, table
 from benchmarks.gpu import timing
 from benchmarks.gpu.common import Case, Row, Run, Store, _short
 from benchmarks.gpu.kernels_bench import measured_floors
+from mla_compile.backend import mla
 
 CAPACITY = 32769
 USED = (1024, 32768)
@@ -65,12 +66,13 @@ class Bench:
     def calls(self) -> dict[str, Callable[..., Any]]:
         """The variants by name. Without a GPU nothing is compiled and there are no graphs."""
         if self.run.dry:
-            mla = torch.compile(self.model, backend="mla", options={"codegen": "eager"})
-            return {"eager": self.model, "inductor": torch.compile(self.model, backend="eager"), "mla": mla}
+            own = torch.compile(self.model, backend=mla, options={"codegen": "eager"})
+            return {"eager": self.model, "inductor": torch.compile(self.model, backend="eager"), "mla": own}
         compiled: dict[str, Callable[..., Any]] = {"eager": self.model}
-        for backend in ("inductor", "mla"):
-            compiled[backend] = torch.compile(self.model, backend=backend)
-            compiled[f"{backend} graphs"] = torch.compile(self.model, backend=backend, mode="reduce-overhead")
+        # Not by its name: a checkout that is not installed has no entry point.
+        for name, backend in (("inductor", "inductor"), ("mla", mla)):
+            compiled[name] = torch.compile(self.model, backend=backend)
+            compiled[f"{name} graphs"] = torch.compile(self.model, backend=backend, mode="reduce-overhead")
         return compiled
 
     def inputs(self, tokens: int) -> dict[str, Any]:
