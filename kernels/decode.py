@@ -165,7 +165,7 @@ def run_dense(
     if launch.suits(query, latent):
         if mask is not None and mask.dtype == torch.float64:
             mask = reference.additive_mask(mask, torch.float32)
-        given = launch.Arguments(
+        given = launch.Call(
             query, latent, rope, values, mask, None, seq_lens, sinks, kv_scale, scale, causal, softcap, window
         )
         with contextlib.suppress(NoPlanError):  # rows too wide for this device: said once, by the launch
@@ -217,7 +217,7 @@ def run_paged(
     if check or (seq_lens.device.type == "cpu" and block_table.device.type == "cpu"):
         checks.check_values(seq_lens, block_table, latent_pages.shape[1], latent_pages.shape[0])
     if fast:
-        given = launch.Arguments(
+        given = launch.Call(
             query, latent_pages, rope_pages, None, None, block_table, seq_lens, sinks, kv_scale, scale, causal, softcap,
             window,
         )  # fmt: skip

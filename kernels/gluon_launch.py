@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_compile.kernels.bind import bind
 from mla_compile.kernels.gluon_steps import Box, GluonStep
 
 LOG = logging.getLogger("mla_compile.kernels")
@@ -73,7 +74,7 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Callable[[
     kernel = compiled(step, index)
     if kernel is None:
         return None
-    run = kernel[step.grid]
+    run = bind(kernel, step.grid)
     given = {**step.scalars, **step.constants}
     template = [given.get(name) for name in step.fn.arg_names]
     position = {name: i for i, name in enumerate(step.fn.arg_names)}
@@ -86,7 +87,7 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Callable[[
             arguments[i] = addresses[place]
         for i, place, box in described:
             arguments[i] = descriptor(box, addresses[place])
-        run(*arguments, stream=stream)
+        run(stream, arguments)
 
     return go
 

@@ -21,33 +21,16 @@ import torch
 from torch import Tensor
 
 from mla_compile.kernels import gluon_launch, gluon_steps
+from mla_compile.kernels.bind import bind
 from mla_compile.kernels.plan import Device, NoPlanError, Plan, check, plan
 from mla_compile.kernels.steps import Call, Step, read_mask_bytes, scratch, steps
 
-__all__ = ["Arguments", "Device", "Plan", "available", "call_of", "chosen_plan", "clear", "launch", "steps"]
+__all__ = ["Call", "Device", "Plan", "available", "chosen_plan", "clear", "launch", "steps"]
 
 LOG = logging.getLogger("mla_compile.kernels")
 REMEMBERED = 1024  # kinds of call; a cache that grows by a token a step is a new kind each time
 _TENSORS = ("query", "latent", "rope", "values", "mask", "table", "lengths", "sinks", "kv_scale")
 Launch = Callable[[int, list[int]], None]  # stream, addresses
-
-
-class Arguments(NamedTuple):
-    """The tensors of a call in the order of their addresses, then its numbers. See :class:`steps.Call`."""
-
-    query: Tensor
-    latent: Tensor
-    rope: Tensor | None = None
-    values: Tensor | None = None
-    mask: Tensor | None = None
-    table: Tensor | None = None
-    seq_lens: Tensor | None = None
-    sinks: Tensor | None = None
-    kv_scale: Tensor | None = None
-    scale: float = 1.0
-    causal: bool = False
-    softcap: float = 0.0
-    window: int = 0
 
 
 class _Bound(NamedTuple):
@@ -93,7 +76,7 @@ def suits(query: Tensor, latent: Tensor) -> bool:
 
 
 def launch(
-    given: Arguments,
+    given: Call,
     check_call: Callable[[], None],
     *,
     num_splits: int = 0,
@@ -128,7 +111,7 @@ def launch(
 
 def _run(
     key: Any,
-    given: Arguments,
+    given: Call,
     addresses: list[int],
     index: int,
     check_call: Callable[[], None],
@@ -139,18 +122,17 @@ def _run(
     bound = _bound.get(key)
     if bound is None:
         check_call()
-        call = call_of(given)
         device = Device.of(given.query.device)
         try:
-            picked = chosen_plan(call, device, num_splits=num_splits, deterministic=deterministic, chosen=chosen)
+            picked = chosen_plan(given, device, num_splits=num_splits, deterministic=deterministic, chosen=chosen)
         except NoPlanError as error:
             _say_once(str(error))
             raise
         asked = bool(num_splits) or chosen is not None
-        bound = _bind_gluon(call, picked, device, index, asked) if picked.kernel == "gluon" else None
+        bound = _bind_gluon(given, picked, device, index, asked) if picked.kernel == "gluon" else None
         if bound is None and picked.kernel == "gluon":
-            picked = chosen_plan(call, device, num_splits=num_splits, deterministic=deterministic, gluon=False)
-        bound = bound or _bind(call, picked, device, index, asked)
+            picked = chosen_plan(given, device, num_splits=num_splits, deterministic=deterministic, gluon=False)
+        bound = bound or _bind(given, picked, device, index, asked)
         if len(_bound) >= REMEMBERED:
             _bound.clear()
         _bound[key] = bound
@@ -160,11 +142,6 @@ def _run(
     for one in bound.launches:
         one(stream, addresses)
     return made[0], made[1]
-
-
-def call_of(given: Arguments) -> Call:
-    """The description that plans and launches are made from."""
-    return Call(*given)
 
 
 def chosen_plan(
@@ -241,7 +218,7 @@ def _bind_gluon(call: Call, picked: Plan, device: Device, index: int, asked: boo
 def _launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
     """A function that launches a step over a list of addresses."""
     try:
-        run = _compile(step, index)[step.grid]
+        run = bind(_compile(step, index), step.grid)
     except (ImportError, AttributeError, TypeError) as error:  # what a Triton with other internals raises
         LOG.info("%s: launched through Triton's normal entry (%s: %s)", step.name, type(error).__name__, error)
         return _normal_launch(step, places, index)
@@ -253,7 +230,7 @@ def _launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
         arguments = template.copy()
         for i, place in slots:
             arguments[i] = addresses[place]
-        run(*arguments, stream=stream)
+        run(stream, arguments)
 
     return go
 

@@ -36,12 +36,8 @@ TYPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """The checked arguments of one call. ``latent`` and ``rope`` are [B,T,*], or [P,page,*] where ``table`` is given.
-
-    ``mask`` is 4-D and bool or float; a stride of 0 counts as a broadcast axis. ``kv_scale`` is [] or [B,T] / [P,page].
-    """
+class Arguments(NamedTuple):
+    """The tensors of a call in the order of their addresses, then its numbers."""
 
     query: Tensor
     latent: Tensor
@@ -56,6 +52,13 @@ class Call:
     causal: bool = False
     softcap: float = 0.0
     window: int = 0
+
+
+class Call(Arguments):
+    """The checked arguments of one call. ``latent`` and ``rope`` are [B,T,*], or [P,page,*] where ``table`` is given.
+
+    ``mask`` is 4-D and bool or float; a stride of 0 counts as a broadcast axis. ``kv_scale`` is [] or [B,T] / [P,page].
+    """
 
     @cached_property
     def sizes(self) -> Sizes:

@@ -2,6 +2,7 @@
 
 normalize          first, so that every later pass sees one spelling;
 find_attention,
+unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
 absorb             rewrites the sites that were judged legal and worth it;
 verify             checks each distinct rewrite against float64 while the original is still at hand;
@@ -116,7 +117,7 @@ def _run_once(
     clock.run("normalize", lambda: normalize(graph), int)
     weights = weight_nodes(graph, program.weights)
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
-    lost = unfollowed(graph, weights, sites)
+    lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, sites), lambda _: 0)
     maps = LinearMaps(weights, program.fake_mode)
     device = default_device(_device_type(program.gm))
     # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any

@@ -274,7 +274,7 @@ def _request(call: Call, b: int, capacity: int) -> Call:
         table = torch.full((1, pages), -1, dtype=torch.int32)
         kept = min(pages, call.table.shape[1])
         table[:, :kept] = call.table[one, :kept]
-        return replace(call, query=call.query[one], table=table, seq_lens=call.seq_lens[one])
+        return call._replace(query=call.query[one], table=table, seq_lens=call.seq_lens[one])
 
     def cut(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -286,7 +286,7 @@ def _request(call: Call, b: int, capacity: int) -> Call:
 
     latent = cut(call.latent)
     assert latent is not None
-    return replace(call, query=call.query[one], latent=latent, rope=cut(call.rope), seq_lens=call.seq_lens[one])
+    return call._replace(query=call.query[one], latent=latent, rope=cut(call.rope), seq_lens=call.seq_lens[one])
 
 
 def far_rows(paged: bool) -> None:

@@ -307,7 +307,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def call(**changed: Any) -> Call:
     rows = meta(8, 4096, 576)
-    return replace(Call(meta(8, 1, 16, 576), rows[..., :512], rows[..., 512:], scale=0.1), **changed)
+    return Call(meta(8, 1, 16, 576), rows[..., :512], rows[..., 512:], scale=0.1)._replace(**changed)
 
 
 PLAN = Plan("triton", 16, 32, 4, 3, 4, None, 0)
@@ -450,9 +450,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     launch.clear()
 
 
-def small(**changed: Any) -> launch.Arguments:
+def small(**changed: Any) -> launch.Call:
     rows = torch.zeros(2, 300, 40, dtype=torch.bfloat16)
-    given = launch.Arguments(torch.zeros(2, 1, 4, 40, dtype=torch.bfloat16), rows[..., :32], rows[..., 32:], scale=0.5)
+    given = launch.Call(torch.zeros(2, 1, 4, 40, dtype=torch.bfloat16), rows[..., :32], rows[..., 32:], scale=0.5)
     return given._replace(**changed)
 
 
@@ -520,3 +520,36 @@ def test_a_triton_of_other_internals_is_used_by_its_normal_entry(driver: FakeDri
         if name not in ("out", "lse"):
             got = normal[name]
             assert (got.data_ptr() if hasattr(got, "data_ptr") else got) == value, name
+
+
+class Loaded:
+    """Stands for a compiled kernel: tells which way it was launched."""
+
+    function, packed_metadata = 7, (8,)
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *arguments, stream: self.seen.append(("entry", grid, stream, arguments))
+
+    def run(self, *given: Any) -> None:
+        self.seen.append(("run", *given))
+
+
+def test_a_bound_launch_tells_profilers_only_where_there_is_one():
+    pytest.importorskip("triton")
+    from triton import knobs
+
+    from mla_compile.kernels.bind import bind
+
+    kernel = Loaded()
+    go = bind(kernel, (1, 2, 3))
+    go(5, [10, 11])
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        go(5, [10, 11])
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    direct = ("run", 1, 2, 3, 5, 7, (8,), None, None, None, 10, 11)
+    assert kernel.seen == [direct, ("entry", (1, 2, 3), 5, (10, 11))]
