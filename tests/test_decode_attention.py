@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,10 +34,13 @@ PATHS = ["tiles", "vectors", "torch"]  # the native kernel with and without AMX,
 
 
 def native() -> cpu_native.Library:
-    """The native kernel; skips the test where there is none."""
+    """The native kernel; skips the test where there is no compiler for it, and fails where there is one."""
     library = cpu_native.load()
     if library is None:
-        pytest.skip("the native kernel could not be built here: no C++ compiler?")
+        compilers = (os.environ.get("CXX"), "g++", "clang++")
+        if os.environ.get("MLA_COMPILE_NATIVE") == "0" or not any(c and shutil.which(c) for c in compilers):
+            pytest.skip("no native kernel here: no C++ compiler, or switched off")
+        pytest.fail("there is a C++ compiler, and the native kernel was not built; the log has the reason")
     return library
 
 
