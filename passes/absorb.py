@@ -205,6 +205,8 @@ class Rewriter:
                 mask = self.builder.cast(mask, torch.promote_types(val(mask).dtype, torch.float32))
                 if term.scale != 1.0:
                     mask = self.builder.call(aten.mul.Tensor, mask, term.scale)
+                if term.dtype is not None:
+                    mask = self.builder.cast(self.builder.cast(mask, term.dtype), wide(term.dtype))
                 added = mask if added is None else self.builder.call(aten.add.Tensor, added, mask)
                 continue
             mask = self.builder.cast(mask, torch.bool)

@@ -123,8 +123,24 @@ def _product(node: fx.Node) -> Scores | None:
 
 
 def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(args_of(node)[0])
-    return scores if scores is None or val(node).dtype.is_floating_point else None
+    source = args_of(node)[0]
+    scores = tracer.trace(source)
+    if scores is None or not val(node).dtype.is_floating_point:
+        return None
+    return _converted(scores, val(source).dtype, val(node).dtype)
+
+
+def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
+    """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
+    if old == new or scores.softmax:
+        return scores
+    narrower = new if torch.finfo(new).max < torch.finfo(old).max else None
+    masks = (replace(m, fill=_rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
+    return replace(scores, masks=tuple(masks))
+
+
+def _rounded(fill: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(fill, dtype=torch.float64).to(dtype))
 
 
 def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -184,7 +200,8 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     if not isinstance(b, (int, float)) or scores.softmax:
         return scores.opened("scores or probabilities are multiplied by a tensor")
     by = 1.0 / b if packet(node) is aten.div else float(b)
-    masks = tuple(replace(m, scale=m.scale * by, fill=m.fill * by) for m in scores.masks)
+    dtype = val(node).dtype
+    masks = tuple(replace(m, scale=m.scale * by, fill=_rounded(m.fill * by, dtype)) for m in scores.masks)
     return replace(scores, scale=scores.scale * by, masks=masks)
 
 
@@ -248,7 +265,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     if number is None or scores.softmax:
         return scores.opened("scores are replaced by a tensor")
     operand = Operand(mask, align_right(mask, scores.axes))
-    return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=number)))
+    return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=_rounded(number, val(node).dtype))))
 
 
 def _constant(value: object) -> float | None:
@@ -267,6 +284,7 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(args_of(node)[0])
     if scores is None or scores.softmax:
         return None
+    scores = _converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
     scores = scores.opened("the softmax runs over more than the keys") if scores.padded else scores
     shorter = {p.longer: p.own for p in scores.padded}

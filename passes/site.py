@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import fx
 
 from mla_compile.passes.atoms import Axes, Axis, Split, substitute
@@ -47,13 +48,15 @@ class MaskTerm:
     """A term of the scores that does not depend on q and k.
 
     ``add``: the tensor times ``scale`` is added. ``keep``: scores stay where the boolean is True, elsewhere ``fill``.
-    ``drop``: the opposite.
+    ``drop``: the opposite. ``dtype``: one the masked scores are converted to that cannot hold every number of the
+    operand's, so that a finite mask may become infinite.
     """
 
     kind: Literal["add", "keep", "drop"]
     operand: Operand
     scale: float = 1.0
     fill: float = float("-inf")
+    dtype: torch.dtype | None = None
 
     def split(self, split: Split) -> MaskTerm:
         return replace(self, operand=self.operand.split(split))
