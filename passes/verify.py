@@ -237,7 +237,8 @@ class _Run:
         value = node.meta["val"]
         if not is_tensor(node):
             return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
-        width = max(1, int(value.shape[-1])) if value.dim() else 1
+        # Not int(): that would fix a symbolic size to the traced one for good.
+        width = max(1, _number(size(value.shape[-1]), self.sizes)) if value.dim() else 1
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
         return self._cast(_draw(node, self.sizes, width**-0.5, generator))
 
