@@ -23,6 +23,7 @@ def link_tree(root: Path) -> Path:
     package.mkdir(parents=True)
     for source in [*(root / "mla_compile").glob("*.py"), root / "mla_compile" / "py.typed"]:
         (package / source.name).symlink_to(source)
+    (package / "onnx").symlink_to(root / "mla_compile" / "onnx", target_is_directory=True)
     for folder in ("passes", "kernels"):
         (package / folder).symlink_to(root / folder, target_is_directory=True)
     return tree

@@ -5,6 +5,7 @@ Three doors lead to the same passes::
     fast = mla_compile.optimize(model)            # a module that shares the model's weights
     step = torch.compile(model, backend="mla")    # through the entry point, without importing this package
     report = mla_compile.explain(model, *inputs)  # what would be done, and why not where it would not
+    mla_compile.export_onnx(model, "model_dir")   # absorbed decode graphs for any ONNX Runtime
 
 The names below are the whole public interface. They are imported on first use: what a program does not call costs it
 nothing at import. Importing the package registers its ops, so that a saved graph which uses them loads.
@@ -23,25 +24,29 @@ if not (_here / "passes").is_dir():
 
 from mla_compile.errors import (  # noqa: E402  (the search path above comes first)
     CaptureError,
+    ExportError,
     InputError,
     MlaCompileError,
     MlaCompileWarning,
+    ModelFileError,
     OptionError,
     WeightError,
 )
+from mla_compile.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from mla_compile.api import explain, optimize
+    from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
     from mla_compile.report import Report, SiteReport
 
-__version__ = "0.1.0"
-
 __all__ = [
     "CaptureError",
+    "ExportError",
     "InputError",
     "MlaCompileError",
     "MlaCompileWarning",
+    "ModelFileError",
     "OptionError",
     "Options",
     "Report",
@@ -49,6 +54,7 @@ __all__ = [
     "WeightError",
     "__version__",
     "explain",
+    "export_onnx",
     "optimize",
 ]
 
@@ -59,6 +65,7 @@ _OWNERS = {
     "Report": "mla_compile.report",
     "SiteReport": "mla_compile.report",
     "explain": "mla_compile.api",
+    "export_onnx": "mla_compile.onnx.export",
     "optimize": "mla_compile.api",
 }
 

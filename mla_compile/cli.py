@@ -13,6 +13,8 @@ from rich.table import Table
 
 import mla_compile
 from mla_compile import demo as demo_
+from mla_compile.cli_export import export
+from mla_compile.cli_run import run
 from mla_compile.errors import MlaCompileError
 
 app = typer.Typer(
@@ -23,6 +25,10 @@ app = typer.Typer(
 )
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
+
+
+app.command()(export)
+app.command()(run)
 
 
 def _version(wanted: bool) -> None:

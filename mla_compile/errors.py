@@ -38,6 +38,14 @@ class VerificationError(MlaCompileError, RuntimeError):
     """A rewritten attention differs from the original by more than rounding (raised only in strict mode)."""
 
 
+class ExportError(MlaCompileError, RuntimeError):
+    """A model could not be exported to ONNX; nothing was written to the path that was asked for."""
+
+
+class ModelFileError(MlaCompileError, RuntimeError):
+    """An exported model, one of its files, or a native library that cannot be used here."""
+
+
 class MlaCompileWarning(UserWarning):
     """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: results are right, speed is not."""
 

@@ -91,15 +91,17 @@ class _Clock:
         return result
 
 
-def run(program: Program, options: Options, name: str = "") -> Outcome:
+def run(program: Program, options: Options, name: str = "", *, frozen: bool = False) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
+
+    ``frozen``: its weights will not change any more, so that folding them costs nothing in a call.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
     """
     failed: dict[str, str] = {}
     while True:
-        outcome, checks = _run_once(program, options, name, failed)
+        outcome, checks = _run_once(program, options, name, failed, frozen)
         new = {node: check.problem for node, check in checks.items() if check.problem is not None}
         if not new:
             return outcome
@@ -109,7 +111,7 @@ def run(program: Program, options: Options, name: str = "") -> Outcome:
 
 
 def _run_once(
-    captured: Program, options: Options, name: str, failed: Mapping[str, str]
+    captured: Program, options: Options, name: str, failed: Mapping[str, str], frozen: bool
 ) -> tuple[Outcome, dict[str, Check]]:
     program = captured.copy()
     graph = program.gm.graph
@@ -122,7 +124,7 @@ def _run_once(
     device = default_device(_device_type(program.gm))
     # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any
     # fold saves: with that cost counted, "auto" comes out as "never" for all dims.
-    folding = "never" if options.fold == "auto" else options.fold
+    folding = "never" if options.fold == "auto" and not frozen else options.fold
     verdicts = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
     verdicts = [
         replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v

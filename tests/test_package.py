@@ -15,9 +15,11 @@ import mla_compile
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = {
     "CaptureError",
+    "ExportError",
     "InputError",
     "MlaCompileError",
     "MlaCompileWarning",
+    "ModelFileError",
     "OptionError",
     "Options",
     "Report",
@@ -25,6 +27,7 @@ PUBLIC = {
     "WeightError",
     "__version__",
     "explain",
+    "export_onnx",
     "optimize",
 }
 
@@ -42,7 +45,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_every_error_is_of_one_family():
-    for name in ("CaptureError", "InputError", "OptionError", "WeightError"):
+    for name in ("CaptureError", "ExportError", "InputError", "ModelFileError", "OptionError", "WeightError"):
         assert issubclass(getattr(mla_compile, name), mla_compile.MlaCompileError)
     assert issubclass(mla_compile.MlaCompileWarning, UserWarning)
 
@@ -56,7 +59,7 @@ def test_import_costs_little_beyond_torch():
         "modules = set(sys.modules) - before\n"
         "assert not [m for m in modules if m.startswith('mla_compile') and m.endswith(('_triton', '_gluon'))]\n"
         "new = {name.split('.')[0] for name in modules}\n"
-        "print(sorted(new & {'transformers', 'typer', 'rich', 'triton', 'onnx', 'sympy'}), "
+        "print(sorted(new & {'transformers', 'typer', 'rich', 'triton', 'onnx', 'onnxruntime', 'sympy'}), "
         "torch.ops.mla_compile.decode_attention.default)"
     )
     out = _python(code)
@@ -99,7 +102,7 @@ def test_backend_is_listed_and_found_by_torch_without_importing_us():
 
 # Imports point one way: a module imports its own layer and the layers below it, never one above.
 LAYERS = (
-    ("dims", "errors"),
+    ("dims", "errors", "version"),
     ("kernels",),
     ("ops",),
     ("codes", "records", "grouping", "report", "program", "options"),
@@ -110,8 +113,11 @@ LAYERS = (
     ("backend",),
     ("forward", "trace"),
     ("api",),
+    ("onnx",),
+    ("sources",),
     ("__init__",),
     ("demo",),
+    ("cli_export", "cli_run"),
     ("cli",),
     ("__main__",),
 )
@@ -122,7 +128,7 @@ def _modules() -> dict[str, Path]:
     """Every module of the package by its dotted name, wherever its file lies."""
     package = Path(mla_compile.__file__).parent
     found = {f"mla_compile.{p.stem}": p for p in package.glob("*.py")}
-    for folder in ("passes", "kernels"):
+    for folder in ("onnx", "passes", "kernels"):
         home = package / folder if (package / folder).is_dir() else package.parent / folder
         found |= {
             ".".join(("mla_compile", folder, *p.relative_to(home).with_suffix("").parts)): p for p in home.rglob("*.py")

@@ -1,0 +1,263 @@
+"""From a converted graph to a finished ONNX model: named, in its profile, with its function and its metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from mla_compile.onnx.convert import Converted
+from mla_compile.onnx.function import Signature, function
+from mla_compile.onnx.interface import (
+    Append,
+    Site,
+    attention_nodes,
+    cache_names,
+    find_append,
+    rename,
+    sites,
+)
+from mla_compile.onnx.op import DOMAIN, VERSION
+from mla_compile.onnx.paged import DOMAIN as DOMAIN_PAGED
+from mla_compile.onnx.paged import in_pages
+from mla_compile.onnx.profiles import Profile, halves, in_place
+from mla_compile.version import __version__
+
+
+@dataclass(frozen=True)
+class CacheIO:
+    """One cache as the finished graph has it; ``grows``: along axis 1 (genai: 2)."""
+
+    past: str
+    present: str
+    grows: bool
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What the positions of a converted graph's inputs mean: three of tokens, then caches, as the outputs after logits.
+
+    ``fallback``: names for caches that no attention reads.
+    """
+
+    fallback: tuple[str, ...]
+    grows: tuple[bool, ...]
+
+
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+
+
+def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
+    """Finishes the graph in place; ``names``: of the caches, from the decode graph for the prefill graph beside it."""
+    model, graph = converted.model, converted.model.graph
+    dims = _dims(graph, wires)
+    inputs, outputs = list(graph.inputs), len(graph.outputs)
+    appends = [find_append(graph, inputs[3 + i], 1 + i) if grows else None for i, grows in enumerate(wires.grows)]
+    presents = [a.present if a else graph.outputs[1 + i] for i, a in enumerate(appends)]
+    found = sites(graph, presents)
+    if names is None:
+        names = cache_names(found, len(presents), wires.fallback)
+    assert outputs == 1 + len(names)
+    growing = [a for a in appends if a is not None]
+    if profile.name == "inplace":
+        in_place(graph, growing, (inputs[1], 1), (inputs[0], 1))
+        dims |= {dims_key: "capacity" for dims_key, name in dims.items() if name == "past"}
+    caches: list[CacheIO]
+    rename(graph.inputs[:3], TOKENS, _tokens_dims(dims))
+    rename(graph.outputs[:1], ["logits"], _tokens_dims(dims))
+    if profile.name == "genai":
+        caches = _as_halves(graph, growing, found, dims)
+    elif profile.name == "ort-paged":
+        caches = [CacheIO(str(p.name), str(q.name), True, _shape(p, 1)) for p, q in in_pages(graph, growing, found)]
+        model.opset_imports[DOMAIN_PAGED] = 1
+        for value in (*graph.inputs[:2], graph.outputs[0]):
+            assert value.shape is not None
+            value.shape = ir.Shape([1, "tokens", *value.shape[2:]])
+    else:
+        rename(graph.inputs[3:], [f"past_{n}" for n in names], dims)
+        rename(graph.outputs[1:], [f"present_{n}" for n in names], dims | _capacity(dims, profile))
+        caches = [
+            CacheIO(f"past_{n}", f"present_{n}", g, _shape(graph.inputs[3 + i], 1 if g else None))
+            for i, (n, g) in enumerate(zip(names, wires.grows, strict=True))
+        ]
+    finish(converted, profile, strip="model.")
+    return caches
+
+
+def _as_halves(
+    graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site], dims: Mapping[str, str]
+) -> list[CacheIO]:
+    pairs = halves(graph, appends, found)
+    del graph.inputs[3:]
+    for past, present in pairs:
+        rename([past], [str(past.name)], dims)
+        rename([present], [str(present.name)], dims)
+        graph.inputs.append(past)
+        graph.outputs.append(present)
+    graph.sort()
+    return [CacheIO(str(p.name), str(q.name), True, _shape(p, 2)) for p, q in pairs]
+
+
+def _dims(graph: ir.Graph, wires: Wires) -> dict[str, str]:
+    """Torch's symbols -> names for people."""
+    ids, mask = graph.inputs[0], graph.inputs[1]
+    assert ids.shape is not None
+    assert mask.shape is not None
+    named = [(ids.shape[0], "batch"), (ids.shape[1], "query"), (mask.shape[1], "total")]
+    for value, grows in zip(graph.inputs[3:], wires.grows, strict=True):
+        if grows and value.shape is not None:
+            named.append((value.shape[1], "past"))
+    found = {d.value: n for d, n in named if isinstance(d, ir.SymbolicDim) and d.value is not None}
+    past, query = (next((k for k, n in found.items() if n == name), None) for name in ("past", "query"))
+    if past is not None:
+        new = query if query is not None else "1"
+        found |= {f"{past} + {new}": "total", f"{new} + {past}": "total"}
+    return found
+
+
+def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
+    return {k: "past" if n == "capacity" else n for k, n in dims.items()}
+
+
+def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
+    """In place, the output is the buffer that went in."""
+    return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.name == "inplace" else {}
+
+
+def _shape(value: ir.Value, axis: int | None) -> tuple[int | None, ...]:
+    assert value.shape is not None
+    return tuple(None if i in (0, axis) or not isinstance(d, int) else d for i, d in enumerate(value.shape))
+
+
+def attach_functions(model: ir.Model) -> None:
+    """One function for each signature of the model's attention nodes; overloads where there are several."""
+    opset = model.opset_imports[""]
+    signatures: dict[Signature, list[ir.Node]] = {}
+    for node in attention_nodes(model.graph):
+        signatures.setdefault(signature(node), []).append(node)
+    for number, (shape, nodes) in enumerate(signatures.items()):
+        overload = f"v{number}" if number else ""
+        added = ir.from_proto(function(shape, opset, overload))
+        model.functions[added.identifier()] = added
+        for node in nodes:
+            node.overload = overload
+    if signatures:
+        model.opset_imports[DOMAIN] = VERSION
+
+
+def signature(node: ir.Node) -> Signature:
+    """What decides the body of the function for a node."""
+    given = [*node.inputs, *[None] * 7][:7]
+    query, latent, rope, mask, seq_lens, sinks, values = given
+    assert query is not None
+    assert latent is not None
+
+    def width(value: ir.Value | None) -> int:
+        if value is None:
+            return 0
+        assert value.shape is not None
+        return int(value.shape[len(value.shape) - 1])
+
+    def attribute(name: str) -> float:
+        found = node.attributes.get(name)
+        return 0.0 if found is None else float(found.value)
+
+    producer = latent.producer()
+    return Signature(
+        query_dtype=int(query.dtype or latent.dtype or 1),
+        dtype=int(latent.dtype or 1),
+        La=width(latent),
+        Lb=width(rope),
+        mask=None if mask is None else int(mask.dtype or 9),
+        trimmed=producer is not None and producer.op_type == "TensorScatter",
+        seq_lens=seq_lens is not None,
+        sinks=sinks is not None,
+        values=values is not None,
+        causal=bool(attribute("causal")),
+        softcap=attribute("softcap") > 0,
+        window=attribute("window") > 0,
+        value_width=int(attribute("value_width")),
+        lse=len(node.outputs) > 1,
+    )
+
+
+def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
+    """What every exported graph gets: its function, readable names of weights, metadata, and nothing of this machine.
+
+    ``strip``: a prefix of the weights' names that is not the model's own.
+    """
+    model, report = converted.model, converted.report
+    graph = model.graph
+    for node in attention_nodes(graph):
+        if len(node.outputs) > 1 and not node.outputs[1].uses():
+            node.resize_outputs(1)
+        for name in [n for n in ("causal", "softcap", "window") if n in node.attributes]:
+            if not node.attributes[name].value:
+                del node.attributes[name]
+    _name_weights(graph, converted.weights, converted.state, strip)
+    attach_functions(model)
+    _clean(model)
+    model.producer_name, model.producer_version = "mla_compile", __version__
+    model.graph.name = "mla_compile"
+    model.metadata_props["mla_compile.profile"] = profile.name
+    model.metadata_props["mla_compile.op_version"] = str(VERSION)
+    model.metadata_props["mla_compile.attention"] = json.dumps(
+        [
+            {"H": s.dims.H, "L": s.dims.L, "R": s.dims.R, "N": s.dims.N, "V": s.dims.V, "form": s.form}
+            for s in report.sites
+            if s.dims is not None
+        ]
+    )
+
+
+def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str, torch.Tensor], strip: str) -> None:
+    """The names weights have in the model, without the prefix of what wrapped it; also those that were transposed."""
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in state.items():
+        if tensor.dim() == 2 and not tensor.is_meta:
+            by_shape.setdefault(tuple(tensor.shape), []).append(name)
+    taken: set[str] = set()
+    for value in list(graph.initializers.values()):
+        old = str(value.name)
+        name = baked.get(old, old)
+        if name not in state and value.const_value is not None and len(value.const_value.shape) == 2:
+            array = value.const_value.numpy()
+            same = [n for n in by_shape.get(array.shape[::-1], []) if _is_transposed(array, state[n])]
+            name = f"{same[0]}.transposed" if same and name == old else name
+        name = name.removeprefix(strip)
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        if name != old:
+            value.name = name
+
+
+def _is_transposed(array: np.ndarray[Any, Any], weight: torch.Tensor) -> bool:
+    if weight.dtype == torch.bfloat16 or array.shape[0] == 0:
+        return bool(weight.numel()) and array.tobytes() == weight.t().contiguous().view(torch.int16).numpy().tobytes()
+    other = weight.detach().cpu().numpy().T
+    return bool(array.dtype == other.dtype and np.array_equal(array[0], other[0]) and np.array_equal(array, other))
+
+
+def _clean(model: ir.Model) -> None:
+    """No source lines, no paths of the machine it was made on; no shapes inside that the runtime infers itself."""
+    graph = model.graph
+    kept = {*graph.inputs, *graph.outputs, *(v for n in attention_nodes(graph) for v in (*n.inputs, *n.outputs))}
+    for node in graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value not in kept:
+                value.shape = None
+    for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
+        value.metadata_props.clear()
+        value.doc_string = None
+    model.metadata_props.clear()
+    graph.metadata_props.clear()

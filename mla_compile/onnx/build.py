@@ -1,0 +1,297 @@
+"""Builds the native library of the ONNX operator: ``python -m mla_compile.onnx.build``.
+
+One shared library with a CPU kernel and, for CUDA, our Triton kernels as machine code: compiled here without a GPU,
+embedded, and launched by a host part in C. It needs Triton and a C compiler, no CUDA toolkit and no header of ONNX
+Runtime; where it is used it needs neither Triton nor torch. ``native.py`` decides whether a session should have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import ExportError, MlaCompileError, ModelFileError, OptionError, nearest
+from mla_compile.kernels.plan import PRESETS, NoPlanError
+from mla_compile.onnx import cubins
+from mla_compile.onnx.cubins import Cubin
+from mla_compile.onnx.native import API_VERSION, NAME, OP_VERSION, default_folder
+from mla_compile.onnx.variants import DTYPES, FLOAT, MASKS, TUNED, Dims, Variant, variants
+from mla_compile.version import __version__
+
+SOURCES = Path(__file__).with_name("csrc")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+_ELEMENTS = {"float32": "ORT_FLOAT", "float16": "ORT_FLOAT16", "bfloat16": "ORT_BFLOAT16"}
+_ROLES = {"attend": "ATTEND", "scan_mask": "SCAN", "list_tiles": "LIST", "combine": "COMBINE"}
+_MASKS = dict(zip(MASKS, ("NO_MASK", "LISTED_MASK", "BOOL_MASK", "FLOAT_MASK"), strict=True))
+_FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wl,--no-undefined")
+_ALIGNMENT = 64  # of a kernel's image
+Say = Callable[[str], None]
+
+
+def build_library(
+    output: str | Path | None = None,
+    *,
+    archs: Sequence[str] = ARCHITECTURES,
+    dims: Sequence[Dims] = TUNED,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    jobs: int = 1,
+    cache: str | Path | None = None,
+    say: Say | None = None,
+) -> Path:
+    """Compile the kernels for every architecture, dtype and dims, and link the library; returns its path.
+
+    ``output`` is a folder (default: the one that ``native.find`` looks into). ``jobs`` processes compile side by side;
+    with more than one, a script that calls this needs ``if __name__ == "__main__"``. ``cache`` keeps compiled kernels
+    (default: beside that folder). ``say`` is called with a line for each kernel. The library appears whole or not at
+    all.
+
+    Raises :class:`OptionError` for an architecture, dtype or dims that cannot be, and :class:`ExportError` where Triton
+    or a C compiler is missing or fails.
+    """
+    for names, known in ((archs, PRESETS), (dtypes, DTYPES)):
+        for name in names:
+            if name not in known:
+                raise OptionError(f"build: {name!r} is unknown{nearest(name, known)}; expected {', '.join(known)}")
+    if not (archs and dims and dtypes):
+        raise OptionError("build: expected at least one architecture, one dtype and one pair of widths")
+    if sys.platform != "linux":
+        raise ExportError(f"build: the library is for Linux, this is {sys.platform}; build it there")
+    if importlib.util.find_spec("triton") is None:
+        raise ExportError("build: Triton compiles the kernels and is not installed: pip install 'mla-compile[triton]'")
+    compiler = _compiler()
+    folder = Path(output) if output is not None else default_folder()
+    kept = Path(cache) if cache is not None else default_folder() / "cubins"
+    try:
+        wanted = variants(tuple(archs), tuple(dtypes), tuple(dims))
+    except NoPlanError as error:
+        raise OptionError(f"build: {error}") from error
+    begin = time.perf_counter()
+    made = list(_compiled(wanted, kept, jobs, say or (lambda line: None)))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    _link(compiler, wanted, made, _manifest(archs, dims, dtypes, wanted, made), path)
+    if say is not None:
+        size, seconds = path.stat().st_size / 2**20, time.perf_counter() - begin
+        say(f"{path}: {len(made)} kernels, {size:.1f} MiB, {seconds:.0f} s")
+    return path
+
+
+def _compiler() -> list[str]:
+    command = (os.environ.get("CC") or "cc").split()
+    if shutil.which(command[0]) is None:
+        raise ExportError(
+            f"build: there is no C compiler {command[0]!r}; install one (gcc or clang) or name it in the environment "
+            "variable CC"
+        )
+    return command
+
+
+def _one(task: tuple[Variant, Path]) -> tuple[Cubin, bool, float]:
+    begin = time.perf_counter()
+    cubin, known = cubins.cubin(*task)
+    return cubin, known, time.perf_counter() - begin
+
+
+def _compiled(wanted: list[Variant], cache: Path, jobs: int, say: Say) -> Iterator[Cubin]:
+    tasks = [(variant, cache) for variant in wanted]
+    if jobs > 1:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            yield from _told(wanted, pool.map(_one, tasks), say)
+    else:
+        yield from _told(wanted, map(_one, tasks), say)
+
+
+def _told(wanted: list[Variant], done: Iterable[tuple[Cubin, bool, float]], say: Say) -> Iterator[Cubin]:
+    for i, (variant, (cubin, known, seconds)) in enumerate(zip(wanted, done, strict=True), 1):
+        spilled = f", {cubin.spilled} B spilled" if cubin.spilled else ""
+        took = "cached" if known else f"{seconds:.1f} s"
+        say(f"[{i}/{len(wanted)}] {variant}: {len(cubin.image) >> 10} KiB{spilled}, {took}")
+        yield cubin
+
+
+def _manifest(
+    archs: Sequence[str], dims: Sequence[Dims], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
+) -> dict[str, Any]:
+    import triton
+
+    sources = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        sources.update(path.name.encode() + b"\0" + path.read_bytes())
+    return {
+        "format": 1,
+        "domain": "mla_compile",
+        "op": "DecodeAttention",
+        "op_version": OP_VERSION,
+        "api_version": API_VERSION,
+        "version": __version__,
+        "triton": triton.__version__,
+        "archs": list(archs),
+        "dtypes": list(dtypes),
+        "dims": [
+            {"La": d.La, "Lb": d.Lb, "Lv": d.out, "values": d.Lv is not None, "softcap": d.softcap, "window": d.window}
+            for d in dims
+        ],
+        "masks": ["none", "bool", "float"],
+        "kernels": len(wanted),
+        "spilled": {str(v): c.spilled for v, c in zip(wanted, made, strict=True) if c.spilled},
+        "kernels_sha256": cubins.kernels_sha256(),
+        "sources_sha256": sources.hexdigest(),
+    }
+
+
+def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
+    """One entry of the host's table: what a variant is for, its plan's numbers, and where its machine code lies."""
+    dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
+    fields |= dict.fromkeys(
+        ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"
+    )
+    fields |= {"max_rows": "ANY", "block_n": "ANY"}
+    if variant.step == "attend":
+        fields |= {"dtype": _ELEMENTS[variant.dtype], "query": _ELEMENTS[variant.query], "mask": _MASKS[variant.mask]}
+        fields |= {name: str(n) for name, n in (("La", dims.La), ("Lb", dims.Lb), ("Lv", dims.out))}
+        flags = {"values": dims.Lv is not None, "softcap": dims.softcap, "window": dims.window}
+        flags |= {"causal": variant.causal, "direct": variant.direct}
+        fields |= {name: str(int(flag)) for name, flag in flags.items()}
+    elif variant.step == "scan_mask":
+        fields["dtype"] = _ELEMENTS[variant.dtype] if variant.mask == FLOAT else "ORT_BOOL"
+        fields |= {"causal": str(int(variant.causal)), "window": str(int(dims.window))}
+    elif variant.step == "combine":
+        fields |= {"dtype": _ELEMENTS[variant.query], "Lv": str(dims.out), "sinks": str(int(variant.sinks))}
+    if variant.step in ("attend", "scan_mask") and variant.tile is not None:
+        tile, row = variant.tile, variant.tile.row
+        fields |= {"max_rows": str(tile.max_rows) if variant.step == "attend" else "ANY", "smem": str(tile.smem)}
+        fields |= {"block_m": str(row.block_m), "block_n": str(row.block_n), "occupancy": str(row.occupancy)}
+        fields |= {"t0_us": repr(row.t0_us), "tile_us": repr(row.tile_us)}
+    fields |= {"name": json.dumps(cubin.name), "offset": str(offset), "bytes": str(len(cubin.image))}
+    fields |= {"shared": str(cubin.shared), "threads": str(cubin.threads), "spilled": str(cubin.spilled)}
+    fields |= {"count": str(len(variant.arguments())), "arguments": f"arguments_{number}"}
+    return "{" + ", ".join(f".{name} = {value}" for name, value in fields.items()) + "}"
+
+
+def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any]) -> tuple[str, bytes]:
+    """``table.c``, and the file of machine code that it includes."""
+    images, places = bytearray(), {}
+    for cubin in made:
+        if cubin.image not in places:
+            images += bytes(-len(images) % _ALIGNMENT)
+            places[cubin.image] = len(images)
+            images += cubin.image
+    lines = ['#include "kernels.h"', '#include "ort_api.h"', ""]
+    for number, variant in enumerate(wanted):
+        names = ", ".join(f"A_{name}" for name in variant.arguments())
+        lines.append(f"static const uint8_t arguments_{number}[] = {{{names}}};")
+    rows = [_row(v, c, places[c.image], i) for i, (v, c) in enumerate(zip(wanted, made, strict=True))]
+    lines += ["", "const Kernel mla_kernels[] = {", ",\n".join(f"  {row}" for row in rows), "};"]
+    lines += [f"const int mla_kernel_count = {len(rows)};"]
+    lines += ["const char mla_manifest[] =", f"  {_quoted(json.dumps(manifest, sort_keys=True))};"]
+    section = f".pushsection .rodata; .balign {_ALIGNMENT}; .globl mla_images; .hidden mla_images; mla_images:"
+    lines += [f'__asm__("{section} .incbin \\"images.bin\\"; .popsection");', ""]
+    return "\n".join(lines), bytes(images)
+
+
+def _quoted(text: str) -> str:
+    """A C string, in pieces that every compiler takes."""
+    pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
+    return "\n  ".join(json.dumps(piece) for piece in pieces)
+
+
+def _link(compiler: list[str], wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any], path: Path) -> None:
+    table, images = _table(wanted, made, manifest)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        Path(folder, "table.c").write_text(table)
+        Path(folder, "images.bin").write_bytes(images)
+        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
+        command = [*compiler, *_FLAGS, f"-I{SOURCES}", *sources, "table.c", "-o", NAME, "-ldl", "-lpthread", "-lm"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no message"]
+            reason = next((line for line in lines if "error" in line), lines[-1])
+            raise ExportError(f"build: {compiler[0]} failed ({reason}); a C11 compiler for Linux is needed")
+        os.replace(Path(folder, NAME), path)
+
+
+def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
+    """The dims and the dtype that a model directory needs; :class:`ModelFileError` where it cannot be read."""
+    path = Path(directory) / "mla_compile.json"
+    try:
+        manifest = json.loads(path.read_text())
+        nodes, dtype = manifest["attention"], str(manifest["dtype"])
+        found = [
+            Dims(
+                n["La"],
+                n["Lb"],
+                n["Lv"] if n.get("values", n["Lv"] != n["La"]) else None,
+                n["softcap"] > 0,
+                n["window"] > 0,
+            )
+            for n in nodes
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelFileError(f"{path} is no manifest of an exported model: {type(error).__name__}: {error}") from error
+    if manifest.get("profile") == "genai":
+        raise ModelFileError(
+            f"{directory}: rows in two halves are summed across both, which the CUDA kernels cannot; the function in "
+            "the file is used"
+        )
+    return tuple(dict.fromkeys(found)), dtype
+
+
+def _dims(text: str) -> Dims:
+    try:
+        widths = [int(part) for part in text.split(",")]
+    except ValueError:
+        widths = []
+    if len(widths) not in (2, 3):
+        raise OptionError(f"--dims {text!r}: expected La,Lb or La,Lb,Lv, as in 512,64")
+    return Dims(widths[0], widths[1], widths[2] if len(widths) == 3 else None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 1 with one line where the library cannot be built."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mla_compile.onnx.build", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--output", metavar="DIR", help=f"where {NAME} is written (default: {default_folder()})")
+    parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help=f"default: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--dims", nargs="+", metavar="La,Lb[,Lv]", help=f"default: {' '.join(map(str, TUNED))}")
+    parser.add_argument("--dtype", nargs="+", help=f"default: {' '.join(DTYPES)}")
+    parser.add_argument("--model", metavar="DIR", help="take dims and dtype from an exported model")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile")
+    given = parser.parse_args(arguments)
+    try:
+        dims: tuple[Dims, ...] = TUNED
+        dtypes = tuple(DTYPES)
+        if given.model:
+            dims, dtype = dims_of_model(given.model)
+            dtypes = (dtype,)
+        if given.dims:
+            dims = tuple(_dims(text) for text in given.dims)
+        build_library(
+            given.output, archs=given.arch, dims=dims, dtypes=given.dtype or dtypes, jobs=given.jobs, say=_line
+        )
+    except MlaCompileError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _line(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""A causal language model of transformers as one function of flat tensors: its caches found, its graph exported.
+
+Nothing is known about a model beyond the calling convention of transformers: ``input_ids``, ``attention_mask``,
+``position_ids`` and ``past_key_values`` go in, ``logits`` and ``past_key_values`` come out, and the cache is an object
+whose ``layers`` hold tensors. Which tensors, and which of their axes grows with the context, is seen by running it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from mla_compile.errors import ExportError, InputError
+from mla_compile.onnx.unroll import UnrolledExperts
+
+# Any sizes that differ from each other and from 1: torch.export takes equal sizes for one, and 1 for a constant.
+BATCH, QUERY, PAST = 2, 3, 7
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """One tensor of a cache: where it is kept, its axis of tokens (None: of fixed size), its shape for one batch entry.
+
+    A 4-D tensor with a single head is handled without that axis: ``squeezed``.
+    """
+
+    layer: int
+    attribute: str
+    key: int | None
+    axis: int | None
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+    squeezed: bool
+
+    def of(self, cache: Any) -> torch.Tensor:
+        """The tensor in a cache, as it goes in and out of the exported graph."""
+        tensor: torch.Tensor = _read(cache.layers[self.layer], self.attribute, self.key)
+        return tensor.squeeze(1) if self.squeezed else tensor
+
+    def put(self, cache: Any, tensor: torch.Tensor) -> None:
+        """Make ``tensor`` this tensor of the cache."""
+        layer = cache.layers[self.layer]
+        tensor = tensor.unsqueeze(1) if self.squeezed else tensor
+        if self.key is None:
+            setattr(layer, self.attribute, tensor)
+        else:
+            getattr(layer, self.attribute)[self.key] = tensor
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A model, the tensors of its cache, and a cache to copy for each trace."""
+
+    model: torch.nn.Module
+    caches: tuple[CacheTensor, ...]
+    template: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's weights (of the first that is a floating one)."""
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    def filled(self, tensors: Any) -> Any:
+        """A cache that holds ``tensors``; the template is copied, not written to."""
+        cache = copy.copy(self.template)
+        cache.layers = [_copied(layer) for layer in self.template.layers]
+        for entry, tensor in zip(self.caches, tensors, strict=True):
+            entry.put(cache, tensor)
+        return cache
+
+    def empty(self, batch: int, past: int = 0) -> list[torch.Tensor]:
+        """Cache tensors of zeros for ``past`` tokens."""
+        device = next(self.model.parameters()).device
+        return [
+            torch.zeros(batch, *(past if d is None else d for d in c.shape[1:]), dtype=c.dtype, device=device)
+            for c in self.caches
+        ]
+
+
+def wire(model: torch.nn.Module) -> CausalLM:
+    """Looks at a model's cache by running it twice on a few tokens.
+
+    Raises :class:`InputError` for a module that does not follow the convention, :class:`ExportError` for a cache whose
+    tensors cannot be told apart from outside.
+    """
+    names = inspect.signature(model.forward).parameters
+    missing = [n for n in ("input_ids", "attention_mask", "past_key_values") if n not in names]
+    if missing:
+        raise InputError(
+            f"{type(model).__name__}.forward takes no {', '.join(missing)}, so its inputs cannot be wired as those of "
+            "a causal language model of transformers; trace it with torch.export and export the ExportedProgram"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise ExportError(f"{type(model).__name__} has weights on the meta device; load the weights before exporting")
+    short, long = (_run(model, length) for length in (PAST - 2, PAST))
+    return CausalLM(model, tuple(_tensors(short, long)), long)
+
+
+def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bool = False) -> ExportedProgram:
+    """The model as an ExportedProgram of ``(input_ids, attention_mask, position_ids, *caches)``.
+
+    It returns ``(logits, *caches)``. ``last_only``: logits of the last token only, where the model can. ``experts``:
+    how its mixture of experts is computed meanwhile, where the model offers a choice. ``one_token``: traced for calls
+    of one query token.
+    """
+    query = 1 if one_token else QUERY
+    device = next(lm.model.parameters()).device
+    ids = torch.arange(3, 3 + BATCH * query, device=device).reshape(BATCH, query)
+    positions = torch.arange(PAST, PAST + query, device=device).repeat(BATCH, 1)
+    mask = torch.ones(BATCH, PAST + query, dtype=torch.long, device=device)
+    batch, tokens, past = Dim("batch"), Dim("query"), Dim("past", min=0)
+    new = {0: batch} if one_token else {0: batch, 1: tokens}
+    shapes = (
+        new,
+        {0: batch, 1: Dim.AUTO},
+        new,
+        [{0: batch} if c.axis is None else {0: batch, c.axis: past} for c in lm.caches],
+    )
+    wrapper = _Flat(lm, last_only and "logits_to_keep" in inspect.signature(lm.model.forward).parameters, one_token)
+    try:  # whatever tracing the user's model raises
+        with torch.no_grad(), _experts(lm.model, experts), _evaluating(lm.model), UnrolledExperts():
+            return torch.export.export(
+                wrapper, (ids, mask, positions, lm.empty(BATCH, PAST)), dynamic_shapes=shapes, strict=False
+            )
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "no message")
+        raise ExportError(
+            f"{type(lm.model).__name__} cannot be traced by torch.export: {type(error).__name__}: {first}"
+        ) from error
+
+
+class _Flat(torch.nn.Module):
+    def __init__(self, lm: CausalLM, last_only: bool, one_token: bool) -> None:
+        super().__init__()
+        self._one_token = one_token
+        self.model = lm.model
+        self._lm = (lm,)  # in a tuple: not a submodule
+        self._extra = {"logits_to_keep": 1} if last_only else {}
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        (lm,) = self._lm
+        # A state of fixed size may be written in place; what came in is still needed, and is the caller's.
+        given = [t.clone() if entry.axis is None else t for entry, t in zip(lm.caches, caches, strict=True)]
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=lm.filled(given),
+            use_cache=True,
+            **self._extra,
+        )
+        new = [entry.of(out.past_key_values) for entry in lm.caches]
+        if self._one_token:
+            # A padding token leaves a state of fixed size as it is; in longer calls the model sees to that itself.
+            real = attention_mask[:, -1] != 0
+            for i, entry in enumerate(lm.caches):
+                if entry.axis is None:
+                    new[i] = torch.where(real.view(-1, *[1] * (new[i].dim() - 1)), new[i], caches[i])
+        return out.logits, new
+
+
+def _run(model: torch.nn.Module, length: int) -> Any:
+    """The cache after a prompt of ``length`` tokens."""
+    device = next(model.parameters()).device
+    ids = torch.arange(3, 3 + BATCH * length, device=device).reshape(BATCH, length)
+    with torch.no_grad(), _evaluating(model):
+        try:  # whatever the user's model raises
+            cache = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values
+        except Exception as error:
+            raise ExportError(
+                f"{type(model).__name__} does not run on a prompt of {length} tokens: {type(error).__name__}: {error}"
+            ) from error
+    if not hasattr(cache, "layers"):
+        raise ExportError(
+            f"{type(model).__name__} keeps its cache in a {type(cache).__name__}, expected a transformers Cache with "
+            "layers; trace it with torch.export and export the ExportedProgram"
+        )
+    return cache
+
+
+def _tensors(short: Any, long: Any) -> Iterator[CacheTensor]:
+    for layer, (a, b) in enumerate(zip(short.layers, long.layers, strict=True)):
+        for attribute, key, x in _slots(a):
+            y = _read(b, attribute, key)
+            where = f"{attribute} of cache layer {layer}"
+            grown = [axis for axis, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n]
+            if x.dim() == 0:
+                continue  # a counter, of a layer that keeps its length as a tensor
+            if x.shape[0] != BATCH or len(grown) > 1 or 0 in grown:
+                raise ExportError(
+                    f"{where} has shape {list(x.shape)} after {PAST - 2} tokens and {list(y.shape)} after {PAST}, "
+                    f"batch {BATCH}: expected the batch first and one axis of tokens"
+                )
+            axis = grown[0] if grown else None
+            if axis is not None and (x.shape[axis], y.shape[axis]) != (PAST - 2, PAST):
+                raise ExportError(f"{where} has {y.shape[axis]} rows after {PAST} tokens, expected one row per token")
+            squeezed = axis is not None and y.dim() == 4 and axis == 2 and y.shape[1] == 1
+            shape = [None if i == axis else n for i, n in enumerate(y.shape)]
+            if squeezed:
+                del shape[1]
+                axis = 1
+            yield CacheTensor(layer, attribute, key, axis, (None, *shape[1:]), y.dtype, squeezed)
+
+
+def _slots(layer: Any) -> Iterator[tuple[str, int | None, torch.Tensor]]:
+    for name, value in vars(layer).items():
+        if isinstance(value, torch.Tensor):
+            yield name, None, value
+        elif isinstance(value, dict):
+            yield from ((name, key, v) for key, v in value.items() if isinstance(v, torch.Tensor))
+
+
+def _read(layer: Any, attribute: str, key: int | None) -> torch.Tensor:
+    value: Any = getattr(layer, attribute)
+    tensor: torch.Tensor = value if key is None else value[key]
+    return tensor
+
+
+def _copied(layer: Any) -> Any:
+    result = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, (dict, list)):
+            setattr(result, name, copy.copy(value))
+    return result
+
+
+@contextlib.contextmanager
+def _experts(model: Any, implementation: str) -> Iterator[None]:
+    """Compute mixtures of experts in the given way meanwhile, where the model lets its user choose."""
+    if not getattr(model, "_can_set_experts_implementation", lambda: False)():
+        yield
+        return
+    before = model.get_experts_implementation()
+    model.set_experts_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = {m for m in model.modules() if m.training}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,176 @@
+"""Complex numbers as pairs of reals: ONNX has operators for real numbers only.
+
+Before: ``view_as_real(view_as_complex(q) * polar(ones, angles))``, a rotary embedding written with complex numbers.
+
+After: products and sums of the two parts. A complex value of shape [...] becomes a real one of shape [..., 2].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.errors import ExportError
+from mla_compile.passes.graph import Builder, args_of, packet, remove_dead_code, val
+from mla_compile.program import Fold, Program
+
+aten = torch.ops.aten
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def split_complex(program: Program) -> int:
+    """Replaces every complex value of a program; returns how many there were.
+
+    Raises :class:`ExportError` for an operator on complex numbers that has no rule here.
+    """
+    graph = program.gm.graph
+    pairs: dict[fx.Node, fx.Node] = {}
+    found = [n for n in graph.nodes if _is_complex(n) or any(_is_complex(s) for s in n.all_input_nodes)]
+    for node in found:
+        if node.op == "output":
+            raise ExportError("the model returns a complex tensor, which ONNX graphs cannot; return its real view")
+        if node.op == "placeholder":
+            pairs[node] = _constant(program, node)
+            continue
+        rule = _RULES.get(packet(node))
+        if rule is None:
+            where = (node.meta.get("stack_trace") or "").strip().splitlines()
+            raise ExportError(
+                f"{node.target} on complex numbers ({node.name}) has no counterpart in ONNX"
+                + (f"; {where[-2].strip()}" if len(where) > 1 else "")
+            )
+        result = rule(_Step(node, Builder(node, program.fake_mode), pairs))
+        if _is_complex(node):
+            pairs[node] = result
+        else:
+            node.replace_all_uses_with(result)
+    for node in reversed(found):
+        if not node.users and node.op != "placeholder":
+            graph.erase_node(node)
+    remove_dead_code(graph)
+    return len(pairs)
+
+
+def _is_complex(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype.is_complex
+
+
+class _Step:
+    """One node to be replaced: its arguments as pairs, and the few verbs the rules need."""
+
+    def __init__(self, node: fx.Node, builder: Builder, pairs: Mapping[fx.Node, fx.Node]) -> None:
+        self.node = node
+        self.call = builder.call
+        self.pairs = pairs
+
+    def pair(self, index: int) -> fx.Node:
+        return self.pairs[args_of(self.node)[index]]
+
+    def part(self, pair: fx.Node, which: int) -> fx.Node:
+        return self.call(aten.select.int, pair, -1, which)
+
+    def join(self, real: fx.Node, imaginary: fx.Node) -> fx.Node:
+        parts = [self.call(aten.unsqueeze.default, part, -1) for part in (real, imaginary)]
+        return self.call(aten.cat.default, parts, -1)
+
+
+def _multiply(step: _Step) -> fx.Node:
+    a, b = args_of(step.node)[:2]
+    if not (_is_complex(a) and _is_complex(b)):
+        pair, other = (step.pairs[a], b) if _is_complex(a) else (step.pairs[b], a)
+        if isinstance(other, fx.Node) and isinstance(other.meta["val"], torch.Tensor):
+            other = step.call(aten.unsqueeze.default, other, -1)
+        return step.call(aten.mul.Tensor, pair, other)
+    ar, ai, br, bi = (step.part(step.pairs[n], k) for n in (a, b) for k in (0, 1))
+    mul, call = aten.mul.Tensor, step.call
+    real = call(aten.sub.Tensor, call(mul, ar, br), call(mul, ai, bi))
+    return step.join(real, call(aten.add.Tensor, call(mul, ar, bi), call(mul, ai, br)))
+
+
+def _polar(step: _Step) -> fx.Node:
+    size, angle = args_of(step.node)
+    cos, sin = (step.call(f, angle) for f in (aten.cos.default, aten.sin.default))
+    return step.join(*(step.call(aten.mul.Tensor, size, part) for part in (cos, sin)))
+
+
+def _conjugate(step: _Step) -> fx.Node:
+    pair = step.pair(0)
+    return step.join(step.part(pair, 0), step.call(aten.neg.default, step.part(pair, 1)))
+
+
+def _both(step: _Step) -> fx.Node:
+    """A sum or difference, part by part; a real operand has no imaginary part."""
+    a, b = args_of(step.node)[:2]
+    if not (_is_complex(a) and _is_complex(b)):
+        raise ExportError(f"{step.node.target} of a complex and a real number has no counterpart in ONNX")
+    return step.call(step.node.target, step.pairs[a], step.pairs[b])  # type: ignore[arg-type]  # an operator
+
+
+def _along(step: _Step) -> fx.Node:
+    """Operators that move elements: axes counted from the end move by one, shapes end with the pair."""
+    node = step.node
+    kind: Any = packet(node)
+    target: Any = node.target
+    source, *rest = args_of(node)
+    args: list[Any] = list(rest)
+    rank = val(source).dim()
+
+    def shifted(axis: int) -> int:
+        return axis + rank + (1 if kind is aten.unsqueeze else 0) if axis < 0 else axis
+
+    if kind in (aten.view, aten.reshape, aten.expand, aten._unsafe_view):
+        args[0] = [*args[0], -1 if kind is aten.expand else 2]
+    elif kind is aten.permute:
+        args[0] = [*(shifted(a) for a in args[0]), rank]
+    elif kind is aten.transpose:
+        args = [shifted(a) for a in args]
+    elif kind is aten.squeeze:  # without a list of axes it would take the pair's as well
+        given = range(rank) if not args else [args[0]] if isinstance(args[0], int) else args[0]
+        args = [[shifted(a) for a in given if val(source).shape[a] == 1]]
+        target = aten.squeeze.dims
+    elif args and isinstance(args[0], int):
+        args[0] = shifted(args[0])
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    if "dtype" in kwargs:
+        kwargs["dtype"] = _REAL[kwargs["dtype"]]
+    return step.call(target, step.pairs[source], *args, **kwargs)
+
+
+_RULES: Mapping[Any, Callable[[_Step], fx.Node]] = {
+    aten.view_as_complex: lambda s: args_of(s.node)[0],
+    aten.view_as_real: lambda s: s.pair(0),
+    aten.complex: lambda s: s.join(*args_of(s.node)[:2]),
+    aten.polar: _polar,
+    aten.mul: _multiply,
+    aten.add: _both,
+    aten.sub: _both,
+    aten.real: lambda s: s.part(s.pair(0), 0),
+    aten.imag: lambda s: s.part(s.pair(0), 1),
+    aten.conj: _conjugate,
+    aten._conj: _conjugate,
+    aten.sym_size: lambda s: s.call(s.node.target, s.pair(0), args_of(s.node)[1]),  # type: ignore[arg-type]
+    **dict.fromkeys(
+        (
+            aten.unsqueeze, aten.squeeze, aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.permute,
+            aten.transpose, aten.slice, aten.select, aten.clone, aten.contiguous, aten.alias, aten._to_copy, aten.index,
+            aten.index_select, aten.detach,
+        ),
+        _along,
+    ),
+}  # fmt: skip
+
+
+def _constant(program: Program, node: fx.Node) -> fx.Node:
+    """A complex weight as an input of pairs."""
+    if node.name not in program.weights:
+        raise ExportError(f"input {node.name!r} is complex; pass its real view (torch.view_as_real)")
+    name = node.name
+    with node.graph.inserting_after(list(node.graph.find_nodes(op="placeholder"))[-1]):
+        placeholder = node.graph.placeholder(f"pairs_{len(program.folds)}")
+    placeholder.meta["val"] = torch.view_as_real(val(node))
+    program.folds.append(Fold(placeholder.name, lambda live: torch.view_as_real(live[name].resolve_conj()), (name,)))
+    return placeholder

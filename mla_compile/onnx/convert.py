@@ -1,0 +1,126 @@
+"""From an ExportedProgram to an ONNX graph in the form that was asked for, by the same passes as everywhere.
+
+capture, the pipeline, then what only an export wants: weights in the shape in which they are multiplied, complex
+numbers as pairs; then torch's own exporter, with the attention operator translated to one node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from mla_compile import capture, pipeline, runtime
+from mla_compile.errors import ExportError
+from mla_compile.onnx.bake import bake_projections
+from mla_compile.onnx.complex_pairs import split_complex
+from mla_compile.onnx.op import translations
+from mla_compile.onnx.tidy import tidy
+from mla_compile.options import Options
+from mla_compile.passes.graph import packet
+from mla_compile.program import Program
+from mla_compile.report import Report
+
+aten = torch.ops.aten
+_MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy, operator.getitem)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An ONNX graph, what was done to the attentions in it, names for the weights that were baked, and the others."""
+
+    model: ir.Model
+    report: Report
+    weights: Mapping[str, str]
+    state: Mapping[str, torch.Tensor]
+
+
+def convert(exported: torch.export.ExportedProgram, options: Options, opset: int) -> Converted:
+    """``options.forms`` says which form. Raises :class:`ExportError` for an operator that ONNX does not have."""
+    program = capture.from_exported(exported)
+    tidy(program)
+    outcome = pipeline.run(program, options, frozen=True)
+    rewritten = outcome.program
+    with torch.no_grad():  # the operator refuses to be differentiated, and tracing it again would ask for that
+        origins = bake_projections(rewritten)
+        split_complex(rewritten)
+        names = _names(rewritten, origins)
+        return Converted(_to_onnx(_finished(rewritten), opset), outcome.report, names, exported.state_dict)
+
+
+def _finished(program: Program) -> torch.export.ExportedProgram:
+    return capture.to_exported(program, folded_values(program))
+
+
+def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Names for baked weights, from those that the weights have in the model."""
+    targets = {s.arg.name: s.target for s in program.original.graph_signature.input_specs if s.target is not None}
+    return {new: _baked_name(new, [targets.get(n, n) for n in nodes], program) for new, nodes in origins.items()}
+
+
+def folded_values(program: Program) -> dict[str, torch.Tensor]:
+    """The values of a program's folds, from its weights as they are now."""
+    live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
+    for fold in program.folds:
+        for name in fold.weights:
+            runtime.check_weight(name, program.weights.get(name))
+    return {fold.placeholder: runtime.compute(fold, live) for fold in program.folds}
+
+
+def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
+    """The weights a product was made from, and its side: what the queries meet is W_kc, what the attention gave W_v."""
+    given: set[fx.Node] = set()
+    (product,) = program.node(new).users
+    after = any(packet(n) is torch.ops.mla_compile.decode_attention for n in _nearest(product, given))
+    folded = len(targets) > 1
+    side = ("w_v_w_o" if folded else "w_v") if after else ("w_q_w_kc" if folded else "w_kc")
+    return f"{targets[0]}.{side}"
+
+
+def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
+    """What an operand was computed from, through operators that only move elements."""
+    for source in node.all_input_nodes:
+        if source not in seen and isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
+            seen.add(source)
+            yield source
+            if packet(source) in _MOVES:
+                yield from _nearest(source, seen)
+
+
+def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
+    said = io.StringIO()
+    try:  # the exporter raises its own errors, each with pages of advice
+        with _quiet(), contextlib.redirect_stdout(said):
+            program = torch.onnx.export(
+                exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
+            )
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        first = next(iter(str(cause).strip().splitlines()), "no message")
+        raise ExportError(f"the graph has no form in ONNX opset {opset}: {type(cause).__name__}: {first}") from error
+    assert program is not None
+    return program.model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter logs the operator libraries that it did not find."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,79 @@
+// Which kernel, and how many splits: kernels/plan.py in C, for what a library holds. Numbers are computed in the same
+// order as there, in double, so that both choose the same.
+
+#include <stddef.h>
+
+#include "kernels.h"
+#include "node.h"
+
+enum { MIN_SPLIT = 256, MAX_SPLITS = 128, KB = 1024 };
+static const double COMBINE_US = 2.0, L2_RATE = 8e12;
+
+static int fits(int asked, int has) { return asked == ANY || has == ANY || asked == has; }
+
+const Kernel* mla_find(const Kernel* r, int from) {
+  for (int i = from; i < mla_kernel_count; i++) {
+    const Kernel* k = mla_kernels + i;
+    if (k->role == r->role && fits(r->arch, k->arch) && fits(r->dtype, k->dtype) && fits(r->query, k->query) &&
+        fits(r->La, k->La) && fits(r->Lb, k->Lb) && fits(r->Lv, k->Lv) && fits(r->values, k->values) &&
+        fits(r->mask, k->mask) && fits(r->softcap, k->softcap) && fits(r->window, k->window) &&
+        fits(r->causal, k->causal) && fits(r->direct, k->direct) && fits(r->sinks, k->sinks) &&
+        fits(r->max_rows, k->max_rows) && fits(r->block_n, k->block_n))
+      return k;
+  }
+  return NULL;
+}
+
+const Kernel* mla_tile(const Kernel* request, int64_t rows) {
+  const Kernel* k = mla_find(request, 0);
+  while (k && k->max_rows && rows > k->max_rows) k = mla_find(request, (int)(k - mla_kernels) + 1);
+  return k;
+}
+
+static double usual_bandwidth(int arch) {  // kernels/devices.py
+  return arch >= 120   ? 1.8e12
+         : arch >= 100 ? 8.0e12
+         : arch >= 90  ? 4.3e12
+         : arch >= 89  ? 0.86e12
+         : arch >= 86  ? 0.6e12
+                       : 2.0e12;
+}
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+static int64_t padded(int64_t width) {
+  int64_t columns = 16;
+  while (columns < width) columns *= 2;
+  return width ? columns : 0;
+}
+
+static double microseconds(const Kernel* k, const Gpu* gpu, int64_t batch, int64_t rows, int64_t tiles,
+                           int64_t splits) {
+  const int64_t row_blocks = ceil_div(rows, k->block_m), room = (gpu->smem + KB) / (k->smem + KB);
+  const int64_t held = room < k->occupancy ? room : k->occupancy, per_sm = held > 1 ? held : 1;
+  const int64_t slots = gpu->multiprocessors * per_sm, blocks = batch * row_blocks * splits;
+  const int64_t separate = k->values ? padded(k->Lv) : 0, out = separate ? separate : padded(k->La);
+  const int64_t columns = padded(k->La) + padded(k->Lb) + separate;
+  const double readers = (double)(blocks < slots ? blocks : slots) / (double)row_blocks;
+  const double bandwidth = gpu->bandwidth > 0 ? gpu->bandwidth : usual_bandwidth(gpu->arch);
+  const double read = 1e6 * k->block_n * (double)columns * (double)mla_dtype_bytes(k->dtype) * readers / bandwidth;
+  double combine = 0;
+  if (splits > 1)
+    combine = COMBINE_US + 1e6 * 8 * (double)batch * (double)rows * (double)splits * (double)out / L2_RATE;
+  const double usual = k->tile_us * (double)columns / 576, tile = usual > read ? usual : read;
+  return (double)ceil_div(blocks, slots) * (k->t0_us + (double)ceil_div(tiles, splits) * tile) + combine;
+}
+
+int64_t mla_splits(const Kernel* k, const Gpu* gpu, int64_t batch, int64_t rows, int64_t tokens) {
+  const int64_t all = ceil_div(tokens, k->block_n), tiles = all > 1 ? all : 1;
+  int64_t most = tiles * k->block_n / MIN_SPLIT, best = 1;
+  most = most < 1 ? 1 : most > MAX_SPLITS ? MAX_SPLITS : most;
+  double least = 0;
+  for (int64_t splits = 1; splits <= most; splits++) {
+    const int64_t per = ceil_div(tiles, splits);
+    if (ceil_div(tiles, per) != splits) continue;  // some would be empty: fewer do the same work
+    const double time = microseconds(k, gpu, batch, rows, tiles, splits);
+    if (splits == 1 || time < 0.995 * least) best = splits, least = time;
+  }
+  return best;
+}

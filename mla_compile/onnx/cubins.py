@@ -1,0 +1,161 @@
+"""Compiles one kernel of a native library for an architecture, and checks that the host will launch it as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import ExportError
+from mla_compile.kernels import plan as planning
+from mla_compile.kernels.plan import PRESETS
+from mla_compile.onnx.variants import TUNED, Variant
+
+_HIDDEN = 2  # addresses that Triton appends to a kernel's parameters: its global and its profile scratch
+_BITS = {"i32": 32, "i64": 64, "fp32": 32}
+# Bytes of registers that a thread of a kernel of tuned dims may keep in memory, by what it reads of a mask. Without one
+# sm_90 keeps 16 at most; one that differs between rows lies beside the sums, and few query tokens at a time have one.
+SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
+_KERNELS = ("decode_triton.py", "combine_triton.py", "tiles_triton.py")
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel. ``shared`` and ``threads`` are of a launch; ``spilled`` bytes of each thread, -1: unknown."""
+
+    name: str
+    shared: int
+    threads: int
+    spilled: int
+    image: bytes
+
+
+@lru_cache(maxsize=1)
+def kernels_sha256() -> str:
+    """Of the sources of the kernels."""
+    digest = hashlib.sha256()
+    for name in _KERNELS:
+        digest.update(Path(planning.__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
+
+
+def key(variant: Variant) -> str:
+    """Names a compiled kernel: everything that it depends on."""
+    import triton
+
+    fn, *rest = variant.source()
+    text = "\0".join([kernels_sha256(), str(triton.__version__), variant.arch, fn.__name__, *map(str, rest)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def cubin(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
+    """The compiled kernel, and whether it came from ``cache`` (None: neither read nor written).
+
+    Raises :class:`ExportError` where Triton cannot compile it, or what it made is not what the host launches.
+    """
+    made, known = _cached(variant, cache)
+    if variant.dims in TUNED and made.spilled > SPILLED[variant.mask]:
+        raise ExportError(
+            f"build: {variant} keeps {made.spilled} bytes of registers in memory, at most {SPILLED[variant.mask]} are "
+            "put up with; use another Triton, from 3.6 to 3.7"
+        )
+    return made, known
+
+
+def _cached(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
+    if cache is None:
+        return _compiled(variant), False
+    image = cache / f"{key(variant)}.cubin"
+    about = image.with_suffix(".json")
+    if about.exists() and image.exists():
+        return Cubin(image=image.read_bytes(), **json.loads(about.read_text())), True
+    made = _compiled(variant)
+    cache.mkdir(parents=True, exist_ok=True)
+    facts = {name: value for name, value in asdict(made).items() if name != "image"}
+    for path, content in ((image, made.image), (about, json.dumps(facts).encode())):  # facts last: they say it is whole
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    return made, False
+
+
+def _compiled(variant: Variant) -> Cubin:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn, signature, constants, attributes, options = variant.source()
+    if type(fn).__name__ != "JITFunction":
+        raise ExportError("build: Triton interprets kernels in this process; unset TRITON_INTERPRET")
+    target = GPUTarget("cuda", int(variant.arch.removeprefix("sm_")), 32)
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # two thirds of the bytes, and the paths of this machine
+        try:
+            made = triton.compile(ASTSource(fn, signature, constants, attributes), target=target, options=options)
+        except Exception as error:  # compilers fail in many ways; each means that this kernel cannot be had here
+            raise ExportError(f"build: Triton {triton.__version__} does not compile {variant}: {error}") from error
+    passed = [signature[name] for name in fn.arg_names if signature[name] != "constexpr"]
+    problem = wrong_launch(made.asm["ptx"], passed, made.metadata, options["num_warps"], PRESETS[variant.arch].smem)
+    if problem:
+        raise ExportError(
+            f"build: {variant} as Triton {triton.__version__} compiles it is not what the library would launch: "
+            f"{problem}; use a Triton from 3.6 to 3.7"
+        )
+    return Cubin(
+        made.metadata.name,
+        int(made.metadata.shared),
+        32 * int(options["num_warps"]),
+        _spilled(made.asm["cubin"]),
+        made.asm["cubin"],
+    )
+
+
+def wrong_launch(ptx: str, passed: list[str], metadata: Any, num_warps: int, smem: int) -> str | None:
+    """What of a compiled kernel the host would get wrong; None where it is as expected.
+
+    ``passed`` are the types of the arguments in order (``*bf16``, ``i32``, ``i64``, ``fp32``). Two addresses that
+    Triton appends have to follow, for scratch of no bytes; nothing else would be there to be passed.
+    """
+    entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", ptx, re.DOTALL)
+    if entry is None or entry[1] != metadata.name:
+        return f"its entry is {entry[1] if entry else 'missing'}, expected {metadata.name}"
+    has = [int(bits) for bits in re.findall(r"\.param\s+\.[a-z]+(\d+)", entry[2])]
+    expected = [_BITS.get(kind, 64) for kind in passed] + [64] * _HIDDEN
+    if has != expected:
+        return f"its parameters have {has} bits, expected {expected}"
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, name, 0):
+            return f"{name} is {getattr(metadata, name)}, expected 0"
+    for name, value in (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False)):
+        if getattr(metadata, name, value) != value:
+            return f"{name} is {getattr(metadata, name)}, expected {value}"
+    threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", ptx)
+    if threads is None or int(threads[1]) != 32 * num_warps:
+        return f"it is for {threads[1] if threads else 'an unknown number of'} threads, expected {32 * num_warps}"
+    if metadata.shared > smem:
+        return f"it takes {metadata.shared} bytes of shared memory, the architecture has {smem}"
+    return None
+
+
+def _spilled(image: bytes) -> int:
+    """Bytes of registers that each thread keeps in memory; -1 where Triton came without its cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(image)
+        try:
+            done = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return -1
+    stack = re.search(r"STACK:(\d+)", done.stdout)
+    return int(stack[1]) if stack else -1

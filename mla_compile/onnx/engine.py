@@ -1,0 +1,172 @@
+"""ONNX Runtime: finding it, choosing where a model runs, and making its sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import ModelFileError, OptionError, nearest
+from mla_compile.onnx.manifest import Manifest
+
+Provider = str | tuple[str, Mapping[str, Any]]
+
+_PREFERRED = ("CUDAExecutionProvider", "CPUExecutionProvider")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a native library was registered, which one, and why or why not."""
+
+    library: Path | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.library or 'no native library'}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where caches live, in the words of OrtValue."""
+
+    type: str = "cpu"
+    id: int = 0
+
+
+def onnxruntime() -> Any:
+    """The module, imported now; :class:`ModelFileError` says what to install."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ModelFileError(
+            'running an exported model needs onnxruntime, which is not installed: pip install "mla-compile[onnx]" '
+            "(for CUDA also: pip install onnxruntime-gpu)"
+        ) from None
+    return onnxruntime
+
+
+def errors(ort: Any) -> tuple[type[Exception], ...]:
+    """The exceptions of ONNX Runtime, which have no base class; calls with io binding raise RuntimeError."""
+    state = vars(ort.capi.onnxruntime_pybind11_state)
+    return RuntimeError, *(kind for kind in state.values() if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, Any]]]:
+    """The execution providers to ask for, with their options: the wanted ones, else CUDA where it is there and CPU.
+
+    ``cuda`` stands for ``CUDAExecutionProvider``, and so on.
+    """
+    available = list(ort.get_available_providers())
+    if wanted is None:
+        return [(name, {}) for name in _PREFERRED if name in available]
+    pairs = [(entry, {}) if isinstance(entry, str) else (entry[0], dict(entry[1])) for entry in wanted]
+    if not pairs:
+        raise OptionError(f"providers is empty, expected some of {', '.join(available)}")
+    full = {name.removesuffix("ExecutionProvider").lower(): name for name in available}
+    pairs = [(full.get(name.lower(), name), options) for name, options in pairs]
+    for name, _ in pairs:
+        if name not in available:
+            raise OptionError(
+                f"provider {name!r} is not in this onnxruntime {ort.__version__}{nearest(name, available)}; "
+                f"it has {', '.join(available)} (CUDA: pip install onnxruntime-gpu)"
+            )
+    return pairs
+
+
+def working(
+    ort: Any, asked: Sequence[tuple[str, dict[str, Any]]], *, required: bool
+) -> list[tuple[str, dict[str, Any]]]:
+    """Those of ``asked`` that start on this machine.
+
+    ONNX Runtime goes on without a provider whose libraries are missing. A native library may only be registered where
+    its device is really there, so a graph of one node finds out first. ``required``: the user named them.
+    """
+    if all(name == "CPUExecutionProvider" for name, _ in asked):
+        return list(asked)
+    import onnx
+
+    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "probe", value[:1], value[1:])
+    probe = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    try:
+        started = ort.InferenceSession(probe.SerializeToString(), providers=list(asked)).get_providers()
+    except errors(ort) as error:
+        raise ModelFileError(f"onnxruntime cannot start {', '.join(name for name, _ in asked)}: {error}") from error
+    missing = [name for name, _ in asked if name not in started]
+    if missing and required:
+        raise ModelFileError(
+            f"{', '.join(missing)} does not start on this machine, onnxruntime fell back to {', '.join(started)}; "
+            "its driver or its CUDA libraries are missing, or name another provider"
+        )
+    return [(name, options) for name, options in asked if name in started]
+
+
+def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> Device:
+    """Where the caches belong: on the CUDA device where that provider comes first, else in main memory."""
+    name, options = providers[0]
+    return Device("cuda", int(options.get("device_id", 0))) if name == "CUDAExecutionProvider" else Device()
+
+
+def decide(
+    manifest: Manifest, providers: Sequence[str], device: Device, ort_version: str, library: str | Path | None
+) -> Decision:
+    """Whether to register a native library: ``"auto"`` looks for one, ``None`` never does, a path is that file.
+
+    A registered library replaces the function in the file without a way back, so it is registered only where it covers
+    every node. :class:`ModelFileError` where a library that was named cannot be used.
+    """
+    if library is None:
+        return Decision(None, "none was wanted")
+    if not manifest.attention:
+        return Decision(None, "the model has no attention node")
+    from mla_compile.onnx import native
+
+    named = library != "auto"
+    path = Path(library) if named else native.find()
+    if path is None:
+        return Decision(None, "none was found")
+    if not path.is_file():
+        raise ModelFileError(f"native library {path} is missing; build it, or leave the library out")
+    try:
+        found = native.inspect(path)
+        refusal = native.usable(found, manifest.attention, manifest.dtype, providers, ort_version, device=device.id)
+    except ModelFileError as error:
+        if named:
+            raise
+        refusal = str(error)
+    if refusal is None:
+        return Decision(path.resolve(), "it has a kernel for every attention node and provider")
+    if named:
+        raise ModelFileError(f"native library {path} cannot be used here: {refusal}")
+    return Decision(None, f"{path.name} was left out: {refusal}")
+
+
+def options_with(ort: Any, given: Any, decision: Decision) -> Any:
+    """Session options with the library registered in them."""
+    options = given
+    if options is None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # its warnings are about graphs the user did not write, its errors are raised
+    if decision.library is not None:
+        try:
+            options.register_custom_ops_library(str(decision.library))
+        except errors(ort) as error:
+            raise ModelFileError(f"native library {decision.library} does not load: {error}") from error
+    return options
+
+
+def open_graph(
+    ort: Any, path: Path, dtype: str, options: Any, providers: Sequence[tuple[str, Mapping[str, Any]]]
+) -> Any:
+    """An InferenceSession; :class:`ModelFileError` with ONNX Runtime's reason."""
+    try:
+        return ort.InferenceSession(str(path), options, providers=list(providers))
+    except errors(ort) as error:
+        names = [name for name, _ in providers]
+        todo = ""
+        if dtype == "bfloat16" and names == ["CPUExecutionProvider"]:
+            todo = "; its CPU provider computes little in bfloat16: export with float32, or run on CUDA"
+        raise ModelFileError(
+            f"onnxruntime {ort.__version__} cannot load {path} with {', '.join(names)}: {error}{todo}"
+        ) from error

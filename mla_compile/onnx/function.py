@@ -1,0 +1,232 @@
+"""``DecodeAttention`` as a function of standard operators, attached to every file, so that any runtime can run it.
+
+Two products, a softmax in float32, one product, with the heads folded into rows: [B,S*H,W] x [B,W,T]. That form keeps
+the cache as it lies (no copy per head) and is the fastest that MatMul and Softmax give on a CPU (docs/decisions.md).
+A function cannot ask which of its inputs are there, so there is one body for each combination that a model uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from mla_compile.onnx.op import DOMAIN, INPUTS, NAME, VERSION
+
+_FLOAT = TensorProto.FLOAT
+_LOWEST = -3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What decides the body: which inputs there are, their dtypes (of ONNX) and widths, and which features are on.
+
+    ``trimmed``: the cache may have more rows than the mask has columns.
+    """
+
+    query_dtype: int
+    dtype: int
+    La: int
+    Lb: int
+    mask: int | None = None
+    trimmed: bool = False
+    seq_lens: bool = False
+    sinks: bool = False
+    values: bool = False
+    causal: bool = False
+    softcap: bool = False
+    window: bool = False
+    value_width: int = 0
+    lse: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The formal inputs, up to the last one that is given."""
+        given = {"query": True, "latent": True, "rope": self.Lb > 0, "mask": self.mask is not None}
+        given |= {"seq_lens": self.seq_lens, "sinks": self.sinks, "values": self.values}
+        last = max(k for k, name in enumerate(INPUTS) if given[name])
+        return INPUTS[: last + 1]
+
+
+def function(signature: Signature, opset: int, overload: str = "") -> onnx.FunctionProto:
+    """The function for one signature, in the standard operators of ``opset`` (13 or later)."""
+    body = _Body(signature)
+    body.attention()
+    attributes = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
+    result = helper.make_function(
+        DOMAIN,
+        NAME,
+        signature.inputs,
+        ["out", *(["lse"] if signature.lse else [])],
+        body.nodes,
+        [helper.make_opsetid("", opset)],
+        attributes=attributes,
+        doc_string="Decode attention over one shared row per token; see the model's metadata.",
+    )
+    # Attributes that the body is specialised for are accepted and not read.
+    result.attribute_proto.extend(
+        helper.make_attribute(name, value)
+        for name, value in (("causal", 0), ("value_width", 0), ("softcap", 0.0), ("window", 0))
+        if name not in attributes
+    )
+    if overload:
+        result.overload = overload
+    return result
+
+
+class _Body:
+    """Writes nodes in order; every method returns the name of a value."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.s = signature
+        self.nodes: list[onnx.NodeProto] = []
+
+    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        name = f"v{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
+        return name
+
+    def ints(self, *values: int) -> str:
+        return self.op("Constant", value=helper.make_tensor("", TensorProto.INT64, [len(values)], values))
+
+    def number(self, value: float) -> str:
+        return self.op("Constant", value=helper.make_tensor("", _FLOAT, [], [value]))
+
+    def attribute(self, name: str, kind: onnx.AttributeProto.AttributeType) -> str:
+        """The value of one of the function's attributes, as a constant."""
+        field = {onnx.AttributeProto.FLOAT: "value_float", onnx.AttributeProto.INT: "value_int"}[kind]
+        output = f"v{len(self.nodes)}"
+        node = helper.make_node("Constant", [], [output])
+        node.attribute.append(onnx.AttributeProto(name=field, type=kind, ref_attr_name=name))
+        self.nodes.append(node)
+        return output
+
+    def wide(self, value: str, dtype: int) -> str:
+        return value if dtype == _FLOAT else self.op("Cast", value, to=_FLOAT)
+
+    def slice(self, value: str, start: int, stop: int, axis: int) -> str:
+        return self.op("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
+
+    def attention(self) -> None:
+        s = self.s
+        query = self.op("Mul", self.wide("query", s.query_dtype), self.attribute("scale", onnx.AttributeProto.FLOAT))
+        flat = self.op("Reshape", query, self.ints(0, -1, s.La + s.Lb))
+        latent = self.rows("latent")
+        rope = self.rows("rope") if s.Lb else ""
+        parts = [(latent, 0, s.La), (rope, s.La, s.La + s.Lb)] if s.Lb else [(latent, 0, s.La)]
+        products = []
+        for rows, start, stop in parts:
+            columns = flat if not s.Lb else self.slice(flat, start, stop, 2)
+            products.append(self.op("MatMul", columns, self.op("Transpose", rows, perm=[0, 2, 1])))
+        folded = products[0] if len(products) == 1 else self.op("Add", *products)  # [B,S*H,T]
+        heads = self.op("Shape", "query", start=0, end=3)
+        scores = folded
+        hidden = s.mask is not None or s.seq_lens or s.causal or s.window
+        if hidden or s.softcap or s.sinks or s.lse:
+            scores = self.op("Reshape", folded, self.op("Concat", heads, self.ints(-1), axis=0))  # [B,S,H,T]
+        if s.softcap:
+            cap = self.attribute("softcap", onnx.AttributeProto.FLOAT)
+            scores = self.op("Mul", cap, self.op("Tanh", self.op("Div", scores, cap)))
+        allowed = self.allowed(scores) if hidden else ""
+        if s.mask is not None and s.mask != TensorProto.BOOL:
+            added = self.op("Transpose", self.wide("mask", s.mask), perm=[0, 2, 1, 3])
+            # minus infinity is hidden by `allowed`; added to a score it could give NaN
+            scores = self.op("Add", scores, self.op("Max", added, self.number(_LOWEST)))
+        if allowed:
+            scores = self.op("Where", allowed, scores, self.number(_LOWEST))
+        probabilities = self.softmax(scores)
+        if allowed:  # a query that sees no key: zeros, whatever the rows hold
+            some = self.op(
+                "Cast", self.op("ReduceMax", self.op("Cast", allowed, to=_FLOAT), self.ints(-1)), to=TensorProto.BOOL
+            )
+            probabilities = self.op("Where", some, probabilities, self.number(0.0))
+            if s.lse:
+                self.log_sum(scores, some)
+        elif s.lse:
+            self.log_sum(scores, "")
+        if scores != folded:
+            probabilities = self.op("Reshape", probabilities, self.op("Shape", folded))
+        summed = self.summed(probabilities, latent, rope)
+        out = self.op("Reshape", summed, self.op("Concat", heads, self.ints(-1), axis=0))
+        self.nodes.append(helper.make_node("Cast", [out], ["out"], to=s.query_dtype))
+
+    def rows(self, name: str) -> str:
+        """Rows of the cache that are in use, in float32."""
+        if self.s.trimmed:
+            used = self.op("Slice", name, self.ints(0), self.op("Shape", "mask", start=3, end=4), self.ints(1))
+            return self.wide(used, self.s.dtype)
+        return self.wide(name, self.s.dtype)
+
+    def allowed(self, scores: str) -> str:
+        """True where a query sees a key, broadcast against scores [B,S,H,T]."""
+        s, conditions = self.s, []
+        if s.mask == TensorProto.BOOL:
+            conditions.append(self.op("Transpose", "mask", perm=[0, 2, 1, 3]))
+        elif s.mask is not None:
+            unbounded = self.op("IsInf", self.wide("mask", s.mask), detect_positive=0)
+            conditions.append(self.op("Transpose", self.op("Not", unbounded), perm=[0, 2, 1, 3]))
+        if s.seq_lens or s.causal or s.window:
+            keys, length = self.positions(scores)
+            if s.seq_lens:
+                conditions.append(self.op("Less", keys, length))
+            if s.causal or s.window:
+                newest = self.newest(length)
+                if s.causal:
+                    conditions.append(self.op("LessOrEqual", keys, newest))
+                if s.window:
+                    oldest = self.op("Sub", newest, self.attribute("window", onnx.AttributeProto.INT))
+                    conditions.append(self.op("Greater", keys, oldest))
+        allowed = conditions[0]
+        for other in conditions[1:]:
+            allowed = self.op("And", allowed, other)
+        return allowed
+
+    def positions(self, scores: str) -> tuple[str, str]:
+        """Key indices [T], and the number of keys: [B,1,1,1] or [1]."""
+        keys = self.op("Shape", scores, start=3, end=4)
+        indices = self.op("Range", self.scalar(0), self.op("Squeeze", keys, self.ints(0)), self.scalar(1))
+        if self.s.seq_lens:
+            return indices, self.op("Reshape", "seq_lens", self.ints(-1, 1, 1, 1))
+        return indices, keys
+
+    def newest(self, length: str) -> str:
+        """The last key that each query sees under ``causal``: length - S + s, as [B or 1,S,1,1]."""
+        count = self.op("Shape", "query", start=1, end=2)
+        own = self.op("Range", self.scalar(0), self.op("Squeeze", count, self.ints(0)), self.scalar(1))
+        return self.op("Add", self.op("Sub", length, count), self.op("Reshape", own, self.ints(1, -1, 1, 1)))
+
+    def scalar(self, value: int) -> str:
+        return self.op("Constant", value=helper.make_tensor("", TensorProto.INT64, [], [value]))
+
+    def softmax(self, scores: str) -> str:
+        if not self.s.sinks:
+            return self.op("Softmax", scores, axis=-1)
+        heads = self.op("Shape", scores, start=0, end=3)
+        column = self.op("Reshape", "sinks", self.ints(1, 1, -1, 1))
+        shape = self.op("Concat", heads, self.ints(1), axis=0)
+        column = self.op("Expand", column, shape)
+        both = self.op("Softmax", self.op("Concat", scores, column, axis=-1), axis=-1)
+        return self.slice(both, 0, -1, 3)
+
+    def log_sum(self, scores: str, some: str) -> None:
+        total = self.op("ReduceLogSumExp", scores, self.ints(-1), keepdims=0)
+        if some:
+            nothing = self.op("Squeeze", some, self.ints(-1))
+            total = self.op("Where", nothing, total, self.number(float("-inf")))
+        self.nodes.append(helper.make_node("Identity", [total], ["lse"]))
+
+    def summed(self, probabilities: str, latent: str, rope: str) -> str:
+        s = self.s
+        if s.values:
+            return self.op("MatMul", probabilities, self.rows("values"))
+        if not s.value_width or s.value_width == s.La:
+            return self.op("MatMul", probabilities, latent)
+        if s.value_width < s.La:
+            return self.op("MatMul", probabilities, self.slice(latent, 0, s.value_width, 2))
+        second = self.slice(self.op("MatMul", probabilities, rope), 0, s.value_width - s.La, 2)
+        return self.op("Concat", self.op("MatMul", probabilities, latent), second, axis=2)
+
+
+__all__ = ["DOMAIN", "NAME", "VERSION", "Signature", "function"]

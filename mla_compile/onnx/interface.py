@@ -1,0 +1,131 @@
+"""The names of an exported graph's inputs, outputs and dimensions, and its caches brought to one shape.
+
+Before: ``Concat(Unsqueeze(past), new) -> Squeeze -> output``, in whatever rank the model keeps its cache.
+
+After: ``present = Concat(past, new)`` on [B,T,width], the one node that the profiles rewrite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from mla_compile.onnx.ir_tools import Editor, axes_of, consumers, remove_unread, replace_input
+from mla_compile.onnx.op import NAME
+
+
+@dataclass(frozen=True)
+class Append:
+    """A cache that grows: ``present = Concat(past, new)`` along axis 1 of [B,T,width]."""
+
+    past: ir.Value
+    new: ir.Value
+    present: ir.Value
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention node, and the positions in the list of caches of what it reads (None: not a cache)."""
+
+    node: ir.Node
+    latent: int | None
+    rope: int | None
+
+
+def attention_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """The DecodeAttention nodes, in order."""
+    return [node for node in graph if node.op_type == NAME]
+
+
+def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
+    """The append from ``past`` to the graph's output of that position, rewritten to three axes; None: no append."""
+    present = graph.outputs[output]
+    squeeze = present.producer()
+    if squeeze is None:
+        return None
+    if squeeze.op_type == "Concat":
+        new = _appended(squeeze, past, 1)
+        return None if new is None else Append(past, new, present)
+    if squeeze.op_type != "Squeeze" or axes_of(squeeze) != (1,):
+        return None
+    joined = squeeze.inputs[0]
+    concat = joined.producer() if joined is not None else None
+    if joined is None or concat is None or concat.op_type != "Concat":
+        return None
+    lifted = next((n.outputs[0] for n, _ in consumers(past) if n.op_type == "Unsqueeze" and axes_of(n) == (1,)), None)
+    new4 = _appended(concat, lifted, 2) if lifted is not None else None
+    if new4 is None:
+        return None
+    edit = Editor(graph, concat, f"{past.name}/append")
+    one = edit.ints(1)
+    new = edit.op("Squeeze", new4, one)
+    present3 = edit.op("Concat", past, new, axis=1)
+    for node, _ in list(consumers(joined)):
+        if node.op_type == "Squeeze" and axes_of(node) == (1,):
+            _replace(graph, node.outputs[0], present3)
+    if consumers(joined):
+        replace_input(joined, edit.op("Unsqueeze", present3, one), consumers(joined))
+    present3.shape, present3.type = present.shape, present.type
+    remove_unread(graph)
+    return Append(past, new, present3)
+
+
+def _appended(concat: ir.Node, past: ir.Value, axis: int) -> ir.Value | None:
+    """What ``concat`` puts after ``past`` along ``axis``."""
+    if len(concat.inputs) != 2 or concat.inputs[0] is not past:
+        return None
+    rank = axis + 2
+    return concat.inputs[1] if concat.attributes["axis"].as_int() in (axis, axis - rank) else None
+
+
+def _replace(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
+    replace_input(old, new, consumers(old))
+    for index, value in enumerate(graph.outputs):
+        if value is old:
+            graph.outputs[index] = new
+
+
+def sites(graph: ir.Graph, presents: Sequence[ir.Value]) -> list[Site]:
+    """Which cache each attention node reads as its latent and its rotary key."""
+    position = {value: index for index, value in enumerate(presents)}
+
+    def cache(value: ir.Value | None) -> int | None:
+        return position.get(value) if value is not None else None
+
+    return [
+        Site(n, cache(n.inputs[1]), cache(n.inputs[2]) if len(n.inputs) > 2 else None) for n in attention_nodes(graph)
+    ]
+
+
+def cache_names(found: Iterable[Site], count: int, fallback: Sequence[str]) -> list[str]:
+    """One name per cache, without "past" and "present": ``latent.0``, ``k_rope.0``; the fallback for any other."""
+    names: dict[int, str] = {}
+    number = 0
+    for site in found:
+        fresh = [i for i in (site.latent, site.rope) if i is not None and i not in names]
+        for index, role in ((site.latent, "latent"), (site.rope, "k_rope")):
+            if index is not None and index not in names:
+                names[index] = f"{role}.{number}"
+        number += bool(fresh)
+    return [names.get(i, fallback[i]) for i in range(count)]
+
+
+def rename(values: Sequence[ir.Value], names: Sequence[str], dims: Mapping[str, str]) -> None:
+    """Names for the inputs or outputs of a graph; ``dims``: torch's symbols in shapes -> names for people."""
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+        if value.shape is not None:
+            value.shape = ir.Shape([renamed(d, dims) for d in value.shape])
+
+
+def renamed(dim: int | ir.SymbolicDim, dims: Mapping[str, str]) -> int | str | None:
+    """A dimension with its symbols renamed; sums that have a name of their own get it."""
+    if isinstance(dim, int):
+        return dim
+    if dim.value is None:
+        return None
+    text = dim.value
+    return dims.get(text) or re.sub(r"[A-Za-z_]\w*", lambda m: dims.get(m.group(), m.group()), text)

@@ -1,0 +1,82 @@
+"""The few verbs for editing an ONNX graph that the profiles share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+
+class Editor:
+    """Adds nodes before an anchor, under names that say what they are for."""
+
+    def __init__(self, graph: ir.Graph, anchor: ir.Node, prefix: str) -> None:
+        self.graph = graph
+        self.anchor = anchor
+        self.prefix = prefix
+        self.count = 0
+
+    def op(self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        """The first output of a new node."""
+        name = f"{self.prefix}/{kind}.{self.count}"
+        self.count += 1
+        node = ir.node(kind, list(inputs), attributes=attributes or None, domain=domain, name=name)
+        node.outputs[0].name = name
+        self.graph.insert_before(self.anchor, node)
+        return node.outputs[0]
+
+    def ints(self, *values: int) -> ir.Value:
+        """A constant vector of int64."""
+        return self.op("Constant", value=ir.tensor(np.array(values, dtype=np.int64)))
+
+    def slice(self, value: ir.Value, start: ir.Value, stop: ir.Value, axis: int) -> ir.Value:
+        """Entries ``start`` to ``stop`` along one axis."""
+        return self.op("Slice", value, start, stop, self.ints(axis))
+
+
+def consumers(value: ir.Value) -> list[tuple[ir.Node, int]]:
+    """Nodes that read a value, with the position of the input."""
+    return [(use.node, use.idx) for use in value.uses()]
+
+
+def axes_of(node: ir.Node) -> tuple[int, ...] | None:
+    """The axes of a Squeeze or Unsqueeze, where they are constant."""
+    if len(node.inputs) < 2 or node.inputs[1] is None:
+        return None
+    tensor = constant(node.inputs[1])
+    return None if tensor is None else tuple(int(a) for a in np.atleast_1d(tensor))
+
+
+def constant(value: ir.Value) -> np.ndarray[Any, Any] | None:
+    """What an initializer or a Constant node holds."""
+    tensor = value.const_value
+    producer = value.producer()
+    if tensor is None and producer is not None and producer.op_type == "Constant":
+        attribute = producer.attributes.get("value")
+        if attribute is not None:
+            tensor = attribute.as_tensor()
+        elif "value_ints" in producer.attributes:
+            return np.array(producer.attributes["value_ints"].as_ints())
+        elif "value_int" in producer.attributes:
+            return np.array(producer.attributes["value_int"].as_int())
+    return None if tensor is None else tensor.numpy()
+
+
+def replace_input(value: ir.Value, new: ir.Value, where: Sequence[tuple[ir.Node, int]]) -> None:
+    """Make the given readers of ``value`` read ``new``."""
+    for node, index in where:
+        assert node.inputs[index] is value
+        node.replace_input_with(index, new)
+
+
+def remove_unread(graph: ir.Graph) -> None:
+    """Drop nodes nobody reads, and initializers likewise."""
+    outputs = set(graph.outputs)
+    for node in reversed(list(graph)):
+        if not any(v in outputs or v.uses() for v in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and value not in outputs:
+            del graph.initializers[name]

@@ -1,0 +1,173 @@
+"""Exporting a causal language model: two traces, two graphs in one profile, one manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from mla_compile.errors import ExportError
+from mla_compile.onnx import artifact, genai, verify
+from mla_compile.onnx.assemble import CacheIO, Wires, assemble, signature
+from mla_compile.onnx.causal_lm import CausalLM, export_program
+from mla_compile.onnx.convert import Converted, convert
+from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
+from mla_compile.onnx.interface import attention_nodes
+from mla_compile.onnx.manifest import MANIFEST, AttentionNode, Cache, FileEntry, Manifest
+from mla_compile.onnx.profiles import Profile
+from mla_compile.options import Options
+from mla_compile.report import Report
+from mla_compile.version import __version__
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def export(
+    lm: CausalLM, stage: Path, profile: Profile, *, prefill: bool, fold: Any, check: bool, say: Progress
+) -> Exported:
+    """Writes everything but the report into ``stage``."""
+    dtype = _NAMES[lm.dtype]
+    one_graph = profile.name in ("genai", "ort-paged")  # what runs them takes one graph for prompts and steps
+    options = Options(forms="absorbed", fold=fold, verify=check)
+    say("tracing and rewriting the decode graph")
+    decode, one_token = _decode(lm, options, profile)
+    require_absorbed(decode.report)
+    wires = Wires(
+        tuple(f"{c.attribute}.{c.layer}" + ("" if c.key is None else f".{c.key}") for c in lm.caches),
+        tuple(c.axis is not None for c in lm.caches),
+    )
+    caches = assemble(decode, wires, profile)
+    file = "model.onnx" if one_graph else "decode.onnx"
+    graphs = {file: decode.model}
+    if prefill and not one_graph and not one_token:
+        say("tracing the prompt's graph")
+        expanded = Options(forms="expanded", verify=False)
+        program = export_program(lm, last_only=True, experts="eager")
+        second = convert(program, expanded, profile.opset)
+        assemble(second, wires, profile, [c.past.removeprefix("past_") for c in caches])
+        graphs["prefill.onnx"] = second.model
+    say("writing weights")
+    nodes = [_node(n) for n in attention_nodes(decode.model.graph)]
+    written = artifact.write_graphs(graphs, stage)
+    for name in graphs:
+        onnx.checker.check_model(str(stage / name), full_check=True)
+    verification = _verify(lm, stage, list(graphs), caches, profile, dtype, one_token, check, say)
+    manifest = Manifest(
+        profile=profile.name,
+        dtype=dtype,
+        opset=profile.opset,
+        minimum_onnxruntime=profile.minimum_onnxruntime,
+        created_by=f"mla_compile {__version__}",
+        graphs={name.removesuffix(".onnx").replace("model", "decode"): name for name in graphs},
+        files={name: FileEntry(*entry) for name, entry in written.files.items()},
+        decode_query=1 if one_token else None,
+        caches=tuple(_cache(c, entry.dtype) for c, entry in zip(caches, _entries(lm, caches), strict=True)),
+        attention=tuple(nodes),
+        weights_sha256=written.files[artifact.WEIGHTS][1],
+        **_vocabulary(lm.model),
+    )
+    (stage / MANIFEST).write_text(manifest.to_json())
+    if profile.name == "genai":
+        genai.write_config(lm.model, manifest, stage)
+    return Exported(stage, profile.name, decode.report, verification)
+
+
+def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted, bool]:
+    """The decode graph, and whether it takes one token a call, where it cannot be traced for any number."""
+    try:
+        program = export_program(lm, last_only=False, experts="batched_mm")
+    except ExportError as several:
+        if profile.name in ("genai", "ort-paged"):
+            raise
+        try:
+            program = export_program(lm, last_only=False, experts="batched_mm", one_token=True)
+        except ExportError:
+            raise several from None
+        return convert(program, options, profile.opset), True
+    return convert(program, options, profile.opset), False
+
+
+def require_absorbed(report: Report) -> None:
+    """Raises :class:`ExportError`, with the reasons, where no attention was absorbed."""
+    if any(site.verdict == "absorbed" for site in report.sites):
+        return
+    reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in report.sites)
+    raise ExportError(
+        "no attention of this model can be decoded in absorbed form, so there is nothing to export: "
+        + ("; ".join(reasons) or "no attention was found")
+    )
+
+
+def _verify(
+    lm: CausalLM,
+    stage: Path,
+    graphs: list[str],
+    caches: list[CacheIO],
+    profile: Profile,
+    dtype: str,
+    one_token: bool,
+    check: bool,
+    say: Progress,
+) -> Verification:
+    why_not = verify.runs_here(dtype, profile.name) if check else "verify=False"
+    if why_not:
+        return Verification(reason=why_not)
+    say("comparing with the original")
+    dtypes = [_NAMES[c.dtype] for c in _entries(lm, caches)]
+    runners = [verify.Runner(stage / name, caches, profile.name, dtypes) for name in graphs]
+    return verify.verify(lm, runners[0], runners[1] if len(runners) > 1 else None, dtype, one_token)
+
+
+def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[Any]:
+    """The model's cache tensors in the order of the graph's caches; halves of a row have the latent's dtype."""
+    return list(lm.caches) if len(lm.caches) == len(caches) else [lm.caches[0]] * len(caches)
+
+
+def _cache(cache: CacheIO, dtype: torch.dtype) -> Cache:
+    axis = next((i for i, d in enumerate(cache.shape) if d is None and i > 0), None)
+    return Cache(cache.past, cache.present, axis, ("batch", *cache.shape[1:]), _NAMES[dtype], cache.grows)
+
+
+def _node(node: ir.Node) -> AttentionNode:
+    s = signature(node)
+    query = node.inputs[0]
+    assert query is not None
+    assert query.shape is not None
+    out = node.outputs[0].shape
+    assert out is not None
+    mask = None if s.mask is None else "bool" if s.mask == onnx.TensorProto.BOOL else "float"
+    softcap, window = node.attributes.get("softcap"), node.attributes.get("window")
+    return AttentionNode(
+        H=int(query.shape[2]),
+        La=s.La,
+        Lb=s.Lb,
+        Lv=int(out[3]),
+        mask=mask,
+        sinks=s.sinks,
+        softcap=float(softcap.value) if softcap else 0.0,
+        window=int(window.value) if window else 0,
+        values=s.values,
+        value_width=s.value_width,
+    )
+
+
+def _vocabulary(model: Any) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    generation = getattr(model, "generation_config", None)
+
+    def first(name: str) -> Any:
+        return next((v for source in (generation, config) if (v := getattr(source, name, None)) is not None), None)
+
+    eos = first("eos_token_id")
+    eos_ids = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),)
+    pad = first("pad_token_id")
+    limit = getattr(config, "max_position_embeddings", None)
+    return {
+        "vocab_size": verify.vocabulary(model),
+        "max_position": int(limit) if limit else None,
+        "eos_token_ids": eos_ids,
+        "pad_token_id": int(pad) if pad is not None else eos_ids[0] if eos_ids else 0,
+    }

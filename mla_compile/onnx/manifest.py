@@ -1,0 +1,243 @@
+"""The manifest of a model directory: what was exported, which files belong to it, and how its caches are bound.
+
+The JSON file is data from somewhere else: each field is checked where it is read, and the answer to a wrong one names
+the file, the field, what was there and what belongs there. A field that this release does not know is left alone; a
+change of meaning gets another ``format``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import ModelFileError
+from mla_compile.onnx.record import Record
+
+MANIFEST = "mla_compile.json"
+WEIGHTS = "weights.bin"
+FORMAT = 1
+OP_VERSION = 1
+PROFILES = ("portable", "inplace", "genai", "ort-paged")
+DTYPES = ("float32", "float16", "bfloat16")
+
+_LARGEST = 1 << 20  # bytes of a manifest: a model of a thousand layers needs about a quarter of it
+_VERSION = re.compile(r"\d+(\.\d+)*")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the directory: its size and the SHA-256 of its content, in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def parse(cls, record: Record) -> FileEntry:
+        """Read from the manifest."""
+        return cls(record.number("bytes", lowest=0), record.hash("sha256"))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cache of the model: a graph input, the output that continues it, and their shape.
+
+    Attributes:
+        past, present: names of the input and of the output.
+        axis: the axis that counts tokens; ``None`` for a state of fixed size.
+        shape: ``"batch"``, then sizes; ``None`` stands at ``axis``.
+        dtype: of the elements.
+        grows: whether it holds a row per token; one that does not is a state that starts as zeros.
+    """
+
+    past: str
+    present: str
+    axis: int | None
+    shape: tuple[str | int | None, ...]
+    dtype: str
+    grows: bool
+
+    @classmethod
+    def parse(cls, record: Record) -> Cache:
+        """Read from the manifest."""
+        grows = record.flag("grows")
+        axis = record.optional_number("axis", lowest=1)
+        shape = tuple(record.items("shape"))
+        sizes = [size for at, size in enumerate(shape) if at not in (0, axis)]
+        if (
+            len(shape) < 2
+            or shape[0] != "batch"
+            or (axis is None) == grows
+            or (axis is not None and (axis >= len(shape) or shape[axis] is not None))
+            or not all(type(size) is int and size > 0 for size in sizes)
+        ):
+            raise record.wrong(
+                "shape",
+                f"{list(shape)} with axis {axis} and grows {grows}",
+                '"batch", then sizes, with null at the token axis of a cache that grows',
+            )
+        return cls(record.text("past"), record.text("present"), axis, shape, record.choice("dtype", DTYPES), grows)
+
+    def sizes(self, batch: int, tokens: int) -> list[int]:
+        """The shape with numbers in it."""
+        return [batch if size == "batch" else tokens if size is None else int(size) for size in self.shape]
+
+
+@dataclass(frozen=True)
+class AttentionNode:
+    """The sizes and features of one DecodeAttention node: what a native library must be able to do.
+
+    ``values``: what is summed is an input of its own; ``value_width``: columns summed across latent and rope, or 0.
+    """
+
+    H: int
+    La: int
+    Lb: int
+    Lv: int
+    mask: str | None
+    sinks: bool
+    softcap: float
+    window: int
+    values: bool = False
+    value_width: int = 0
+
+    @classmethod
+    def parse(cls, record: Record) -> AttentionNode:
+        """Read from the manifest."""
+        return cls(
+            record.number("H", lowest=1),
+            record.number("La", lowest=1),
+            record.number("Lb", lowest=0),
+            record.number("Lv", lowest=1),
+            record.optional_choice("mask", ("bool", "float")),
+            record.flag("sinks"),
+            record.real("softcap"),
+            record.number("window", lowest=0),
+            record.flag("values"),
+            record.number("value_width", lowest=0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything the manifest says; field by field as in its JSON."""
+
+    profile: str
+    dtype: str
+    opset: int
+    minimum_onnxruntime: str
+    created_by: str
+    graphs: Mapping[str, str]
+    files: Mapping[str, FileEntry]
+    caches: tuple[Cache, ...]
+    vocab_size: int
+    max_position: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    attention: tuple[AttentionNode, ...]
+    weights_sha256: str
+    decode_query: int | None = None
+    format: int = field(default=FORMAT)
+    op_version: int = field(default=OP_VERSION)
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Manifest:
+        """Read ``mla_compile.json`` of a model directory; :class:`ModelFileError` where it cannot be used."""
+        path = Path(directory) / MANIFEST
+        if not Path(directory).is_dir():
+            raise ModelFileError(f"{directory} is no directory; expected one that `mla-compile export` wrote")
+        try:
+            if path.stat().st_size > _LARGEST:
+                raise ModelFileError(f"{path} has {path.stat().st_size} bytes, expected at most {_LARGEST}")
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise ModelFileError(f"{path} is missing; expected a directory that `mla-compile export` wrote") from None
+        except OSError as error:
+            raise ModelFileError(f"{path} cannot be read: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ModelFileError(f"{path} is no JSON ({error}); export the model again") from None
+        return cls.from_dict(content, str(path))
+
+    @classmethod
+    def from_dict(cls, content: Any, source: str = MANIFEST) -> Manifest:
+        """Check and take over what :meth:`to_dict` returned; ``source`` is named in errors."""
+        record = Record.of(content, source)
+        newest = {"format": FORMAT, "op_version": OP_VERSION}
+        for name, known in newest.items():
+            if (got := record.number(name, lowest=1)) > known:
+                raise record.wrong(name, got, f"at most {known}; a newer mla-compile wrote it: upgrade mla-compile")
+        minimum = record.text("minimum_onnxruntime")
+        if not _VERSION.fullmatch(minimum):
+            raise record.wrong("minimum_onnxruntime", minimum, "a version such as 1.20.0")
+        if record.optional_number("decode_query", lowest=1) not in (None, 1):
+            raise record.wrong("decode_query", record.get("decode_query"), "1 or null")
+        manifest = cls(
+            format=record.number("format", lowest=1),
+            op_version=record.number("op_version", lowest=1),
+            profile=record.choice("profile", PROFILES),
+            dtype=record.choice("dtype", DTYPES),
+            opset=record.number("opset", lowest=1),
+            minimum_onnxruntime=minimum,
+            created_by=record.text("created_by"),
+            graphs={name: record.child("graphs").file_name(name) for name in record.child("graphs").names()},
+            files={name: FileEntry.parse(record.child("files").child(name)) for name in record.child("files").names()},
+            decode_query=record.optional_number("decode_query", lowest=1),
+            caches=tuple(Cache.parse(entry) for entry in record.children("caches")),
+            vocab_size=record.number("vocab_size", lowest=1),
+            max_position=record.optional_number("max_position", lowest=1),
+            eos_token_ids=tuple(record.numbers("eos_token_ids")),
+            pad_token_id=record.number("pad_token_id", lowest=0),
+            attention=tuple(AttentionNode.parse(entry) for entry in record.children("attention")),
+            weights_sha256=record.hash("weights_sha256"),
+        )
+        manifest._check_together(record)
+        return manifest
+
+    def _check_together(self, record: Record) -> None:
+        """What no field can tell alone."""
+        for name in self.files:
+            record.child("files").plain_name(name)
+        if "decode" not in self.graphs:
+            raise record.wrong("graphs", sorted(self.graphs), "a graph named decode")
+        for name in self.graphs.values():
+            if name not in self.files:
+                raise record.wrong("files", sorted(self.files), f"an entry for {name}, which graphs names")
+        names = [name for cache in self.caches for name in (cache.past, cache.present)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise record.wrong("caches", f"{twice[0]} twice", "each name once")
+        for name, ids in (("pad_token_id", (self.pad_token_id,)), ("eos_token_ids", self.eos_token_ids)):
+            if any(not 0 <= token < self.vocab_size for token in ids):
+                raise record.wrong(name, record.get(name), f"token ids from 0 to {self.vocab_size - 1}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, every field present."""
+        record = dataclasses.asdict(self)
+        for entry in record["caches"]:
+            entry["shape"] = list(entry["shape"])
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
+
+    def to_json(self) -> str:
+        """The text of ``mla_compile.json``: the same for the same manifest."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def check_onnxruntime(manifest: Manifest, installed: str) -> None:
+    """Raise :class:`ModelFileError` where the installed onnxruntime is older than the graphs need."""
+    if _numbers(installed) < _numbers(manifest.minimum_onnxruntime):
+        least = manifest.minimum_onnxruntime
+        raise ModelFileError(
+            f"onnxruntime {installed} is installed, this {manifest.profile} model needs {least} or newer: "
+            f'pip install -U "onnxruntime>={least}" (onnxruntime-gpu for CUDA)'
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """``1.31.1`` as numbers, without what a local or development build appends, padded so that 1.20 is 1.20.0."""
+    found = _VERSION.match(version)
+    numbers = tuple(int(part) for part in found[0].split(".")) if found else ()
+    return numbers + (0,) * (4 - len(numbers))

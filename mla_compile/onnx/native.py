@@ -1,0 +1,186 @@
+"""The native library of the ONNX operator: finding one, reading what it holds, and whether a session should have it.
+
+A registered operator takes the place of the function in the file, and ONNX Runtime has no way back: a node that the
+library cannot run is an error then. So a library is registered where it covers every node of a model, and only in a
+session on a CUDA device; on a CPU the function is faster than the library's plain kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import struct
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import ModelFileError
+from mla_compile.kernels.devices import PRESETS
+
+API_VERSION = 21  # of ONNX Runtime's C interface: 1.21 and newer
+OP_VERSION = 1
+NAME = "libmla_compile_onnx.so"
+VARIABLE = "MLA_COMPILE_ONNX_LIBRARY"
+_FORMAT = 1
+_HEADER = 64  # bytes of an ELF file's head
+_MACHINES = {"x86_64": 62, "amd64": 62, "aarch64": 183, "arm64": 183}  # e_machine of ELF
+_REBUILD = "build it again: python -m mla_compile.onnx.build"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that can be loaded here. ``manifest`` is its own account of what it holds."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    _loaded: ctypes.CDLL = field(repr=False, compare=False)
+
+    def device(self, index: int = 0) -> str | None:
+        """The architecture of a CUDA device, as ``sm_90``; None where there is no such device, or no driver."""
+        found = int(self._loaded.mla_compile_onnx_device(index))
+        return None if found < 0 else f"sm_{found}"
+
+
+def default_folder() -> Path:
+    """Where a build puts its library, and where one is looked for."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mla_compile" / "onnx"
+
+
+def find() -> Path | None:
+    """The library named by ``MLA_COMPILE_ONNX_LIBRARY``, else the one in the default folder, else None.
+
+    Raises :class:`ModelFileError` where the variable names a file that is not there.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise ModelFileError(f"{VARIABLE} names {named}, which is no file; correct it or leave it out")
+        return Path(named)
+    path = default_folder() / NAME
+    return path if path.is_file() else None
+
+
+def inspect(path: str | Path) -> Library:
+    """What a library holds. It is loaded into this process, as every library is: only look at files you trust.
+
+    Raises :class:`ModelFileError` for a file that is missing, no library, one of another platform, or not one of ours.
+    """
+    path = Path(path).absolute()
+    _check_platform(path)
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ModelFileError(f"native library {path} does not load: {error}") from error
+    try:
+        manifest_of, device_of = loaded.mla_compile_onnx_manifest, loaded.mla_compile_onnx_device
+        _ = loaded.RegisterCustomOps
+    except AttributeError:
+        raise ModelFileError(f"{path} is a library, but not one of mla_compile's ONNX operator; {_REBUILD}") from None
+    manifest_of.restype, manifest_of.argtypes = ctypes.c_char_p, []
+    device_of.restype, device_of.argtypes = ctypes.c_int, [ctypes.c_int]
+    try:
+        manifest = json.loads(manifest_of())
+        known = (manifest["format"], manifest["domain"], manifest["op"]) == (_FORMAT, "mla_compile", "DecodeAttention")
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelFileError(
+            f"native library {path} has a manifest that cannot be read ({error}); {_REBUILD}"
+        ) from error
+    if not known:
+        raise ModelFileError(f"native library {path} is of format {manifest['format']}, expected {_FORMAT}; {_REBUILD}")
+    return Library(path, manifest, loaded)
+
+
+def _check_platform(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER)
+            size = file.seek(0, os.SEEK_END)
+    except OSError as error:
+        raise ModelFileError(f"native library {path} cannot be read: {error}") from error
+    if sys.platform != "linux":
+        raise ModelFileError(f"native library {path} is for Linux, this is {sys.platform}; leave it out")
+    if len(head) < _HEADER or head[:4] != b"\x7fELF":
+        raise ModelFileError(f"{path} is no shared library; {_REBUILD}")
+    bits, machine = head[4] * 32, struct.unpack("<H" if head[5] == 1 else ">H", head[18:20])[0]
+    expected = _MACHINES.get(platform.machine().lower())
+    if bits != 64 or (expected is not None and machine != expected):
+        raise ModelFileError(
+            f"native library {path} is for another processor (ELF machine {machine}), this is {platform.machine()}; "
+            f"{_REBUILD}"
+        )
+    # The table of sections is the last thing in the file; loading one that was cut off would end the process.
+    table, entry, entries = (*struct.unpack("<Q", head[40:48]), *struct.unpack("<HH", head[58:62]))
+    if table + entry * entries > size:
+        raise ModelFileError(f"native library {path} is cut off at {size} bytes; copy it again, or {_REBUILD}")
+
+
+def usable(
+    library: Library,
+    manifest_attention: Iterable[Any],
+    dtype: str,
+    providers: Sequence[str],
+    ort_version: str,
+    *,
+    device: int = 0,
+) -> str | None:
+    """None where the library should be registered for a model, else the reason why not, in words.
+
+    ``manifest_attention`` are the entries ``attention`` of a model's manifest (mappings, or objects with the same
+    names), ``dtype`` the model's, ``providers`` those of the session, ``device`` the number of its CUDA device.
+    """
+    has = library.manifest
+    if "CUDAExecutionProvider" not in providers:
+        return "the session has no CUDAExecutionProvider, and on a CPU the model's own function is faster"
+    minor = has["api_version"]
+    if _release(ort_version) < (1, minor):
+        return f"it needs onnxruntime 1.{minor}, this is {ort_version}"
+    if has["op_version"] != OP_VERSION:
+        return f"it has version {has['op_version']} of the operator, models need {OP_VERSION}"
+    if dtype not in has["dtypes"]:
+        return f"it has kernels for {', '.join(has['dtypes'])}, the model is {dtype}"
+    for node in manifest_attention:
+        problem = _not_covered(node, has["dims"])
+        if problem:
+            return problem
+    arch = library.device(device)
+    if arch is None:
+        return f"there is no CUDA device {device}"
+    if not _runs_on(arch, has["archs"]):
+        return f"it has kernels for {', '.join(has['archs'])}, the device is {arch}"
+    return None
+
+
+def _runs_on(arch: str, built: Sequence[str]) -> bool:
+    """Machine code runs on later architectures of its generation up to sm_89; from sm_90 on, on its own only.
+
+    The library takes the latest that there is; its tiles have to fit the device's shared memory too.
+    """
+    numbers, number = sorted(int(name.removeprefix("sm_")) for name in built), int(arch.removeprefix("sm_"))
+    earlier = [n for n in numbers if n // 10 == number // 10 and n <= number and (n == number or number < 90)]
+    if not earlier:
+        return False
+    latest = PRESETS.get(f"sm_{earlier[-1]}")
+    return latest is None or PRESETS.get(arch, latest).smem >= latest.smem
+
+
+def _not_covered(node: Any, dims: Iterable[Mapping[str, Any]]) -> str | None:
+    get = node.get if isinstance(node, Mapping) else lambda name, default=None: getattr(node, name, default)
+    if get("value_width"):
+        return f"a node sums {get('value_width')} columns across latent and rope, which its kernels cannot"
+    softcap, window = get("softcap", 0) > 0, get("window", 0) > 0
+    values = bool(get("values", get("Lv") != get("La")))
+    needed = {"La": get("La"), "Lb": get("Lb"), "Lv": get("Lv"), "values": values, "softcap": softcap, "window": window}
+    if any(all(one[name] == value for name, value in needed.items()) for one in dims):
+        return None
+    features = "".join(f", {name}" for name, on in (("softcap", softcap), ("window", window)) if on)
+    return f"it has no kernel for La+Lb = {get('La')}+{get('Lb')}, Lv = {get('Lv')}{features}; build it with --model"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

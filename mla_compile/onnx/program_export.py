@@ -1,0 +1,141 @@
+"""Exporting a traced program, whose inputs and outputs are its author's: a decode graph, the expanded one beside it.
+
+A cache is an input that an output continues: ``output = Concat(input, new rows)``. Its names stay; nothing is known of
+the meaning of the others, so there is no manifest, and whoever traced the program runs its graphs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_compile.errors import ExportError
+from mla_compile.onnx import artifact
+from mla_compile.onnx.assemble import finish
+from mla_compile.onnx.convert import Converted, convert
+from mla_compile.onnx.engine import errors, onnxruntime
+from mla_compile.onnx.exported import Exported, Progress, Verification
+from mla_compile.onnx.interface import Append, attention_nodes, find_append
+from mla_compile.onnx.lm_export import require_absorbed
+from mla_compile.onnx.profiles import Profile, in_place
+from mla_compile.onnx.verify import TOLERANCE
+from mla_compile.options import Options
+
+_TYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+
+
+def export(
+    program: torch.export.ExportedProgram,
+    stage: Path,
+    profile: Profile,
+    *,
+    prefill: bool,
+    fold: Any,
+    check: bool,
+    say: Progress,
+) -> Exported:
+    """Writes everything but the report into ``stage``; profiles ``portable`` and ``inplace``."""
+    if profile.name not in ("portable", "inplace"):
+        raise ExportError(
+            f"profile {profile.name!r} needs inputs whose meaning is known, which a traced program does not say; pass "
+            "the module, or use portable or inplace"
+        )
+    say("rewriting the decode graph")
+    decode = convert(program, Options(forms="absorbed", fold=fold, verify=check), profile.opset)
+    if not attention_nodes(decode.model.graph):  # a program may come with our operator in it already
+        require_absorbed(decode.report)
+    _finish(decode, profile)
+    graphs = {"decode.onnx": decode.model}
+    if prefill and any(site.verdict == "absorbed" for site in decode.report.sites):
+        say("converting the expanded graph")
+        expanded = convert(program, Options(forms="expanded", verify=False), profile.opset)
+        _finish(expanded, profile)
+        graphs["prefill.onnx"] = expanded.model
+    say("writing weights")
+    dtype = _TYPES.get(next(iter(attention_nodes(decode.model.graph))).inputs[1].dtype, "")
+    artifact.write_graphs(graphs, stage)
+    for name in graphs:
+        onnx.checker.check_model(str(stage / name), full_check=True)
+    verification = Verification(reason="verify=False")
+    if check and profile.name == "inplace":
+        verification = Verification(reason="the example inputs are of caches that grow, not of buffers")
+    elif check and dtype == "bfloat16":
+        verification = Verification(reason="ONNX Runtime has no bfloat16 operators for the CPU")
+    elif check:
+        say("comparing with the original")
+        verification = _compare(program, [stage / name for name in graphs], dtype)
+    return Exported(stage, profile.name, decode.report, verification)
+
+
+def _finish(converted: Converted, profile: Profile) -> None:
+    graph = converted.model.graph
+    appends: dict[int, Append] = {}
+    for past in graph.inputs:
+        for index in range(len(graph.outputs)):
+            if index not in appends and (append := find_append(graph, past, index)) is not None:
+                appends[index] = append
+                break
+    if profile.name == "inplace":
+        if not appends:
+            raise ExportError("no output of the program continues one of its inputs, so there is no cache to write")
+        in_place(graph, list(appends.values()), *_counts(graph, next(iter(appends.values()))))
+    for index, value in enumerate(graph.outputs):
+        value.name = f"present_{appends[index].past.name}" if index in appends else f"output_{index}"
+    finish(converted, profile, strip="")
+
+
+def _counts(graph: ir.Graph, append: Append) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
+    """Inputs (and an axis of each) that have as many entries as all tokens, and as the new ones, or their number."""
+
+    def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
+        wanted = value.shape[1] if value.shape is not None else None
+        for source in graph.inputs:
+            for axis, dim in enumerate(source.shape or ()):
+                if source is not append.past and dim == wanted and isinstance(dim, ir.SymbolicDim):
+                    return source, axis
+        raise ExportError(
+            f"profile 'inplace' needs an input with one entry for each of {what} ({wanted}), as an attention mask has "
+            f"for all and input_ids for the new ones; the inputs are {', '.join(str(v.name) for v in graph.inputs)}"
+        )
+
+    new = append.new.shape[1] if append.new.shape is not None else None
+    return one_with(append.present, "all tokens"), new if isinstance(new, int) else one_with(append.new, "new tokens")
+
+
+def _compare(program: torch.export.ExportedProgram, files: list[Path], dtype: str) -> Verification:
+    """Runs the program and the graphs on the program's own example inputs."""
+    if program.example_inputs is None:
+        return Verification(reason="the program has no example inputs")
+    args, kwargs = program.example_inputs
+    with torch.no_grad():
+        expected = [t for t in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    values = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    ort, worst = onnxruntime(), 0.0
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    for file in files:
+        try:
+            session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            names = [value.name for value in session.get_inputs()]
+            got = session.run(None, {n: v.detach().cpu().numpy() for n, v in zip(names, values, strict=True)})
+        except errors(ort) as error:
+            raise ExportError(
+                f"onnxruntime {ort.__version__} does not run the exported {file.name}: {error}"
+            ) from error
+        for have, want in zip(got, expected, strict=True):
+            reference = want.detach().double().cpu().numpy()
+            largest = np.abs(reference).max(initial=0.0) or 1.0
+            worst = max(worst, float(np.abs(have.astype(np.float64) - reference).max(initial=0.0)) / largest)
+    allowed = TOLERANCE[dtype or "float32"]
+    if not worst <= allowed:
+        raise ExportError(
+            f"the exported graph differs from the program by {worst:.2e} of the largest value, allowed are "
+            f"{allowed:.0e}; nothing was written. Report this, or export with verify=False"
+        )
+    return Verification(worst, allowed)

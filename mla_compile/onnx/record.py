@@ -1,0 +1,139 @@
+"""A JSON object read field by field: a wrong one is a :class:`ModelFileError` with file, field and expectation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mla_compile.errors import ModelFileError
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # no separator of any system, no drive, not `.` or `..`
+
+
+@dataclass(frozen=True)
+class Record:
+    """One object of a JSON file; ``where`` is its place in it, for messages."""
+
+    content: dict[str, Any]
+    source: str
+    where: str = ""
+
+    @classmethod
+    def of(cls, content: Any, source: str, where: str = "") -> Record:
+        """Wrap ``content``, which must be an object."""
+        if not isinstance(content, dict):
+            raise ModelFileError(f"{source}: {where or 'the file'} is {_shown(content)}, expected an object")
+        return cls(content, source, where)
+
+    def wrong(self, name: str, got: Any, expected: str) -> ModelFileError:
+        """The error for field ``name``; the caller raises it."""
+        return ModelFileError(f"{self.source}: {self._place(name)} is {_shown(got)}, expected {expected}")
+
+    def get(self, name: str) -> Any:
+        """The field as it stands."""
+        if name not in self.content:
+            raise ModelFileError(f"{self.source}: {self._place(name)} is missing; export the model again")
+        return self.content[name]
+
+    def names(self) -> Iterator[str]:
+        """The names of the fields."""
+        return iter(self.content)
+
+    def text(self, name: str) -> str:
+        """A string that is not empty."""
+        value = self.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(name, value, "a text")
+        return value
+
+    def choice(self, name: str, known: tuple[str, ...]) -> str:
+        """One of ``known``."""
+        value = self.get(name)
+        if value not in known:
+            raise self.wrong(name, value, f"one of {', '.join(known)}")
+        return str(value)
+
+    def optional_choice(self, name: str, known: tuple[str, ...]) -> str | None:
+        """One of ``known`` or null."""
+        return None if self.get(name) is None else self.choice(name, known)
+
+    def number(self, name: str, *, lowest: int) -> int:
+        """A whole number of at least ``lowest``."""
+        value = self.get(name)
+        if type(value) is not int or value < lowest:  # bool is an int to isinstance
+            raise self.wrong(name, value, f"a whole number of at least {lowest}")
+        return value
+
+    def optional_number(self, name: str, *, lowest: int) -> int | None:
+        """A whole number of at least ``lowest``, or null."""
+        return None if self.get(name) is None else self.number(name, lowest=lowest)
+
+    def numbers(self, name: str) -> list[int]:
+        """A list of whole numbers."""
+        values = self.items(name)
+        if any(type(value) is not int for value in values):
+            raise self.wrong(name, values, "a list of whole numbers")
+        return values
+
+    def real(self, name: str) -> float:
+        """A finite number."""
+        value = self.get(name)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.wrong(name, value, "a number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self.get(name)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def hash(self, name: str) -> str:
+        """A SHA-256 in lower-case hexadecimal digits."""
+        value = self.get(name)
+        if not isinstance(value, str) or not _HASH.fullmatch(value):
+            raise self.wrong(name, value, "64 hexadecimal digits")
+        return value
+
+    def file_name(self, name: str) -> str:
+        """The name of a file that lies in the directory itself."""
+        return self.plain_name(self.text(name))
+
+    def plain_name(self, value: str) -> str:
+        """``value`` if it is a file name without a path."""
+        if not _NAME.fullmatch(value):
+            raise ModelFileError(
+                f"{self.source}: {self.where} names the file {_shown(value)}, expected a name without a path"
+            )
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        """A list."""
+        value = self.get(name)
+        if not isinstance(value, list):
+            raise self.wrong(name, value, "a list")
+        return value
+
+    def child(self, name: str) -> Record:
+        """The object in a field."""
+        return Record.of(self.get(name), self.source, self._place(name))
+
+    def children(self, name: str) -> list[Record]:
+        """The objects in a list."""
+        return [
+            Record.of(entry, self.source, f"{self._place(name)}[{at}]") for at, entry in enumerate(self.items(name))
+        ]
+
+    def _place(self, name: str) -> str:
+        return f"{self.where}.{name}" if self.where else name
+
+
+def _shown(value: Any) -> str:
+    """Short enough for one line of an error."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,101 @@
+"""The next token from logits: the largest, or one drawn from the most probable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mla_compile.errors import InputError, ModelFileError, OptionError
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a row's tokens are chosen.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the largest logit and draws nothing.
+        top_k: draw from the k most probable tokens only; 0 from all.
+        top_p: draw from the fewest tokens whose probabilities sum to at least p, after ``top_k``.
+        seed: the same seed gives the same tokens; ``None`` gives others each time.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise OptionError(f"{name} is {value!r}, expected a number")
+        for name in ("top_k", "seed"):
+            value = getattr(self, name)
+            if value is None and name == "seed":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError(f"{name} is {value!r}, expected a whole number of at least 0")
+        if self.temperature < 0:
+            raise OptionError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p is {self.top_p}, expected more than 0 and at most 1")
+
+
+class Sampler:
+    """Chooses for every row of a batch, each with its own settings and random numbers."""
+
+    def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
+        """One setting for all rows, of which each draws its own numbers, or one for each row.
+
+        A row with a setting of its own draws the same numbers whatever the other rows are.
+        """
+        if isinstance(sampling, Sampling):
+            self._rows = tuple(
+                (sampling, np.random.default_rng(None if sampling.seed is None else [sampling.seed, row]))
+                for row in range(rows)
+            )
+            return
+        if len(sampling) != rows or not all(isinstance(entry, Sampling) for entry in sampling):
+            raise InputError(f"sampling has {len(sampling)} entries, expected one Sampling for each of {rows} rows")
+        self._rows = tuple(
+            (entry, np.random.default_rng(None if entry.seed is None else [entry.seed, 0])) for entry in sampling
+        )
+
+    def choose(self, logits: Logits, row: int) -> int:
+        """A token for a row from its logits, float32 [vocab]; -inf forbids a token.
+
+        Raises :class:`ModelFileError` where the largest logit is no number: a model that overflowed.
+        """
+        best = int(logits.argmax())  # NaN counts as the largest
+        if not np.isfinite(logits[best]):
+            raise ModelFileError(
+                f"the model's logits for row {row} hold {logits[best]}, expected numbers: it overflowed its dtype, or "
+                "its weights are damaged"
+            )
+        settings, random = self._rows[row]
+        if settings.temperature == 0 or settings.top_k == 1:
+            return best
+        tokens = _most_probable(logits, settings.top_k)
+        with np.errstate(over="ignore"):  # a tiny temperature makes -inf of all but the best, as it should
+            weights = np.exp((logits[tokens].astype(np.float64) - logits[best]) / settings.temperature)
+        sums = weights.cumsum()
+        # The token that crosses p belongs to them, so there is always one.
+        kept = int(np.searchsorted(sums, settings.top_p * sums[-1])) + 1
+        drawn = random.random() * sums[min(kept, len(sums)) - 1]
+        return int(tokens[min(int(np.searchsorted(sums, drawn, side="right")), kept - 1, len(sums) - 1)])
+
+
+def _most_probable(logits: Logits, top_k: int) -> npt.NDArray[np.int64]:
+    """Token ids by falling logit, equal ones by id: the first ``top_k``, or all."""
+    if 0 < top_k < len(logits):
+        smallest = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
+        tokens = np.flatnonzero(logits >= smallest)  # more than k where several are equal to the k-th
+        order = np.argsort(-logits[tokens], kind="stable")[:top_k]
+        return tokens[order]
+    return np.argsort(-logits, kind="stable")

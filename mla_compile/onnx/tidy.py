@@ -1,0 +1,87 @@
+"""Small rewrites of an FX graph for what ONNX, or its runtime on a CPU, does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes.graph import Builder, argument, axis, packet, remove_dead_code, size, val
+from mla_compile.program import Program
+
+aten = torch.ops.aten
+_CHECKS = (
+    aten._assert_scalar.default,
+    aten._assert_async.msg,
+    aten._assert_tensor_metadata.default,
+    aten.sym_constrain_range_for_size.default,
+)
+
+
+def tidy(program: Program) -> None:
+    """All of them, in order."""
+    graph = program.gm.graph
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.target in _CHECKS:  # ONNX has no operator that raises
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        _RULES.get(packet(node), lambda *_: None)(node, Builder(node, program.fake_mode))
+    remove_dead_code(graph)
+
+
+def _squeeze(node: fx.Node, builder: Builder) -> None:
+    """Squeezing an axis that is not of size 1 does nothing in torch, and is an error in ONNX."""
+    source, dim = argument(node, 0, "self"), argument(node, 1, "dim")
+    if isinstance(dim, int) and val(source).dim() and size(val(source).shape[dim]) != 1:
+        node.replace_all_uses_with(source)
+
+
+def _slice_scatter(node: fx.Node, builder: Builder) -> None:
+    """Slices written one after the other into fresh memory are a concatenation.
+
+    Before: ``slice_scatter(slice_scatter(new_empty, a, d, 0, n), b, d, n, end)``. After: ``cat([a, b], d)``.
+    """
+    dim = axis(argument(node, 2, "dim", 0), val(node).dim())
+    width = size(val(node).shape[dim])
+    parts: dict[int, tuple[fx.Node, int]] = {}
+    current: Any = node
+    while packet(current) is aten.slice_scatter and axis(argument(current, 2, "dim", 0), val(node).dim()) == dim:
+        start, end = argument(current, 3, "start"), argument(current, 4, "end")
+        start, end = start if start is not None else 0, end if end is not None else width
+        if argument(current, 5, "step", 1) != 1 or not all(isinstance(x, int) for x in (start, end, width)):
+            return
+        assert isinstance(width, int)
+        if start in parts:
+            return  # written twice: the later write is the one that counts, and this is the earlier
+        parts[start] = (argument(current, 1, "src"), min(end, width))
+        current = argument(current, 0, "self")
+    at = 0
+    pieces = []
+    for start in sorted(parts):
+        source, end = parts[start]
+        if start != at or val(source).dtype != val(node).dtype:
+            return
+        pieces.append(source)
+        at = end
+    if at == width and len(pieces) > 1:
+        node.replace_all_uses_with(builder.call(aten.cat.default, pieces, dim))
+
+
+def _index_add(node: fx.Node, builder: Builder) -> None:
+    """Sums of selected rows in half precision are taken in float32: runtimes on a CPU scatter no other floats.
+
+    A chain of them, one for each expert, stays in float32 until its end.
+    """
+    dtype = val(node).dtype
+    if not dtype.is_floating_point or dtype.itemsize > 2:
+        return
+    into, dim, index, source = (argument(node, i, n) for i, n in enumerate(("self", "dim", "index", "source")))
+    if packet(into) is aten._to_copy and val(into.args[0]).dtype == torch.float32:
+        into = into.args[0]
+    into, source = (builder.cast(x, torch.float32) for x in (into, source))
+    total = builder.call(aten.index_add.default, into, dim, index, source, **node.kwargs)
+    node.replace_all_uses_with(builder.cast(total, dtype))
+
+
+_RULES = {aten.squeeze: _squeeze, aten.slice_scatter: _slice_scatter, aten.index_add: _index_add}

@@ -1,0 +1,45 @@
+"""Tracing loops over the experts that were hit, which depend on data, as loops over all experts.
+
+Mixture-of-experts layers written as a loop ask which experts have tokens (``nonzero``), and for each of them which
+tokens (``where``). An export has no values to ask. An expert without tokens adds nothing, so the loop may visit every
+expert; and with no tokens selected its products have no rows, so code that skips that case may go on as if there were
+some. Neither can be proved from the outside: what is exported under this mode is compared with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class UnrolledExperts(TorchFunctionMode):
+    """While it is entered, ``nonzero`` of a vector of known length gives every index, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._every: torch.Tensor | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answers ``nonzero`` and the iteration over its result; everything else runs as it is."""
+        given = dict(kwargs or {})
+        if func in (torch.nonzero, torch.Tensor.nonzero) and not given.get("as_tuple") and _is_vector(args):
+            self._every = torch.tensor([[index] for index in range(args[0].shape[0])])
+            return self._every
+        if func is torch.Tensor.unbind and args[0] is self._every and self._every is not None:
+            # Constants made here keep their values while a model is traced; parts of a traced tensor do not.
+            return tuple(torch.tensor([index]) for index in range(self._every.shape[0]))
+        result = func(*args, **given)
+        if func is torch.where and len(args) == 1 and not given:
+            rows = result[0].shape[0]
+            if not isinstance(rows, int):
+                torch._check(rows > 0)
+        return result
+
+
+def _is_vector(args: Sequence[Any]) -> bool:
+    return bool(args) and args[0].dim() == 1 and isinstance(args[0].shape[0], int)

@@ -1,0 +1,221 @@
+"""Which kernels a native library holds, and how each is compiled without a GPU.
+
+The kernels are those of kernels/decode_triton.py, combine_triton.py and tiles_triton.py, and what is compiled comes
+from the description that a launch has too (kernels/steps.py), at sizes that no constant can be made of. What differs
+from a launch in Python, where each kind of call has its own kernel:
+
+* Sizes and strides are arguments; widths, dtype, tile and what is read of a mask are constants. Lengths are int64 and
+  always there: a call without ``seq_lens`` passes lengths beyond any capacity, which count as the capacity.
+* A kernel for a causal call serves a call without an order among its queries: S tokens of H heads are then one token
+  of S*H heads. Only masks that differ between query rows, and windows, need both.
+* A split that is alone writes the result at once where no query row has a mask of its own (``direct``).
+* The largest tile alone is compiled for masks that differ between query rows in a causal call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mla_compile.errors import OptionError
+from mla_compile.kernels import plan as planning
+from mla_compile.kernels.plan import PRESETS, Layout, Plan, Row, padded
+from mla_compile.kernels.steps import Call, Step, steps
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads of a mask
+MASKS = (NO_MASK, LISTED, BOOL, FLOAT)
+_WIDE = ("query_b", "query_s", "latent_b", "rope_b", "values_b", "mask_b", "mask_h", "mask_s")  # 64-bit arguments
+_B, _S, _H, _T = 3, 2, 5, 48  # sizes of the described call: no stride is 0 or 1, which would become a constant
+
+
+@dataclass(frozen=True, order=True)
+class Dims:
+    """The widths of a node, and whether it has a soft-cap or a window. ``Lv`` None: the latent rows are summed."""
+
+    La: int
+    Lb: int
+    Lv: int | None = None
+    softcap: bool = False
+    window: bool = False
+
+    def __post_init__(self) -> None:
+        if self.La < 1 or self.Lb < 0 or (self.Lv is not None and self.Lv < 1):
+            raise OptionError(f"dims {self}: expected La >= 1, Lb >= 0 and Lv >= 1, as in 512,64 or 192,0,128")
+
+    @property
+    def out(self) -> int:
+        """Columns of the result."""
+        return self.La if self.Lv is None else self.Lv
+
+    def __str__(self) -> str:
+        more = f"->{self.Lv}" if self.Lv is not None else ""
+        return f"{self.La}+{self.Lb}{more}{' softcap' * self.softcap}{' window' * self.window}"
+
+
+TUNED = (Dims(512, 64), Dims(256, 32), Dims(256, 64), Dims(512, 0))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A row of the tuned table as it fits the rows of a node, for up to ``max_rows`` query rows (0: any number)."""
+
+    row: Row
+    smem: int
+    max_rows: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel for one architecture: ``step`` names it, the other fields are what it is compiled for.
+
+    ``dtype`` is that of the rows, ``query`` that of query and result. ``mask`` is one of ``MASKS`` for the attention,
+    ``bool`` or ``float`` for ``scan_mask``.
+    """
+
+    step: str
+    arch: str
+    dtype: str
+    query: str
+    dims: Dims
+    mask: str = NO_MASK
+    causal: bool = True
+    direct: bool = False
+    sinks: bool = False
+    tile: Tile | None = None
+
+    def __str__(self) -> str:
+        parts = [self.arch, self.step]
+        if self.step == "attend" and self.tile is not None:
+            row = self.tile.row
+            parts += [
+                self.dtype,
+                *[f"{self.query} query"] * (self.query != self.dtype),
+                str(self.dims),
+                f"mask {self.mask}",
+                f"{row.block_m}x{row.block_n}",
+            ]
+            parts += ["causal"] * self.causal + ["direct"] * self.direct
+        elif self.step == "scan_mask" and self.tile is not None:
+            parts += ["bool" if self.mask == BOOL else self.dtype, f"x{self.tile.row.block_n}"]
+            parts += ["causal"] * self.causal + ["window"] * self.dims.window
+        elif self.step == "combine":
+            parts += [self.query, str(self.dims.out), *["sinks"] * self.sinks]
+        return " ".join(parts)
+
+    def described(self) -> Step:
+        """The launch that this is the kernel of, at sizes of no meaning."""
+        dtype, dims = DTYPES[self.dtype], self.dims
+
+        def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=of, device="meta")
+
+        mask = None
+        if self.mask != NO_MASK:
+            shape = (_B, 1, 1, _T) if self.mask == LISTED else (_B, _H, _S, _T)
+            mask = empty(*shape, of=dtype if self.mask == FLOAT else torch.bool)
+        call = Call(
+            empty(_B, _S, _H, dims.La + dims.Lb, of=DTYPES[self.query]),
+            empty(_B, _T, dims.La),
+            empty(_B, _T, dims.Lb) if dims.Lb else None,
+            None if dims.Lv is None else empty(_B, _T, dims.Lv),
+            mask,
+            seq_lens=empty(_B, of=torch.int64),
+            sinks=empty(_H, of=torch.float32) if self.sinks else None,
+            scale=0.1,
+            causal=self.causal,
+            softcap=30.0 if dims.softcap else 0.0,
+            window=7 if dims.window else 0,
+        )
+        row = self.tile.row if self.tile is not None else planning.table()[0]
+        plan = Plan("triton", row.block_m, row.block_n, row.num_warps, row.num_stages, 1 if self.direct else 2, None, 0)
+        return next(s for s in steps(call, plan, PRESETS[self.arch]) if s.name == self.step)
+
+    def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
+        """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
+        step, dims = self.described(), self.dims
+        fn, signature, constants, _, options = step.source()
+        width = dims.La + dims.Lb  # of a query row, which all of its strides are multiples of
+        multiples = {"query_b": width, "query_s": width, "query_h": width, "latent_b": dims.La, "rope_b": dims.Lb}
+        aligned = {name for name, of in multiples.items() if of % 16 == 0}
+        if dims.out % 16 == 0:
+            aligned.add("values_b")
+        attributes = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(fn.arg_names)
+            if name in step.buffers or (name in step.scalars and name in aligned)
+        }
+        signature |= {name: "i64" for name in _WIDE if name in step.scalars}
+        return fn, signature, constants, attributes, options
+
+    def arguments(self) -> list[str]:
+        """What the host passes, in order: names of buffers and of numbers. Constants are not passed."""
+        step = self.described()
+        given = {**{name: name for name in step.scalars}, **step.buffers}
+        return [given[name] for name in step.fn.arg_names if name in given]
+
+
+def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
+    """The tiles that kernels/plan.py has for these rows, for few query rows first.
+
+    Raises :class:`NoPlanError` where no tile fits the architecture's shared memory.
+    """
+    device, of = PRESETS[arch], DTYPES[dtype]
+    kind = "float32" if of == torch.float32 else "half"
+    read = {BOOL: 1, FLOAT: of.itemsize}.get(mask, 0)
+    layout = Layout(padded(dims.La), padded(dims.Lb), padded(dims.Lv or 0), of.itemsize, of.itemsize, False, read)
+    known = [
+        r for r in planning.table() if (r.kernel, r.cache) == ("triton", kind) and r.capability <= device.capability
+    ]
+    newest = max(r.capability for r in known)
+    limits = sorted({r.max_rows for r in known if r.capability == newest and r.max_rows and r.suits(1, False)})
+    found: list[Tile] = []
+    for limit in (*limits, 0):
+        starting = planning._starting_row(kind, limit or 1 << 30, layout, device, "triton")
+        row, smem = planning._fitted(starting, layout, device)
+        if found and found[-1].row == row:
+            found.pop()  # one tile for both
+        found.append(Tile(row, smem, limit))
+    return found
+
+
+def variants(archs: tuple[str, ...], dtypes: tuple[str, ...], dims: tuple[Dims, ...]) -> list[Variant]:
+    """Every kernel of a library, in the order in which the host looks for one; none twice.
+
+    Rows in half precision meet float32 queries, which absorption makes, and queries of their own type.
+    """
+    found: dict[str, Variant] = {}
+    for arch in archs:
+        for dtype in dtypes:
+            for query in dict.fromkeys(("float32", dtype)):
+                for of in dims:
+                    plain = Variant("attend", arch, dtype, query, of)
+                    for variant in (*_attention(plain), *_small(plain)):
+                        found.setdefault(str(variant), variant)
+    return list(found.values())
+
+
+def _attention(plain: Variant) -> Iterator[Variant]:
+    for mask in MASKS:
+        fitting = tiles(plain.arch, plain.dtype, plain.dims, mask)
+        by_row = mask in (BOOL, FLOAT)
+        for causal in (False, True) if by_row or plain.dims.window else (True,):
+            for tile in fitting[-1:] if by_row and causal else fitting:
+                for direct in (False,) if by_row else (True, False):
+                    yield replace(plain, mask=mask, causal=causal, direct=direct, tile=tile)
+
+
+def _small(plain: Variant) -> Iterator[Variant]:
+    for sinks in (False, True):
+        yield replace(plain, step="combine", sinks=sinks)
+    blocks: dict[tuple[str, int], Tile] = {}
+    for mask in (LISTED, BOOL, FLOAT):
+        for tile in tiles(plain.arch, plain.dtype, plain.dims, mask):
+            blocks.setdefault((FLOAT if mask == FLOAT else BOOL, tile.row.block_n), tile)
+    for (mask, _), tile in blocks.items():
+        for causal in (False, True):
+            yield replace(plain, step="scan_mask", mask=mask, causal=causal, tile=tile)
+    yield replace(plain, step="list_tiles", mask=BOOL, tile=next(iter(blocks.values())))

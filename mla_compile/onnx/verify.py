@@ -1,0 +1,161 @@
+"""Running what was exported beside the original, before anybody else does.
+
+Two prompts of different lengths, so that one is padded on the left, read by the prompt's graph; then steps of the
+decode graph, each fed the token that the original chose. The same prompts are also read by the decode graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mla_compile.errors import ExportError
+from mla_compile.onnx.assemble import CacheIO
+from mla_compile.onnx.causal_lm import CausalLM
+from mla_compile.onnx.engine import errors, onnxruntime
+from mla_compile.onnx.exported import Verification
+
+PROMPTS = (9, 6)
+STEPS = 6
+# Largest difference of logits, of the largest logit. Half precision: two sums in another order, through all layers.
+TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
+
+Array = npt.NDArray[Any]
+
+
+def runs_here(dtype: str, profile: str) -> str:
+    """Why a model of this kind cannot be run on a CPU to verify it, or an empty string."""
+    if profile == "ort-paged":
+        return "the paged operator of ONNX Runtime runs on CUDA devices only; the graph was checked for structure"
+    if dtype == "bfloat16":
+        return "ONNX Runtime has no bfloat16 operators for the CPU; the graph was checked for structure"
+    return ""
+
+
+class Runner:
+    """One exported graph on the CPU, its caches as arrays."""
+
+    def __init__(self, file: Path, caches: Sequence[CacheIO], profile: str, dtypes: Sequence[str]) -> None:
+        ort = onnxruntime()
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            self.session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        except errors(ort) as error:
+            raise ExportError(
+                f"onnxruntime {ort.__version__} does not load the exported {file.name}: {error}"
+            ) from error
+        self.failures = errors(ort)
+        self.caches = caches
+        self.dtypes = dtypes
+        self.room = 32 if profile == "inplace" else 0
+
+    def empty(self, batch: int) -> list[Array]:
+        """Caches of no tokens; buffers of NaN where rows are written in place, which must never be read."""
+        made = []
+        for cache, dtype in zip(self.caches, self.dtypes, strict=True):
+            sizes = [batch, *(self.room if d is None else d for d in cache.shape[1:])]
+            made.append(np.full(sizes, np.nan if self.room and cache.grows else 0.0, np.dtype(dtype)))
+        return made
+
+    def __call__(self, tokens: Mapping[str, Array], caches: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """Logits, and the caches after the call."""
+        feeds = dict(tokens) | {c.past: value for c, value in zip(self.caches, caches, strict=True)}
+        names = {value.name for value in self.session.get_inputs()}
+        try:
+            logits, *new = self.session.run(
+                ["logits", *(c.present for c in self.caches)], {k: v for k, v in feeds.items() if k in names}
+            )
+        except self.failures as error:
+            raise ExportError(f"onnxruntime fails in the exported graph: {error}") from error
+        return logits, new
+
+
+def verify(lm: CausalLM, decode: Runner, prefill: Runner | None, dtype: str, one_token: bool) -> Verification:
+    """Raises :class:`ExportError` where the graphs and the original differ by more than rounding."""
+    worst, compared, equal = 0.0, 0, 0
+    for reader in [prefill, decode] if prefill is not None else [decode]:
+        assert reader is not None
+        error, tokens, same = _compare(lm, reader, decode, one_token)
+        worst, compared, equal = max(worst, error), compared + tokens, equal + same
+    allowed = TOLERANCE[dtype]
+    if not worst <= allowed:  # NaN is no agreement
+        raise ExportError(
+            f"the exported graph differs from the original by {worst:.2e} of the largest logit, allowed are "
+            f"{allowed:.0e}; nothing was written. Report this with the model's config, or export with verify=False"
+        )
+    return Verification(worst, allowed, compared, equal)
+
+
+def _compare(lm: CausalLM, reader: Runner, decode: Runner, one_token: bool) -> tuple[float, int, int]:
+    B, longest = len(PROMPTS), max(PROMPTS)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary(lm.model), (B, longest), generator=generator)
+    mask = torch.ones(B, longest, dtype=torch.long)
+    for row, length in enumerate(PROMPTS):
+        mask[row, : longest - length] = 0
+    theirs = _Original(lm)
+    caches = reader.empty(B)
+    expected = theirs(ids, mask)
+    got = np.zeros(0)
+    for start in range(longest) if one_token else [0]:
+        stop = start + 1 if one_token else longest
+        got, caches = reader(_feeds(ids[:, start:stop], mask[:, :stop]), caches)
+    worst, equal = _difference(got, expected), _same(got, expected)
+    for _ in range(STEPS):
+        new = expected.argmax(-1, keepdim=True)
+        mask = torch.cat([mask, torch.ones(B, 1, dtype=torch.long)], 1)
+        expected = theirs(new, mask)
+        got, caches = decode(_feeds(new, mask), caches)
+        worst = max(worst, _difference(got, expected)) if worst == worst else worst
+        equal += _same(got, expected)
+    return worst, (STEPS + 1) * B, equal
+
+
+class _Original:
+    """The model itself, uncompiled, with a cache of its own."""
+
+    def __init__(self, lm: CausalLM) -> None:
+        self.lm = lm
+        self.cache: Any = None
+        self.device = next(lm.model.parameters()).device
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Logits of the last token, float32 [B,vocabulary]."""
+        feeds = {name: torch.from_numpy(a).to(self.device) for name, a in _feeds(ids, mask).items()}
+        with torch.no_grad():
+            out = self.lm.model(**feeds, past_key_values=self.cache, use_cache=True)
+        self.cache = out.past_key_values
+        logits: torch.Tensor = out.logits[:, -1].float().cpu()
+        return logits
+
+
+def _feeds(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Array]:
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+    return {
+        "input_ids": ids.numpy(),
+        "attention_mask": mask.numpy(),
+        "position_ids": np.ascontiguousarray(positions.numpy()),
+    }
+
+
+def _difference(got: Array, expected: torch.Tensor) -> float:
+    """Largest difference of the last token's logits, of the largest."""
+    reference = expected.double().numpy()
+    return float(np.abs(got[:, -1].astype(np.float64) - reference).max() / np.abs(reference).max())
+
+
+def _same(got: Array, expected: torch.Tensor) -> int:
+    return int((got[:, -1].argmax(-1) == expected.numpy().argmax(-1)).sum())
+
+
+def vocabulary(model: torch.nn.Module) -> int:
+    """How many tokens a model knows."""
+    get: Any = getattr(model, "get_input_embeddings", None)
+    embeddings = get() if get is not None else None
+    return int(embeddings.weight.shape[0]) if embeddings is not None else 100

@@ -1,0 +1,3 @@
+"""The release, in one place that everything may import."""
+
+__version__ = "0.1.0"
