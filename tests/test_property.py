@@ -61,8 +61,8 @@ def test_generated_attention(part: int) -> None:
 
 
 # A hidden state narrower than the rotary key, which comes from the projection that makes the latent too (twice);
-# returned keys that are narrow enough to be mistaken for such rows; and a finite fill that is minus infinity in the dtype
-# of the softmax, so that rows without a visible key are NaN.
+# returned keys that are narrow enough to be mistaken for such rows; and a finite fill that is minus infinity in the
+# dtype of the softmax, so that rows without a visible key are NaN.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -74,8 +74,8 @@ FOUND = [
          latent_scale="none", rope="none", join="assign", core="einsum", scale="query", factor=0.0, mask="none",
          extra="probs", gate=True, fault="keys_returned", fold="never", seed=8),
     Case(T=2, D=2, H=2, L=1, Q=3, N=2, R=1, V=3, groups=2, chunk=3, up="blocks", weight="merged", values_first=True,
-         lora=True, rope="none", join="assign", layout="heads_last", core="bmm", scale="query", mask="where", padded=True,
-         softmax="cast", gate=True, cache="index_copy", door="dynamo", lowering="aten", seed=4),
+         lora=True, rope="none", join="assign", layout="heads_last", core="bmm", scale="query", mask="where",
+         padded=True, softmax="cast", gate=True, cache="index_copy", door="dynamo", lowering="aten", seed=4),
 ]  # fmt: skip
 
 

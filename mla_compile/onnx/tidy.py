@@ -26,7 +26,8 @@ def tidy(program: Program) -> None:
         if node.op == "call_function" and node.target in _CHECKS:  # ONNX has no operator that raises
             graph.erase_node(node)
     for node in list(graph.nodes):
-        _RULES.get(packet(node), lambda *_: None)(node, Builder(node, program.fake_mode))
+        if (rule := _RULES.get(packet(node))) is not None:
+            rule(node, Builder(node, program.fake_mode))
     remove_dead_code(graph)
 
 
