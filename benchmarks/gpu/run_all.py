@@ -36,11 +36,11 @@ from benchmarks.common import names
 from benchmarks.gpu.common import DEAD_CONTEXT, ROOT, Case, OutOfTimeError, Row, Run, Store, counted
 
 # Section and its share of the time that is left when it begins; what one does not use goes to those after it.
-SECTIONS = {"consan": 5, "correctness": 30, "floors": 3, "kernels": 32, "models": 28, "tests": 12}
+SECTIONS = {"consan": 5, "correctness": 30, "floors": 3, "kernels": 32, "models": 28, "onnx": 10, "tests": 12}
 TIMED = ("floors", "kernels", "models")
 CHECKED = ("consan", "correctness")
 # Seconds without a result after which a worker is taken to hang. A row of models compiles four times; tests are one.
-CASE_LIMIT = {"consan": 150.0, "models": 300.0, "tests": 600.0}
+CASE_LIMIT = {"consan": 150.0, "models": 300.0, "onnx": 300.0, "tests": 600.0}
 RESTARTS = 4
 # Most of the time of a check goes into compiling its kernel, on one core; what is not timed can share the GPU.
 WORKERS = {"correctness": max(1, min(8, (os.cpu_count() or 1) // 2))}
@@ -88,7 +88,7 @@ def tests(run: Run) -> None:
 
 def sections() -> dict[str, Callable[[Run], None]]:
     """The work of each section; imported here, since the parent process needs none of it."""
-    from benchmarks.gpu import correctness, kernels_bench, model_bench
+    from benchmarks.gpu import correctness, kernels_bench, model_bench, onnx_native
 
     return {
         "consan": correctness.consan,
@@ -96,6 +96,7 @@ def sections() -> dict[str, Callable[[Run], None]]:
         "floors": kernels_bench.floors,
         "kernels": lambda run: kernels_bench.section(run, blocked_kernels(run.store)),
         "models": model_bench.section,
+        "onnx": onnx_native.onnx_native,
         "tests": tests,
     }
 
