@@ -237,10 +237,11 @@ class _Run:
         value = node.meta["val"]
         if not is_tensor(node):
             return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
+        sizes = {**_symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
         # Not int(): that would fix a symbolic size to the traced one for good.
-        width = max(1, _number(size(value.shape[-1]), self.sizes)) if value.dim() else 1
+        width = max(1, _number(size(value.shape[-1]), sizes)) if value.dim() else 1
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
-        return self._cast(_draw(node, self.sizes, width**-0.5, generator))
+        return self._cast(_draw(node, sizes, width**-0.5, generator))
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value

@@ -43,3 +43,7 @@ def test_from_scratch():
     difference = re.search(r"largest difference: (\S+)", out)
     assert difference is not None
     assert float(difference[1]) < 1e-5
+
+
+def test_onnx_generate():
+    assert "the same as the original's: True" in _output("onnx_generate.py")

@@ -173,6 +173,23 @@ def test_work_in_place_follows_what_is_used(exported):
     assert np.array_equal(*results)
 
 
+@pytest.mark.slow
+def test_a_model_of_more_than_two_gigabytes(tmp_path):
+    """More than one protobuf can hold: exported, checked by path, loaded, run."""
+    model = models.build(
+        "minicpm3", hidden_size=2048, vocab_size=141000, num_hidden_layers=1, tie_word_embeddings=False
+    )
+    mla_compile.export_onnx(model, tmp_path / "m", verify=False, prefill=False)
+    assert (tmp_path / "m" / "weights.bin").stat().st_size > 2**31
+    onnx.checker.check_model(str(tmp_path / "m" / "decode.onnx"), full_check=True)
+    inputs = models.prompt(1, 9, 0)
+    expected, _ = models.greedy(model, inputs, 4)
+    del model
+    session = Session(tmp_path / "m", providers=["cpu"])
+    assert generate(session, inputs["input_ids"].tolist(), max_new_tokens=4) == expected.tolist()
+    (tmp_path / "m" / "weights.bin").unlink()  # pytest keeps folders of earlier runs
+
+
 class TestBadInput:
     def test_a_model_without_latent_attention(self, tmp_path):
         from transformers import LlamaConfig, LlamaForCausalLM

@@ -109,3 +109,26 @@ def test_a_context_too_long_for_a_float64_run_is_said(monkeypatch):
     assert site.code is Code.ABSORBED
     assert site.precision_ratio is None
     assert any("not checked" in note for note in site.notes)
+
+
+def test_sizes_that_are_symbolic_stay_so():
+    """A size read off an input that is no part of the site: drawing that input must not ask for its numbers."""
+
+    class Sized(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Linear(8, 2 * (6 + 4), bias=False)
+
+        def forward(self, ids, query, latent):
+            k, v = self.up(latent).view(ids.shape[0], latent.shape[1], 2, 10).transpose(1, 2).split([6, 4], -1)
+            return torch.nn.functional.scaled_dot_product_attention(query, k, v)
+
+    auto = torch.export.Dim.AUTO
+    given = (torch.ones(2, 3, dtype=torch.long), torch.randn(2, 2, 3, 6), torch.randn(2, 9, 8))
+    program = export(Sized(), given, ({0: auto, 1: auto}, {0: auto, 2: auto}, {0: auto, 1: auto}))
+    outcome = pipeline.run(program, Options(verify=True, forms="absorbed"))
+    assert [s.code for s in outcome.report.sites] == [Code.ABSORBED]
+    shapes = [outcome.program.node(name).meta["val"].shape for name in ("ids", "query", "latent")]
+    symbols = {d for shape in shapes for d in shape if isinstance(d, torch.SymInt)}
+    assert len({str(d) for d in symbols}) >= 3
+    assert all(not d.node.expr.is_number for d in symbols)

@@ -85,7 +85,7 @@ class _Body:
 
     def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
         name = f"v{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(inputs), [name], **attributes))
+        self.nodes.append(helper.make_node(kind, list(inputs), [name], name=f"{kind}.{name}", **attributes))
         return name
 
     def ints(self, *values: int) -> str:
@@ -115,11 +115,13 @@ class _Body:
         flat = self.op("Reshape", query, self.ints(0, -1, s.La + s.Lb))
         latent = self.rows("latent")
         rope = self.rows("rope") if s.Lb else ""
-        parts = [(latent, 0, s.La), (rope, s.La, s.La + s.Lb)] if s.Lb else [(latent, 0, s.La)]
-        products = []
-        for rows, start, stop in parts:
-            columns = flat if not s.Lb else self.slice(flat, start, stop, 2)
-            products.append(self.op("MatMul", columns, self.op("Transpose", rows, perm=[0, 2, 1])))
+        parts = [(flat, latent)]
+        if s.Lb:
+            self.nodes.append(
+                helper.make_node("Split", [flat, self.ints(s.La, s.Lb)], ["q0", "q1"], name="Split.query", axis=2)
+            )
+            parts = [("q0", latent), ("q1", rope)]
+        products = [self.op("MatMul", q, self.op("Transpose", rows, perm=[0, 2, 1])) for q, rows in parts]
         folded = products[0] if len(products) == 1 else self.op("Add", *products)  # [B,S*H,T]
         heads = self.op("Shape", "query", start=0, end=3)
         scores = folded
