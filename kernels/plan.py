@@ -130,7 +130,7 @@ def shared_memory(
         again = layout.latent if tensor_memory and not layout.values else 0
         ring = buffers * (columns + again) * layout.cache_bytes
     weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
-    # A mask is handed from the layout it is loaded in to that of the scores, as two bytes at least; with a narrow latent
+    # A mask goes from the layout it is loaded in to that of the scores, as two bytes at least; with a narrow latent
     # the compiler holds one more.
     copies = depth + (1 if warpgroup and layout.latent <= 256 else 0)
     mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
