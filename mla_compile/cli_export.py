@@ -10,9 +10,7 @@ import typer
 from rich.console import Console
 
 from mla_compile.errors import MlaCompileError
-from mla_compile.onnx.export import export_onnx
-from mla_compile.onnx.profiles import PROFILES
-from mla_compile.sources import load
+from mla_compile.onnx.profile import PROFILES
 
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
@@ -41,6 +39,9 @@ def export(
 
     Exits with 1 where the model cannot be read or exported; nothing is written then.
     """
+    from mla_compile.onnx.export import export_onnx  # on use: numpy and the extra onnx
+    from mla_compile.sources import load
+
     try:
         with _err.status("reading the model") as status:
             model = load(source, random_weights=random_weights)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from mla_compile.errors import MlaCompileError
-from mla_compile.onnx.generation import Generation
-from mla_compile.onnx.sampling import Sampling
-from mla_compile.onnx.session import Session
+
+if TYPE_CHECKING:
+    from mla_compile.onnx.generation import Generation
+    from mla_compile.onnx.session import Session
 
 _err = Console(stderr=True, highlight=False)
 
@@ -42,6 +43,11 @@ def run(
     """
     prompts = [_ids(text) for text in prompt_ids]
     try:
+        # On use: they need the extra onnx, without which the other commands run.
+        from mla_compile.onnx.generation import Generation
+        from mla_compile.onnx.sampling import Sampling
+        from mla_compile.onnx.session import Session
+
         sampling = Sampling(temperature, top_k, top_p, seed)
         session = Session(
             model,
@@ -50,9 +56,13 @@ def run(
             verify_files=verify_files,
         )
         _err.print(f"{', '.join(session.providers)}; {session.decision}", markup=False, soft_wrap=True)
-        outcome = _stream(session, prompts, max_new_tokens, sampling)
+        steps = Generation(session, prompts, max_new_tokens=max_new_tokens, sampling=sampling)
+        outcome = _stream(session, prompts, steps)
         if json_file is not None:
             json_file.write_text(json.dumps(outcome, indent=2, allow_nan=False) + "\n")
+    except ImportError as error:
+        _err.print(f'error: {error.name} is not installed: pip install "mla-compile[onnx]"', style="red", markup=False)
+        raise typer.Exit(1) from None
     except (MlaCompileError, OSError) as error:
         # One line, also where the message is one of onnxruntime's, which may have several.
         _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
@@ -68,10 +78,10 @@ def _ids(text: str) -> list[int]:
         ) from None
 
 
-def _stream(session: Session, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling) -> dict[str, Any]:
+def _stream(session: Session, prompts: list[list[int]], steps: Generation) -> dict[str, Any]:
     rows: list[list[int]] = [[] for _ in prompts]
     times = [time.perf_counter()]
-    for tokens in Generation(session, prompts, max_new_tokens=max_new_tokens, sampling=sampling):
+    for tokens in steps:
         times.append(time.perf_counter())
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:

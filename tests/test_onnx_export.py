@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,13 @@ def test_names_are_for_people_and_nothing_of_this_machine_is_in_a_file(exported)
         assert b"site-packages" not in text
         assert str(Path.home()).encode() not in text
         assert str(Path(mla_compile.__file__).parent).encode() not in text
-    names = {v.name for v in onnx.load(directory / "decode.onnx", load_external_data=False).graph.initializer}
+    decode = onnx.load(directory / "decode.onnx", load_external_data=False)
+    said = {entry.key: entry.value for entry in decode.metadata_props}
+    assert said["mla_compile.profile"] == "portable"
+    assert said["mla_compile.op_version"] == "1"
+    assert said["mla_compile.weights_sha256"] == hashlib.sha256((directory / "weights.bin").read_bytes()).hexdigest()
+    assert json.loads(said["mla_compile.attention"])[1]["L"] == 64
+    names = {v.name for v in decode.graph.initializer}
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight.transposed" in names
     assert {n for n in names if n.endswith((".w_kc", ".w_q_w_kc"))}
     assert {n for n in names if n.endswith((".w_v", ".w_v_w_o"))}

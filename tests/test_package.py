@@ -66,6 +66,24 @@ def test_import_costs_little_beyond_torch():
     assert out == "[] mla_compile.decode_attention.default"
 
 
+def test_commands_say_which_extra_is_missing():
+    """The command line runs with torch, sympy, rich and typer alone."""
+    code = (
+        "import sys, warnings\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'transformers'):\n"
+        "            raise ModuleNotFoundError(name, name=name.split('.')[0])\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "warnings.simplefilter('ignore')\n"
+        "from typer.testing import CliRunner\n"
+        "from mla_compile.cli import app\n"
+        "ran = CliRunner().invoke(app, ['run', 'x', '--prompt-ids', '1'])\n"
+        "print(ran.exit_code, 'mla-compile[onnx]' in ran.output, CliRunner().invoke(app, ['--help']).exit_code)"
+    )
+    assert _python(code) == "1 True 0"
+
+
 def test_transformers_does_not_take_our_kernels_folder_for_its_own():
     """In a folder where `kernels/` can be imported by that name, transformers is not misled and ops register once."""
     code = "import mla_compile, transformers; print(transformers.DeepseekV3ForCausalLM.__name__)"

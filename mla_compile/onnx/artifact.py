@@ -84,7 +84,9 @@ def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
                 value = model.graph.initializers[name]
                 if value.const_value is not None and value.const_value.nbytes >= _INLINE:
                     value.const_value = weights.add(value.const_value, name)
+    digest = fingerprint(directory / WEIGHTS)[1]
     for file, model in graphs.items():
+        model.metadata_props["mla_compile.weights_sha256"] = digest
         ir.save(model, directory / file)
     return Written({name: fingerprint(directory / name) for name in sorted((*graphs, WEIGHTS))})
 

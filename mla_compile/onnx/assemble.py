@@ -25,7 +25,8 @@ from mla_compile.onnx.interface import (
 from mla_compile.onnx.op import DOMAIN, VERSION
 from mla_compile.onnx.paged import DOMAIN as DOMAIN_PAGED
 from mla_compile.onnx.paged import in_pages
-from mla_compile.onnx.profiles import Profile, halves, in_place
+from mla_compile.onnx.profile import Profile
+from mla_compile.onnx.rewrites import halves, in_place
 from mla_compile.version import __version__
 
 

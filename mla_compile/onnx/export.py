@@ -54,7 +54,7 @@ def export_onnx(
     """
     require_packages()
     from mla_compile.onnx import artifact, causal_lm, lm_export, program_export
-    from mla_compile.onnx.profiles import profile as named
+    from mla_compile.onnx.profile import profile as named
 
     chosen = named(profile)
     kind = _dtype(dtype)

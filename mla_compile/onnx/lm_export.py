@@ -17,7 +17,7 @@ from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
 from mla_compile.onnx.interface import attention_nodes
 from mla_compile.onnx.manifest import MANIFEST, AttentionNode, Cache, FileEntry, Manifest
-from mla_compile.onnx.profiles import Profile
+from mla_compile.onnx.profile import Profile
 from mla_compile.options import Options
 from mla_compile.report import Report
 from mla_compile.version import __version__

@@ -23,7 +23,8 @@ from mla_compile.onnx.engine import errors, onnxruntime
 from mla_compile.onnx.exported import Exported, Progress, Verification
 from mla_compile.onnx.interface import Append, attention_nodes, find_append
 from mla_compile.onnx.lm_export import require_absorbed
-from mla_compile.onnx.profiles import Profile, in_place
+from mla_compile.onnx.profile import Profile
+from mla_compile.onnx.rewrites import in_place
 from mla_compile.onnx.verify import TOLERANCE
 from mla_compile.options import Options
 

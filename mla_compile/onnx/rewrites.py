@@ -1,52 +1,15 @@
-"""How a cache goes in and out of an exported graph: one rewrite of its appends for each profile.
-
-========== ===========================================================================================================
-portable   ``present = Concat(past, new)``: what the graph is exported as; any runtime of opset 21
-inplace    ``present = TensorScatter(past, new)``: one buffer with room for more rows, ``total`` of them in use
-genai      the row [latent, k_rope] in two equal halves, named key and value, as onnxruntime-genai allocates them
-ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_compile.onnx.paged`
-========== ===========================================================================================================
-"""
+"""The profiles as rewrites of a graph's caches; what each of them is stands in :mod:`mla_compile.onnx.profile`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mla_compile.errors import ExportError, OptionError, nearest
+from mla_compile.errors import ExportError
 from mla_compile.onnx.interface import Append, Site
 from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
 from mla_compile.onnx.op import NAME
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What a kind of file needs: its opset, and the oldest ONNX Runtime that loads it."""
-
-    name: str
-    opset: int
-    minimum_onnxruntime: str
-
-
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        Profile("portable", 21, "1.20.0"),
-        Profile("inplace", 24, "1.24.0"),
-        Profile("genai", 21, "1.20.0"),
-        Profile("ort-paged", 21, "1.29.0"),
-    )
-}
-
-
-def profile(name: str) -> Profile:
-    """The profile of that name; :class:`OptionError` for any other."""
-    if name not in PROFILES:
-        hint = nearest(name, PROFILES) if isinstance(name, str) else ""
-        raise OptionError(f"profile is {name!r}, expected one of {', '.join(PROFILES)}{hint}")
-    return PROFILES[name]
 
 
 def in_place(
