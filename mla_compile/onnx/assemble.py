@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from mla_compile.errors import ExportError
 from mla_compile.onnx.convert import Converted
 from mla_compile.onnx.function import Signature, function
 from mla_compile.onnx.interface import (
@@ -67,8 +68,14 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
     assert outputs == 1 + len(names)
     growing = [a for a in appends if a is not None]
     if profile.name == "inplace":
+        lost = [n for n, a, grows in zip(names, appends, wires.grows, strict=True) if grows and a is None]
+        if lost:
+            raise ExportError(
+                f"profile 'inplace' cannot be made: the caches {', '.join(lost)} are not [batch, tokens, width] with "
+                "rows appended; use the portable profile"
+            )
         in_place(graph, growing, (inputs[1], 1), (inputs[0], 1))
-        dims |= {dims_key: "capacity" for dims_key, name in dims.items() if name == "past"}
+        dims |= {symbol: "capacity" for symbol, name in dims.items() if name == "past"}
     caches: list[CacheIO]
     rename(graph.inputs[:3], TOKENS, _tokens_dims(dims))
     rename(graph.outputs[:1], ["logits"], _tokens_dims(dims))
