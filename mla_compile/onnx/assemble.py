@@ -60,6 +60,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
     inputs, outputs = list(graph.inputs), len(graph.outputs)
+    old = [str(v.name) for v in inputs[3:]]
     appends = [find_append(graph, inputs[3 + i], 1 + i) if grows else None for i, grows in enumerate(wires.grows)]
     presents = [a.present if a else graph.outputs[1 + i] for i, a in enumerate(appends)]
     found = sites(graph, presents)
@@ -94,8 +95,20 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
             CacheIO(f"past_{n}", f"present_{n}", g, _shape(graph.inputs[3 + i], 1 if g else None))
             for i, (n, g) in enumerate(zip(names, wires.grows, strict=True))
         ]
+    _rename_nodes(graph, {f"{before}/": f"past_{name}/" for before, name in zip(old, names, strict=True)})
     finish(converted, profile, strip="model.")
     return caches
+
+
+def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
+    """Nodes that were added for a cache carry its name."""
+    for node in graph:
+        prefix = next((p for p in prefixes if str(node.name).startswith(p)), None)
+        if prefix is not None:
+            node.name = prefixes[prefix] + str(node.name).removeprefix(prefix)
+            for value in node.outputs:
+                if str(value.name).startswith(prefix):
+                    value.name = prefixes[prefix] + str(value.name).removeprefix(prefix)
 
 
 def _as_halves(

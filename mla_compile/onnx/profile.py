@@ -28,7 +28,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("portable", 21, "1.20.0"),
-        Profile("inplace", 24, "1.24.0"),
+        Profile("inplace", 24, "1.25.0"),
         Profile("genai", 21, "1.20.0"),
         Profile("ort-paged", 21, "1.29.0"),
     )
