@@ -1,6 +1,7 @@
 """The passes, in order, over one captured program.
 
-normalize          first, so that every later pass sees one spelling;
+normalize,
+write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
@@ -41,6 +42,7 @@ from mla_compile.passes.project import lower_projections
 from mla_compile.passes.site_report import site_report, unfollowed_report
 from mla_compile.passes.unfollowed import unfollowed
 from mla_compile.passes.verify import Check, check_site, key_of
+from mla_compile.passes.written_softmax import write_softmax
 from mla_compile.program import Program
 from mla_compile.records import PassRecord
 from mla_compile.report import Report
@@ -117,6 +119,7 @@ def _run_once(
     graph = program.gm.graph
     clock = _Clock(program)
     clock.run("normalize", lambda: normalize(graph), int)
+    clock.run("write_softmax", lambda: write_softmax(graph, program.fake_mode), int)
     weights = weight_nodes(graph, program.weights)
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
     lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, sites), lambda _: 0)

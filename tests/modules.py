@@ -263,3 +263,28 @@ CORES = {
 }
 UPS = ("joint", "block", "two", "param", "per_head", "einsum", "lora", "merged", "int8")
 EXACT = tuple(c for c in CORES if c != "in_float32")
+
+
+# Cores whose softmax is written out. Heads, scale and mask as in the others.
+
+
+def exponentials(q, k, v, mask, scale):
+    """The textbook: shifted by the largest score of a row."""
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True) @ v
+
+
+def exponentials_by_max(q, k, v, mask, scale):
+    """``max`` with its indices, the sum without keepdim, a reciprocal."""
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    weights = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    return (weights * weights.sum(-1).unsqueeze(-1).reciprocal()) @ v
+
+
+def log_sum_exp(q, k, v, mask, scale):
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    return torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ v
+
+
+WRITTEN_OUT = {f.__name__: f for f in (exponentials, exponentials_by_max, log_sum_exp)}
