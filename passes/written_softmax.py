@@ -8,6 +8,8 @@ exponential that is not shifted overflows, the original gives NaN and this does 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,9 +61,9 @@ def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
     return _unshifted(x, dim), dim
 
 
-def _summed_axis(total: object, e: object) -> int | None:
+def _summed_axis(total: Any, e: Any) -> int | None:
     """The one axis along which ``total`` is the sum of ``e``, kept as an axis of size 1."""
-    if not isinstance(total, fx.Node) or not isinstance(e, fx.Node) or not is_tensor(e):
+    if not is_tensor(total) or not is_tensor(e):
         return None
     rank, kept = val(e).dim(), True
     lifted = None
@@ -84,7 +86,8 @@ def _unshifted(x: fx.Node, dim: int) -> fx.Node:
         if is_tensor(source) and is_tensor(shift) and _alike(x, source):
             place = dim - (val(x).dim() - val(shift).dim())
             if place < 0 or val(shift).shape[place] == 1:
-                return source
+                unshifted: fx.Node = source
+                return unshifted
     return x
 
 
