@@ -60,6 +60,7 @@ def test_a_manifest_is_read_back_as_it_was_written(model: Path):
 
 def test_attention_nodes_are_read_back(tmp_path: Path):
     node = {"H": 4, "La": 64, "Lb": 0, "Lv": 64, "mask": None, "sinks": True, "softcap": 0.5, "window": 0}
+    node |= {"values": False, "value_width": 0}
     model = toy.build(tmp_path / "model")
     _edit(model, _set("attention", to=[node]))
     (read,) = Manifest.read(model).attention
