@@ -134,12 +134,16 @@ class Decode(nn.Module):
         return out, rows
 
 
-def program():
+def seeded(kind=Decode):
     torch.manual_seed(3)
+    return kind().eval().requires_grad_(False)
+
+
+def program(module=None):
     batch, past = Dim("batch"), Dim("past", min=0, max=4096)
     example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
     shapes = ({0: batch}, {0: batch}, {0: batch, 1: past + 1}, {0: batch, 1: past})
-    module = Decode().eval().requires_grad_(False)
+    module = seeded() if module is None else module
     return module, torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
 
 
@@ -156,6 +160,25 @@ def test_a_traced_program_keeps_its_names(tmp_path):
         feeds = {v.name: t.numpy() for v, t in zip(session.get_inputs(), given, strict=True)}
         for got, expected in zip(session.run(None, feeds), module(*given), strict=True):
             assert np.abs(got - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("profile", ["portable", "inplace"])
+def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile):
+    """It has one column; the operator takes the number of columns for the number of keys."""
+
+    class Rows(Decode):
+        def forward(self, query, new, mask, rows):
+            return super().forward(query, new, mask.any(-1, keepdim=True), rows)
+
+    module, exported = program(seeded(Rows))
+    mla_compile.export_onnx(exported, tmp_path / "m", profile=profile, prefill=False, verify=False)
+    given = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 6, dtype=torch.bool), torch.randn(2, 5, 8))
+    expected = module(*given)
+    session = ort.InferenceSession(str(tmp_path / "m" / "decode.onnx"), providers=["CPUExecutionProvider"])
+    feeds = {v.name: t.numpy() for v, t in zip(session.get_inputs(), given, strict=True)}
+    if profile == "inplace":
+        feeds["rows"] = np.pad(feeds["rows"], ((0, 0), (0, 3), (0, 0)), constant_values=np.nan)
+    assert np.abs(session.run(None, feeds)[0] - expected[0].numpy()).max() < 1e-5
 
 
 def test_a_program_that_was_optimized_before_is_exported_too(tmp_path):

@@ -22,6 +22,7 @@ from mla_compile.onnx.interface import (
     find_append,
     rename,
     sites,
+    widen_masks,
 )
 from mla_compile.onnx.op import DOMAIN, VERSION
 from mla_compile.onnx.paged import DOMAIN as DOMAIN_PAGED
@@ -61,6 +62,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
     dims = _dims(graph, wires)
     inputs, outputs = list(graph.inputs), len(graph.outputs)
     old = [str(v.name) for v in inputs[3:]]
+    widen_masks(graph)
     appends = [find_append(graph, inputs[3 + i], 1 + i) if grows else None for i, grows in enumerate(wires.grows)]
     presents = [a.present if a else graph.outputs[1 + i] for i, a in enumerate(appends)]
     found = sites(graph, presents)

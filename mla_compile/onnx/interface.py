@@ -40,6 +40,21 @@ def attention_nodes(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if node.op_type == NAME]
 
 
+def widen_masks(graph: ir.Graph) -> None:
+    """Masks that hide whole queries get a column for every key: the operator counts keys by its mask."""
+    for node in attention_nodes(graph):
+        mask = node.inputs[3] if len(node.inputs) > 3 else None
+        latent = node.inputs[1]
+        if mask is None or latent is None or mask.shape is None or mask.shape[3] != 1:
+            continue
+        edit = Editor(graph, node, f"{node.name}/mask")
+        keys = edit.op("Shape", latent, start=1, end=2)
+        wide = edit.op("Expand", mask, edit.op("Concat", edit.ints(1, 1, 1), keys, axis=0))
+        wide.type = mask.type
+        wide.shape = ir.Shape([*mask.shape[:3], None if latent.shape is None else latent.shape[1]])
+        node.replace_input_with(3, wide)
+
+
 def find_append(graph: ir.Graph, past: ir.Value, output: int) -> Append | None:
     """The append from ``past`` to the graph's output of that position, rewritten to three axes; None: no append."""
     present = graph.outputs[output]

@@ -21,7 +21,7 @@ from mla_compile.onnx.assemble import finish
 from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.engine import errors, onnxruntime
 from mla_compile.onnx.exported import Exported, Progress, Verification
-from mla_compile.onnx.interface import Append, attention_nodes, find_append
+from mla_compile.onnx.interface import Append, attention_nodes, find_append, widen_masks
 from mla_compile.onnx.lm_export import require_absorbed
 from mla_compile.onnx.profile import Profile
 from mla_compile.onnx.rewrites import in_place
@@ -76,6 +76,7 @@ def export(
 
 def _finish(converted: Converted, profile: Profile) -> None:
     graph = converted.model.graph
+    widen_masks(graph)
     appends: dict[int, Append] = {}
     for past in graph.inputs:
         for index in range(len(graph.outputs)):

@@ -67,8 +67,9 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
         if node.op_type != "Shape":
             continue
         rank = 3
-        start = node.attributes["start"].as_int() if "start" in node.attributes else 0
+        start = (node.attributes["start"].as_int() if "start" in node.attributes else 0) % rank
         end = node.attributes["end"].as_int() if "end" in node.attributes else rank
+        end = end + rank if end < 0 else min(end, rank)
         if not start <= 1 < end:
             continue
         edit = Editor(graph, node, f"{past.name}/length")
