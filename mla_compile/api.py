@@ -133,7 +133,7 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _optimize_exported(exported: torch.export.ExportedProgram, options: Options) -> torch.export.ExportedProgram:
     program = capture.from_exported(exported)
     rewritten, report = _one_form(program, options)
-    result = capture.to_exported(rewritten, _folded(rewritten))
+    result = capture.to_exported(rewritten, runtime.folded_values(rewritten))
     result.graph_module.meta["mla_report"] = report
     return result
 
@@ -147,7 +147,7 @@ def _optimize_graph_module(gm: fx.GraphModule, example_inputs: Any, options: Opt
         values = _flat_inputs(gm, args)
     program = capture.from_graph_module(gm, values)
     rewritten, report = _one_form(program, options)
-    result = capture.to_plain_graph_module(rewritten, _folded(rewritten))
+    result = capture.to_plain_graph_module(rewritten, runtime.folded_values(rewritten))
     result.meta["mla_report"] = report
     return result
 
@@ -175,14 +175,6 @@ def _one_form(program: Program, options: Options) -> tuple[Program, Report]:
         )
     tell(report)
     return outcome.program, report
-
-
-def _folded(program: Program) -> dict[str, torch.Tensor]:
-    for fold in program.folds:
-        for name in fold.weights:
-            runtime.check_weight(name, program.weights.get(name))
-    live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
-    return {fold.placeholder: runtime.compute(fold, live) for fold in program.folds}
 
 
 def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:

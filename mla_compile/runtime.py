@@ -151,6 +151,18 @@ def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         raise WeightError(f'weights cannot be folded ({kinds}): {error}; use fold="never"') from error
 
 
+def folded_values(program: Program) -> dict[str, torch.Tensor]:
+    """The values of all folds of a program that is about to be saved, from its weights as they are now.
+
+    Raises :class:`WeightError` for weights without dense values.
+    """
+    for fold in program.folds:
+        for name in fold.weights:
+            check_weight(name, program.weights.get(name))
+    live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
+    return {fold.placeholder: compute(fold, live) for fold in program.folds}
+
+
 def check_weight(name: str, tensor: torch.Tensor | None) -> None:
     """Raises :class:`WeightError` unless the tensor has values, stored densely."""
     problem = None

@@ -53,26 +53,14 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
         origins = bake_projections(rewritten)
         split_complex(rewritten)
         names = _names(rewritten, origins)
-        return Converted(_to_onnx(_finished(rewritten), opset), outcome.report, names, exported.state_dict)
-
-
-def _finished(program: Program) -> torch.export.ExportedProgram:
-    return capture.to_exported(program, folded_values(program))
+        finished = capture.to_exported(rewritten, runtime.folded_values(rewritten))
+        return Converted(_to_onnx(finished, opset), outcome.report, names, exported.state_dict)
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Names for baked weights, from those that the weights have in the model."""
     targets = {s.arg.name: s.target for s in program.original.graph_signature.input_specs if s.target is not None}
     return {new: _baked_name(new, [targets.get(n, n) for n in nodes], program) for new, nodes in origins.items()}
-
-
-def folded_values(program: Program) -> dict[str, torch.Tensor]:
-    """The values of a program's folds, from its weights as they are now."""
-    live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
-    for fold in program.folds:
-        for name in fold.weights:
-            runtime.check_weight(name, program.weights.get(name))
-    return {fold.placeholder: runtime.compute(fold, live) for fold in program.folds}
 
 
 def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
