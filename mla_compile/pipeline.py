@@ -119,8 +119,8 @@ def _run_once(
     graph = program.gm.graph
     clock = _Clock(program)
     clock.run("normalize", lambda: normalize(graph), int)
-    clock.run("write_softmax", lambda: write_softmax(graph, program.fake_mode), int)
     weights = weight_nodes(graph, program.weights)
+    clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
     lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, sites), lambda _: 0)
     maps = LinearMaps(weights, program.fake_mode)

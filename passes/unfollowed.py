@@ -33,10 +33,10 @@ def unfollowed(
     order = {n: i for i, n in enumerate(graph.nodes)}
     found: list[tuple[fx.Node, Stop]] = []
     for node in missing:
-        products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-        sums, after = _nearest(node, lambda n: n.users, tracer.is_product)
-        if not products or not sums:  # a router's softmax over logits, or one that weighs nothing
+        around = between_products(node, tracer)
+        if around is None:
             continue
+        before, after = around
         lost = (
             n
             for n in sorted({*before, node, *after}, key=order.__getitem__)
@@ -46,6 +46,16 @@ def unfollowed(
         reason = f"{blame.target} between the products of an attention is not understood"
         found.append((node, Stop(blame, "unsupported_op", reason)))
     return found
+
+
+def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """What lies between a softmax and the products before and after it.
+
+    ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
+    """
+    products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
+    sums, after = _nearest(node, lambda n: n.users, tracer.is_product)
+    return (before, after) if products and sums else None
 
 
 def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:

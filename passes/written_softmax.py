@@ -8,6 +8,7 @@ exponential that is not shifted overflows, the original gives NaN and this does 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,16 +27,19 @@ from mla_compile.passes.graph import (
     shape,
     val,
 )
+from mla_compile.passes.scores import ScoreTracer
+from mla_compile.passes.unfollowed import between_products
 
 aten = torch.ops.aten
 
 
-def write_softmax(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
-    """Replaces every softmax that is written out; returns how many."""
+def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
+    """Replaces the softmaxes of attentions that are written out; returns how many. Any other stays as it is."""
     found = 0
+    tracer = ScoreTracer(weights)
     for node in list(graph.nodes):
         match = _ratio(node) or _shifted_by_its_logarithm(node)
-        if match is None:
+        if match is None or between_products(node, tracer) is None:
             continue
         x, dim = match
         node.replace_all_uses_with(Builder(node, fake_mode).call(aten.softmax.int, x, dim))

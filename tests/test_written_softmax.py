@@ -64,11 +64,11 @@ NOT_A_SOFTMAX = {
 def test_what_only_looks_like_a_softmax_stays(name):
     class Only(nn.Module):
         def forward(self, x):
-            return NOT_A_SOFTMAX[name](x)
+            return NOT_A_SOFTMAX[name](x @ x.mT) @ x
 
     program = export(Only(), [torch.randn(3, 5, 5)])
     before = str(program.gm.graph)
-    assert write_softmax(program.gm.graph, program.fake_mode) == 0
+    assert write_softmax(program.gm.graph, (), program.fake_mode) == 0
     assert str(program.gm.graph) == before
 
 
@@ -76,12 +76,30 @@ def test_what_only_looks_like_a_softmax_stays(name):
 def test_the_operator_takes_its_place(dim):
     class Only(nn.Module):
         def forward(self, x):
-            e = (x - 3 * x.mean(dim, keepdim=True)).exp()
-            return e / e.sum(dim, keepdim=True)
+            scores = x @ x.mT
+            e = (scores - 3 * scores.mean(dim, keepdim=True)).exp()
+            return e / e.sum(dim, keepdim=True) @ x
 
-    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    x = torch.randn(3, 5, 5, dtype=torch.float64)
     program = export(Only(), [x])
-    assert write_softmax(program.gm.graph, program.fake_mode) == 1
+    assert write_softmax(program.gm.graph, (), program.fake_mode) == 1
     program.gm.recompile()
-    assert calls(program) == ["softmax.int"]
-    assert (program.gm(x)[0] - x.softmax(dim)).abs().max() < 1e-12
+    assert "softmax.int" in calls(program)
+    assert "exp.default" not in calls(program)
+    assert (program.gm(x)[0] - (x @ x.mT).softmax(dim) @ x).abs().max() < 1e-12
+
+
+def test_a_routers_softmax_stays_as_it_was_written():
+    """Not between two products of activations: no attention, so nothing of ours."""
+
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(5, 4, bias=False)
+
+        def forward(self, x):
+            e = self.gate(x).exp()
+            return e / e.sum(-1, keepdim=True)
+
+    outcome = optimized(export(Router(), [torch.randn(3, 5)]))
+    assert "softmax.int" not in calls(outcome.program)
