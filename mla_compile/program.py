@@ -41,6 +41,8 @@ class Program:
         aliases: index of a returned value -> the mutated input it is a view of. The views are made again on the input
             after it was written, so that the caller gets the input's memory as in the original program.
         original: what was captured, for the way back out.
+        latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
+        cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
     """
 
     gm: fx.GraphModule
@@ -50,6 +52,8 @@ class Program:
     fake_mode: Any = None
     aliases: dict[int, str] = field(default_factory=dict)
     original: Any = None
+    latents: dict[str, Any] = field(default_factory=dict)
+    cache: Any = None
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
@@ -61,6 +65,8 @@ class Program:
             fake_mode=self.fake_mode,
             aliases=dict(self.aliases),
             original=self.original,
+            latents=dict(self.latents),
+            cache=self.cache,
         )
 
     @property

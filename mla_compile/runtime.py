@@ -115,7 +115,7 @@ class FoldedWeights:
         self._folds = list(program.folds)
         positions = {node.name: index for index, node in enumerate(program.placeholders)}
         names = dict.fromkeys(name for fold in self._folds for name in fold.weights)
-        self._read = {name: _weight_reader(program, positions, name) for name in names}
+        self._read = {name: weight_reader(program, positions, name) for name in names}
         self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
 
     def values(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -191,9 +191,8 @@ def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: Fold) -> None:
     value.copy_(new)
 
 
-def _weight_reader(
-    program: Program, positions: Mapping[str, int], name: str
-) -> Callable[[Sequence[Any]], torch.Tensor]:
+def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> Callable[[Sequence[Any]], torch.Tensor]:
+    """Reads a weight of ``program`` from the inputs of a call, or from the program where it is an attribute of it."""
     if name in positions:
         index = positions[name]
         return lambda inputs: inputs[index]

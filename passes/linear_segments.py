@@ -189,6 +189,8 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         if isinstance(source, Stop):
             return Stop(node, "unsupported_op", "constants are joined to columns of a linear map")
         sources.append(source)
+    if len(sources) == 1:
+        return finish(sources[0], node)
     if not _joinable(sources, dim, rank):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
     joined: list[Segment] = []

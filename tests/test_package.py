@@ -28,6 +28,7 @@ PUBLIC = {
     "__version__",
     "explain",
     "export_onnx",
+    "migrate_cache",
     "optimize",
 }
 
@@ -125,9 +126,12 @@ LAYERS = (
     ("ops",),
     ("codes", "records", "grouping", "report", "program", "options"),
     ("passes",),
+    ("latent", "cache_change", "caching"),
+    ("emit_cache",),
     ("capture", "emit"),
     ("pipeline",),
     ("runtime", "monitor"),
+    ("latent_calls",),
     ("backend",),
     ("forward", "trace"),
     ("api",),
