@@ -99,7 +99,7 @@ def _optimize_module(module: torch.nn.Module, example_inputs: Any, options: dict
     settings = {name: options.pop(name) for name in _DYNAMO_SETTINGS if name in options}
     parsed = Options.parse(options, verify=True)
     fast = _shallow_copy(module)
-    forward = CompiledForward(fast, parsed, mode, settings)
+    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"))
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
