@@ -229,6 +229,8 @@ def _without_frames(error: Exception) -> Exception:
 def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
     """The Inductor settings of a mode, overridden by explicit Inductor options."""
     patches: dict[str, Any] = {}
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode is {mode!r}, expected a string")
     if mode is not None and mode != "default":
         from torch._inductor import list_mode_options
 
