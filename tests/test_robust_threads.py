@@ -39,10 +39,10 @@ def at_once(works: Sequence[Callable[[], Any]]) -> None:
         raise errors[0]
 
 
-def decoding(fast: Any, model: Any, seed: int) -> Callable[[], None]:
+def decoding(fast: Any, model: Any, seed: int, *, growing: bool = True) -> Callable[[], None]:
     def work() -> None:
         for step in range(4):
-            inputs = decode_inputs(cached=7 + seed + step, seed=10 * seed + step)
+            inputs = decode_inputs(cached=7 + (seed + step if growing else 0), seed=10 * seed + step)
             torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
 
     return work
@@ -52,7 +52,8 @@ def decoding(fast: Any, model: Any, seed: int) -> Callable[[], None]:
 def test_two_threads_share_one_optimized_model(options: dict[str, Any]) -> None:
     model = Toy().eval()
     fast = optimize(model, **options)
-    at_once([decoding(fast, model, seed) for seed in (1, 2)])
+    growing = options is not INDUCTOR  # one graph is enough there: it takes seconds
+    at_once([decoding(fast, model, seed, growing=growing) for seed in (1, 2)])
     assert fast.mla_report.absorbed
     assert fast.mla_report.refused == 0
 
