@@ -124,6 +124,8 @@ def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
+        if not all(isinstance(name, str) for name in example_inputs):
+            raise InputError(f"example_inputs by keyword need names, got {list(example_inputs)}")
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
