@@ -62,15 +62,15 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
         return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
     if isinstance(obj, fx.GraphModule):
         return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
-    if isinstance(obj, torch.nn.Module):
+    if isinstance(obj, torch.nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
         return _optimize_module(obj, example_inputs, dict(options))
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
-        'for a function use torch.compile(function, backend="mla")'
+        'for a function use torch.compile(function, backend="mla"), for TorchScript the module it was made from'
     )
 
 
-def explain(model: Any, *example_inputs: Any, **arguments: Any) -> Report:
+def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
     """What would be done to a model and why not where it would not, without changing or running it.
 
     ``example_inputs`` and keyword arguments are those of the model's forward; keywords that are names of
@@ -88,7 +88,7 @@ def explain(model: Any, *example_inputs: Any, **arguments: Any) -> Report:
         return pipeline.run(
             capture.from_graph_module(model, _flat_inputs(model, example_inputs) if example_inputs else None), options
         ).report
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             f"explain() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(model).__name__}"
         )
@@ -119,9 +119,12 @@ def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: flo
 def _optimize_module(module: torch.nn.Module, example_inputs: Any, options: dict[str, Any]) -> Any:
     mode = options.pop("mode", None)
     settings = {name: options.pop(name) for name in _DYNAMO_SETTINGS if name in options}
+    for name, value in settings.items():
+        if not (isinstance(value, bool) or (name == "dynamic" and value is None)):
+            raise OptionError(f"{name} is {value!r}, expected True or False")
     parsed = Options.parse(options, verify=True)
     fast = _shallow_copy(module)
-    forward = CompiledForward(fast, parsed, mode, settings)
+    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"))
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
@@ -143,6 +146,8 @@ def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
+        if not all(isinstance(name, str) for name in example_inputs):
+            raise InputError(f"example_inputs by keyword need names, got {list(example_inputs)}")
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}

@@ -131,14 +131,13 @@ class Compiler:
                 outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
         # Whatever goes wrong in here, the user's model must still run: the original graph is untouched and compiles.
         except Exception as error:
-            self.failures.append(error)
             if self.options.strict and not self.explain_only:
                 raise
-            if self.explain_only:
-                return None
-            kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
-            _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
-            logger.debug("the failure was", exc_info=error)
+            logger.debug("a graph could not be rewritten", exc_info=error)
+            self.failures.append(_without_frames(error))
+            if not self.explain_only:
+                kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
+                _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
         self.reports.append(outcome.report)
         if self.explain_only:
@@ -264,9 +263,20 @@ def _all_kept_by_choice(report: Report) -> bool:
     )
 
 
+def _without_frames(error: Exception) -> Exception:
+    """The error without its tracebacks, whose frames would keep the model: torch keeps a backend until it is reset."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
 def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
     """The Inductor settings of a mode, overridden by explicit Inductor options."""
     patches: dict[str, Any] = {}
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode is {mode!r}, expected a string")
     if mode is not None and mode != "default":
         from torch._inductor import list_mode_options
 

@@ -87,10 +87,16 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
-    from torch._inductor import list_options  # imports all of Inductor, so only when one of its options is named
+    # These import all of Inductor, so only when one of its options is named.
+    from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}
-    for name in given:
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise OptionError(f"options of Inductor have names, got {name!r}")
         if name.replace("-", "_") not in known:
             hint = nearest(name, ours) or nearest(name, known)
             raise OptionError(f"there is no option {name!r}{hint}; options: {', '.join(ours)}, and those of Inductor")
+        kind = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]  # torch adds it to the module
+        if isinstance(kind, type) and not isinstance(value, kind):
+            raise OptionError(f"{name} is {value!r}, expected {kind.__name__}")
