@@ -8,7 +8,9 @@ import inspect
 import itertools
 import types
 import warnings
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from mla_compile.backend import Compiler
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.options import Options
+from mla_compile.recompiles import Recompiles
 from mla_compile.report import Report
 
 _numbers = itertools.count()
@@ -52,7 +55,11 @@ class CompiledForward:
         self.options = options
         self.mode = mode
         self.settings = settings
-        self.compiler = Compiler(options, mode, on_report=self._report)
+        note = weakref.WeakMethod(self._report)
+        self.recompiles = Recompiles(
+            settings.get("dynamic"), function=_forward_of(module), on_note=lambda: (tell := note()) and tell()
+        )
+        self.compiler = Compiler(options, mode, on_report=self._report, recompiles=self.recompiles)
         self._warned = False
         # A forward set on the object itself (a patch, a wrapper) is the model's.
         self._replaced = vars(module).get("forward")
@@ -66,7 +73,8 @@ class CompiledForward:
         if torch.compiler.is_compiling() or self._trains():
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
-        return self._run(self.module, args, kwargs, self._replaced)
+        with self.recompiles.settings():
+            return self._run(self.module, args, kwargs, self._replaced)
 
     def install(self) -> None:
         """Make this the forward of its module; the report is an attribute that follows what is compiled."""
@@ -83,7 +91,9 @@ class CompiledForward:
             vars(module)["forward"] = self._replaced
 
     def _report(self) -> None:
-        vars(self.module)["mla_report"] = Report.merged(self.compiler.reports)
+        report = Report.merged(self.compiler.reports)
+        notes = dict.fromkeys((*report.messages, *self.recompiles.notes))
+        vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
 
     def call_module(self, *_: Any) -> Callable[..., Any]:
         """Stands in for ``get_compiled_call`` of transformers: ``generate()`` need not compile a second time."""
@@ -107,3 +117,10 @@ class CompiledForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledForward, (self.module, self.options, self.mode, self.settings)
+
+
+def _forward_of(module: torch.nn.Module) -> str:
+    """The forward of a module's class as messages name it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"'{type(module).__name__}.forward'{place}"

@@ -127,6 +127,8 @@ LAYERS = (
     ("passes",),
     ("capture", "emit"),
     ("pipeline",),
+    ("dynamo_config", "causes"),
+    ("recompiles",),
     ("runtime", "monitor"),
     ("backend",),
     ("forward", "trace"),
