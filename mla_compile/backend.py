@@ -87,11 +87,12 @@ class Compiler:
         self.graphs += 1
         if self.recompiles is not None:
             self.recompiles.add(gm, example_inputs)
-        if not has_attention(gm):
-            return self._generate(gm, example_inputs)
         from mla_compile.monitor import watch_current_function
 
-        watch_current_function(gm)
+        attention = has_attention(gm)
+        watch_current_function(gm, attention=attention)
+        if not attention:
+            return self._generate(gm, example_inputs)
         if wants_gradients(gm, example_inputs):
             logger.info("graph left as it is: gradients are enabled")
             return self._generate(gm, example_inputs)

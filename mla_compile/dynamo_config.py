@@ -1,7 +1,7 @@
 """Settings of Dynamo that hold while a module of ours runs, and nowhere else.
 
-They belong to a thread in newer releases of torch, and to the process in older ones (2.11). There several threads can be
-inside at a time, so the first one in remembers what the last one out restores; ``torch._dynamo.config.patch`` would
+They belong to a thread in newer releases of torch, and to the process in older ones (2.11). There several threads can
+be inside at a time: the first one in remembers what the last one out restores. ``torch._dynamo.config.patch`` would
 leave a setting behind for good, when the second restores what it found.
 """
 

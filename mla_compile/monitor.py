@@ -8,6 +8,7 @@ Where logging is switched off, the warning comes with the last variant that ther
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -31,9 +32,17 @@ _logger = logging.getLogger("torch._dynamo.convert_frame")
 _ours: OrderedDict[str, dict[str, str]] = OrderedDict()
 """Functions of which a graph came to us, as Dynamo's log line spells them, and where their tensors are used."""
 
+_attention = threading.Event()
+"""Whether one of the graphs had an attention."""
 
-def watch_current_function(gm: fx.GraphModule) -> None:
-    """To be called inside a backend: warn if Dynamo later gives up on the function it is compiling now."""
+
+def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
+    """To be called inside a backend: warn if Dynamo later gives up on the function it is compiling now.
+
+    Functions without attention count as soon as there are others: what they call is given up with them.
+    """
+    if attention:
+        _attention.set()
     if not any(isinstance(handler, _LimitHandler) for handler in _logger.handlers):
         _logger.addHandler(_LimitHandler(logging.WARNING))
     traced = TracingContext.get_traced_code()
@@ -46,7 +55,7 @@ def watch_current_function(gm: fx.GraphModule) -> None:
         _ours.popitem(last=False)
     current = CompileContext.current_compile_id()
     variants = 1 + ((current.frame_compile_id if current is not None else None) or 0)
-    if variants == config.recompile_limit and not _logger.isEnabledFor(logging.WARNING):
+    if attention and variants == config.recompile_limit and not _logger.isEnabledFor(logging.WARNING):
         _tell(f"{variants} variants of {_named(function)} are compiled; Dynamo runs every further one uncompiled", None)
 
 
@@ -56,11 +65,11 @@ class _LimitHandler(logging.Handler):
             return
         limit, value, function, reason, *_ = record.args
         places = _ours.get(str(function))
-        if places is None:
+        if running() is None and (places is None or not _attention.is_set()):
             return
         _tell(
             f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from here on",
-            cause(str(reason), places, "module" if running() else None),
+            cause(str(reason), places or {}, "module" if running() else None),
         )
 
 

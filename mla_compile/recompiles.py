@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shapes": False}
 """Settings of Dynamo by which int attributes and the sizes of buffers can become symbolic."""
 
+_ACCUMULATED = "accumulated_recompile_limit"
+
 
 class _Thread(threading.local):
     running: Recompiles | None = None
@@ -60,8 +62,9 @@ class Recompiles:
         self.notes: list[str] = []
         self._symbolic = SYMBOLIC if dynamic is None else {}
         self._graphs: dict[CodeType, Counter[tuple[int, ...]]] = {}
+        self._layers = 1
+        self._most = 0
         self._lock = threading.Lock()
-        self._room = 0
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -77,14 +80,16 @@ class Recompiles:
     def add(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         """To be called in such a call for each graph that is compiled."""
         traced = TracingContext.get_traced_code()
-        if not traced:
+        layer = tuple(
+            id(value) for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)
+        )
+        if not traced or not layer:
             return
-        layer = tuple(id(weight) for weight in _weights(gm, example_inputs))
         with self._lock:
             graphs = self._graphs.setdefault(traced[0], Counter())
-            graphs[layer] += 1
-            # The graphs of all other layers than the one that needed the most.
-            self._room = max(self._room, sum(graphs.values()) - max(graphs.values()))
+            graphs[layer] += 1  # parameters tell the layers apart that run one code
+            self._layers = max(self._layers, len(graphs))
+            self._most = max(self._most, graphs[layer])
         dynamo_config.change(self._limits())
 
     def given_up(self, note: str) -> bool:
@@ -95,15 +100,10 @@ class Recompiles:
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        if not self._room:
+        """The user's limit for each layer: Dynamo can only be told how much that is for all layers of one code."""
+        if self._layers == 1:
             return {}
-        limit = dynamo_config.users("recompile_limit") + self._room
-        accumulated = dynamo_config.users("accumulated_recompile_limit")
-        return {"recompile_limit": limit, "accumulated_recompile_limit": max(limit, accumulated)}
-
-
-def _weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The parameters of a graph: they tell the layers apart that run one code."""
-    for value in (*gm.parameters(), *example_inputs):
-        if isinstance(value, torch.nn.Parameter):
-            yield value
+        limit = dynamo_config.users("recompile_limit")
+        # A layer over the limit never settles: the user's limit is kept from there on, and what is compiled runs on.
+        room = limit * self._layers if self._most <= limit else limit
+        return {"recompile_limit": room, "accumulated_recompile_limit": max(room, dynamo_config.users(_ACCUMULATED))}
