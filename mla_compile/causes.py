@@ -61,7 +61,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     elif found := _NUMBER.fullmatch(guard):
         kind, what = "number", f"the int {_model(found['name'], root)} has another value in every call"
     else:
-        kind, what = "other", f"this does not hold any more: {_model(guard, root)}"
+        kind, what = "other", f"Dynamo names the guard {_model(guard, root)}"
     return Cause(kind, what, where)
 
 

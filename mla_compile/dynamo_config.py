@@ -66,11 +66,17 @@ def users(name: str) -> Any:
 @cache
 def _state() -> _Shared:
     """Where to remember: per thread where settings are per thread. torch does not say, so it is tried, once."""
-    seen: list[Any] = []
+    changed, seen = threading.Event(), []
+
+    def read() -> None:
+        changed.wait()
+        seen.append(config.recompile_limit)
+
+    reader = threading.Thread(target=read)
+    reader.start()  # before the change, because a thread may start with a copy of the settings
     before = config.recompile_limit
-    reader = threading.Thread(target=lambda: seen.append(config.recompile_limit))
     config.recompile_limit = before + 1
-    reader.start()
+    changed.set()
     reader.join()
     config.recompile_limit = before
-    return _OfThread() if seen == [before] else _Shared()
+    return _Shared() if seen == [before + 1] else _OfThread()

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 _KEPT = 1024
 _ENTRY = str(Path(__file__).with_name("forward.py"))
 _logger = logging.getLogger("torch._dynamo.convert_frame")
-_ours: OrderedDict[str, dict[str, str]] = OrderedDict()
-"""Functions of which a graph came to us, as Dynamo's log line spells them, and where their tensors are used."""
+_ours: OrderedDict[str, tuple[bool, dict[str, str]]] = OrderedDict()
+"""By function, as Dynamo's log line spells it: whether a graph of it had an attention, and where its tensors are used."""
 
 _attention = threading.Event()
 """Whether one of the graphs had an attention."""
@@ -49,7 +49,8 @@ def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
     if not traced:
         return
     function = _spelled(traced[0])  # the function itself first, then what was inlined into it
-    _ours[function] = _places(gm)
+    before, _ = _ours.get(function, (False, {}))
+    _ours[function] = (attention or before, _places(gm))
     _ours.move_to_end(function)
     if len(_ours) > _KEPT:
         _ours.popitem(last=False)
@@ -64,18 +65,20 @@ class _LimitHandler(logging.Handler):
         if "torch._dynamo hit config." not in record.getMessage() or not isinstance(record.args, tuple):
             return
         limit, value, function, reason, *_ = record.args
-        places = _ours.get(str(function))
-        if running() is None and (places is None or not _attention.is_set()):
+        if running() is None and (function not in _ours or not _attention.is_set()):
             return
+        attention, places = _ours.get(str(function), (False, {}))
         _tell(
             f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from here on",
-            cause(str(reason), places or {}, "module" if running() else None),
+            cause(str(reason), places, "module" if running() else None),
+            attention=attention,
         )
 
 
-def _tell(message: str, why: Cause | None) -> None:
+def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
     module = running()
-    message += ": results are right, decode is as slow as before. "
+    slow = "decode is as slow as before" if attention else "attention in what it calls may run in its original form"
+    message += f": results are right, {slow}. "
     if why is None:
         message += 'TORCH_LOGS="recompiles" shows what changes from call to call'
     else:
