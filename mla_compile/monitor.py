@@ -30,7 +30,7 @@ _KEPT = 1024
 _ENTRY = str(Path(__file__).with_name("forward.py"))
 _logger = logging.getLogger("torch._dynamo.convert_frame")
 _ours: OrderedDict[str, tuple[bool, dict[str, str]]] = OrderedDict()
-"""By function, as Dynamo's log line spells it: whether a graph of it had an attention, and where its tensors are used."""
+"""By function, as Dynamo's log line spells it: whether a graph of it had an attention, where its tensors are used."""
 
 _attention = threading.Event()
 """Whether one of the graphs had an attention."""
