@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mla_compile import MlaCompileWarning, dynamo_config, optimize
-from mla_compile.backend import Compiler
+from mla_compile.backend import Compiler, mla
 from mla_compile.causes import cause
 from mla_compile.recompiles import SYMBOLIC
 from tests.unsettled import (
@@ -118,7 +118,7 @@ def test_code_without_attention_is_given_up_with_what_it_calls(runs: list[int]) 
             return super().forward(x + len(self.words))
 
     model = Outer(GrowingBuffer, 1, breaks=True).eval()
-    fast = torch.compile(copy.deepcopy(model), backend="mla", options=OPTIONS)
+    fast = torch.compile(copy.deepcopy(model), backend=mla, options=OPTIONS)
     with (
         torch._dynamo.config.patch(recompile_limit=3),
         pytest.warns(MlaCompileWarning, match=r"forward' .* what it calls may .*self\.words =="),
@@ -137,7 +137,7 @@ def test_a_buffer_that_was_seen_in_several_sizes_is_no_weight(runs: list[int]) -
 def test_a_list_that_grows_is_said_once_with_its_line(door: str, runs: list[int]) -> None:
     model = ListOfTokens().eval()
     copied = copy.deepcopy(model)
-    fast = optimize(copied, **OPTIONS) if door == "optimize" else torch.compile(copied, backend="mla", options=OPTIONS)
+    fast = optimize(copied, **OPTIONS) if door == "optimize" else torch.compile(copied, backend=mla, options=OPTIONS)
     with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert absorbed_runs(fast, model, runs, count=4) == [1, 1, 0, 0, 0]
@@ -175,7 +175,7 @@ def test_where_nothing_can_be_made_symbolic_the_warning_says_what_would_be(
     model = make().eval()
     copied = copy.deepcopy(model)
     if options is None:
-        fast = torch.compile(copied, backend="mla", options=OPTIONS)
+        fast = torch.compile(copied, backend=mla, options=OPTIONS)
     else:
         fast = optimize(copied, **OPTIONS, **options)
     with (
@@ -193,7 +193,7 @@ def test_with_logging_off_the_last_variant_that_fits_comes_with_the_warning(
     logging.getLogger("torch._dynamo.convert_frame").manager._clear_cache()  # type: ignore[attr-defined]
     model = ListOfTokens().eval()
     copied = copy.deepcopy(model)
-    fast = optimize(copied, **OPTIONS) if door == "optimize" else torch.compile(copied, backend="mla", options=OPTIONS)
+    fast = optimize(copied, **OPTIONS) if door == "optimize" else torch.compile(copied, backend=mla, options=OPTIONS)
     with (
         torch._dynamo.config.patch(recompile_limit=2),
         pytest.warns(MlaCompileWarning, match=r"2 variants of '.*forward' .* are compiled") as caught,
