@@ -71,12 +71,11 @@ def seen_settings() -> dict[str, Any]:
     ("make", "each_step", "graphs"),
     [
         (GrowingBuffer, 1, [1, 1]),
-        (IntPosition, 1, [1, 1]),
         (Periodic, 1, [1, 1, 1]),
         (lambda: Layers(IntPosition, 2), 1, [2, 2]),
         (lambda: Layers(GrowingBuffer, 2, breaks=True), 2, [1, 1]),
     ],
-    ids=["buffer", "int", "periodic", "ints_of_layers", "buffers_of_layers_apart"],
+    ids=["buffer", "periodic", "ints_of_layers", "buffers_of_layers_apart"],
 )
 def test_what_changes_in_every_step_is_compiled_once(
     make: Any, each_step: int, graphs: list[int], runs: list[int]
