@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from mla_compile.capture import Program
     from mla_compile.pipeline import Outcome
+    from mla_compile.recompiles import Recompiles
     from mla_compile.report import Report
     from mla_compile.runtime import FoldedWeights
 
@@ -70,10 +71,12 @@ class Compiler:
         *,
         explain_only: bool = False,
         on_report: Callable[[], None] | None = None,
+        recompiles: Recompiles | None = None,
     ) -> None:
         self.options = replace(options, cache="latent") if options.cache == "auto" else options
         self.explain_only = explain_only
         self.on_report = on_report
+        self.recompiles = recompiles
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -82,6 +85,8 @@ class Compiler:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The compiled graph. A failure of ours leaves it only with ``strict``; else the original graph is compiled."""
         self.graphs += 1
+        if self.recompiles is not None:
+            self.recompiles.add(gm, example_inputs)
         latents = _latents(gm, example_inputs)
         if not latents:
             return self._compile(gm, example_inputs, latents)
@@ -102,11 +107,12 @@ class Compiler:
         return expanding(call)
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-        if not has_attention(gm):
-            return False
         from mla_compile.monitor import watch_current_function
 
-        watch_current_function()
+        attention = has_attention(gm)
+        watch_current_function(gm, attention=attention)
+        if not attention:
+            return False
         if wants_gradients(gm, example_inputs):
             logger.info("graph left as it is: gradients are enabled")
             return False

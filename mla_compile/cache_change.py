@@ -185,10 +185,11 @@ def _equations(tensor: CachedTensor, index: int, given: torch.Tensor) -> tuple[t
 
 def _matrix(part: Part, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """The part's weight for every head, [heads..., columns, width]."""
+    matrix: torch.Tensor
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
         return matrix.expand(*heads, part.width, part.width)
-    matrix: torch.Tensor = evaluate(part.weight, leaves, _call, {}).double()
+    matrix = evaluate(part.weight, leaves, _call, {}).double()
     for k, there in enumerate(part.heads):
         if not there:
             matrix = matrix.unsqueeze(k)

@@ -37,8 +37,8 @@ __all__ = [
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
     """The program of a graph that Dynamo hands to a backend; to be called inside the backend, before anything else.
 
-    Weights are the inputs that Dynamo reached as a parameter or a buffer of a module, unless this graph writes to them:
-    a cache is often a buffer. Raises :class:`CaptureError` with the reason.
+    Weights are the inputs that Dynamo reached as a parameter or a buffer of a module, unless this graph writes to them
+    or their size is symbolic: a cache is often a buffer. Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     for node, origin, value in zip(
@@ -46,7 +46,8 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
     ):
         if not isinstance(value, torch.Tensor) or node.name in program.mutations:
             continue
-        if isinstance(value, torch.nn.Parameter) or _is_module_state(getattr(origin, "_dynamo_source", None)):
+        constant = _is_module_state(getattr(origin, "_dynamo_source", None)) and not _is_resized(node)
+        if isinstance(value, torch.nn.Parameter) or constant:
             program.weights[node.name] = _with_values(value)
     return program
 
@@ -229,6 +230,11 @@ def _is_module_state(source: Any) -> bool:
             return True
         source = getattr(source, "base", None)
     return False
+
+
+def _is_resized(node: fx.Node) -> bool:
+    """Whether a tensor was seen in several sizes."""
+    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 
 def _with_values(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.modules import module as global_hooks
 from mla_compile.backend import Compiler
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.options import Options
+from mla_compile.recompiles import Recompiles
 from mla_compile.report import Report
 
 _numbers = itertools.count()
@@ -75,7 +77,13 @@ class CompiledForward:
         self.settings = settings
         # torch keeps every backend until it is reset: a strong reference would keep the weights as well.
         report = weakref.WeakMethod(self._report)
-        self.compiler = Compiler(options, mode, on_report=lambda: (tell := report()) and tell())
+
+        def tell() -> None:
+            if (alive := report()) is not None:
+                alive()
+
+        self.recompiles = Recompiles(settings.get("dynamic"), function=_forward_of(module), on_note=tell)
+        self.compiler = Compiler(options, mode, on_report=tell, recompiles=self.recompiles)
         self._warned: set[str] = set()
         # A forward set on the object itself (a patch, a wrapper) is the model's.
         self._replaced = replaced
@@ -90,14 +98,8 @@ class CompiledForward:
         if _is_traced() or self._trains() or self._is_watched():
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
-        # Compiled code must notice a hook that is added later; torch leaves that check out to make its guards shorter.
-        config = torch._dynamo.config
-        before = config.skip_nnmodule_hook_guards
-        config.skip_nnmodule_hook_guards = False
-        try:
+        with self.recompiles.settings():
             return self._run(self.module, args, kwargs, self._replaced)
-        finally:
-            config.skip_nnmodule_hook_guards = before
 
     def install(self) -> None:
         """Make this the forward of its module; the report is an attribute that follows what is compiled."""
@@ -114,7 +116,9 @@ class CompiledForward:
             vars(module)["forward"] = self._replaced
 
     def _report(self) -> None:
-        vars(self.module)["mla_report"] = Report.merged(self.compiler.reports)
+        report = Report.merged(self.compiler.reports)
+        notes = dict.fromkeys((*report.messages, *self.recompiles.notes))
+        vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
 
     def call_module(self, *_: Any) -> Callable[..., Any]:
         """Stands in for ``get_compiled_call`` of transformers: ``generate()`` need not compile a second time."""
@@ -151,3 +155,10 @@ def _is_traced() -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
     return torch.compiler.is_compiling() and TracingContext.try_get() is not None
+
+
+def _forward_of(module: torch.nn.Module) -> str:
+    """The forward of a module's class as messages name it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"'{type(module).__name__}.forward'{place}"

@@ -161,10 +161,7 @@ class LatentTensor(torch.Tensor):
         if self._part is None:
             start, stop = self._span
             axis = cell.recipe.token_axis
-            self._part = tuple(
-                _once((r,), (axis, start, stop), lambda r=r: r.narrow(axis, start, stop - start).contiguous())
-                for r in cell.rows
-            )
+            self._part = tuple(_once((r,), torch.Tensor.narrow, axis, start, stop - start) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
@@ -271,7 +268,7 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
         if recipe.kinds[dim] == "row":
             own = sum(kind == "row" for kind in recipe.kinds[:dim])
             order = args[2]
-            rows = [_once((r, order), (order._version, own), lambda r=r: r.index_select(own, order)) for r in x.rows()]
+            rows = [_once((r, order), _select, own) for r in x.rows()]
             return LatentTensor.of(recipe, rows, x.leaves)
     return None
 
@@ -279,9 +276,9 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
 _made: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
 
 
-def _once(sources: tuple[torch.Tensor, ...], how: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """``make()``, or what it made of the same tensors before: what K and V share they share afterwards, too."""
-    key = (*map(id, sources), how)
+def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
+    """``make(*sources, *how)``, or what it made of the same tensors before: what K and V share stays shared."""
+    key = (make, *map(id, sources), *(_version(source) for source in sources), *how)
     known = _made.get(key)
     if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
         before = known[0]()
@@ -290,9 +287,18 @@ def _once(sources: tuple[torch.Tensor, ...], how: Any, make: Callable[[], torch.
     if len(_made) > 256:
         for old in [k for k, (result, _) in _made.items() if result() is None]:
             del _made[old]
-    made = make()
+    made = make(*sources, *how).contiguous()
     _made[key] = weakref.ref(made), tuple(map(weakref.ref, sources))
     return made
+
+
+def _select(rows: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
+    return rows.index_select(axis, order)
+
+
+def _cat(*rows_then_axis: Any) -> torch.Tensor:
+    *rows, axis = rows_then_axis
+    return torch.cat(rows, axis)
 
 
 def _tokens(index: Any, rank: int, axis: int) -> slice | None:
@@ -320,8 +326,5 @@ def _joined(parts: Sequence[Any], dim: int) -> LatentTensor | None:
     same = all(p.recipe == recipe and all(a is b for a, b in zip(p.leaves, first.leaves, strict=True)) for p in parts)
     if not same or dim % len(recipe.kinds) != recipe.tokens:
         return None
-    rows = [
-        _once(one, "cat", lambda one=one: torch.cat(one, recipe.token_axis))
-        for one in zip(*(p.rows() for p in parts), strict=True)
-    ]
+    rows = [_once(one, _cat, recipe.token_axis) for one in zip(*(p.rows() for p in parts), strict=True)]
     return LatentTensor.of(recipe, rows, first.leaves)

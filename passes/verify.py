@@ -34,6 +34,8 @@ LONG = 613
 
 _SCALES = (1.0, 8.0)
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Check:

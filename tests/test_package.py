@@ -130,6 +130,8 @@ LAYERS = (
     ("emit_cache",),
     ("capture", "emit"),
     ("pipeline",),
+    ("dynamo_config", "causes"),
+    ("recompiles",),
     ("runtime", "monitor"),
     ("latent_calls",),
     ("backend",),

@@ -1,0 +1,84 @@
+"""Why Dynamo compiles a function again and again, in words, from the guard that failed in its log line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["number", "length", "size", "other"]
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n[ ]*(?P<code>[^\n]*)')
+_SIZE = re.compile(r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (\d+), actual (\d+)")
+_LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
+_NUMBER = re.compile(r"(?P<name>\S+) == -?\d+")
+
+_ADVICE: dict[Kind, str] = {
+    "number": "give it as a tensor, or as an argument of the model",
+    "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
+    "@torch.compiler.disable, outside the attention",
+    "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
+    "other": "keep it the same from call to call, or raise torch._dynamo.config.recompile_limit",
+}
+_OPTIMIZE = "call mla_compile.optimize(model), which compiles for any value of it"
+_DYNAMIC = "leave out the option dynamic: without it, what changes is compiled for any value"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What differs from call to call, and ``file:line in function: code`` where that is known."""
+
+    kind: Kind
+    what: str
+    where: str | None
+
+    def advice(self, *, optimized: bool, dynamic: bool | None) -> str:
+        """What the user can do. ``optimized``: the module came from ``optimize``, which took ``dynamic``."""
+        symbolic = self.kind in ("number", "size")
+        if symbolic and not optimized:
+            return _OPTIMIZE
+        return _DYNAMIC if symbolic and dynamic is not None else _ADVICE[self.kind]
+
+
+def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Cause:
+    """The cause in a failed guard as Dynamo logs it: ``0/7: GUARD  # CODE  # PLACE``, then perhaps the user's stack.
+
+    Args:
+        reason: the log's text.
+        places: where tensors are used, for guards that come without a stack.
+        root: the name that the guard has for the model, where that is a name of ours.
+    """
+    guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]).partition("  # ")[0].strip()
+    where = place(reason)
+    if found := _SIZE.match(guard):
+        name, axis, old, new = found.groups()
+        kind: Kind = "size"
+        what = f"axis {axis} of the tensor {_model(name, root)} has another size in every call ({old}, then {new})"
+        where = where or places.get(readable(name))
+    elif found := _LENGTH.fullmatch(guard):
+        kind, what = "length", f"{_model(found['name'], root)} has another length in every call"
+    elif found := _NUMBER.fullmatch(guard):
+        kind, what = "number", f"the int {_model(found['name'], root)} has another value in every call"
+    else:
+        kind, what = "other", f"Dynamo names the guard {_model(guard, root)}"
+    return Cause(kind, what, where)
+
+
+def place(stack: str) -> str | None:
+    """``file:line in function: code`` of the innermost frame in a stack trace."""
+    frames = list(_FRAME.finditer(stack))
+    if not frames:
+        return None
+    last = frames[-1]
+    return f"{last['file']}:{last['line']} in {last['function']}: {last['code'].strip()}"
+
+
+def readable(source: str) -> str:
+    """``model.layers.0.cache`` for ``L['model']._modules['layers']._modules['0']._buffers['cache']``."""
+    source = re.sub(r"^L\['(\w+)'\]", r"\1", source)
+    return re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
+
+
+def _model(text: str, root: str | None) -> str:
+    return re.sub(rf"\b{root}\.", "model.", readable(text)) if root else readable(text)
