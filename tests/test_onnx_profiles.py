@@ -205,6 +205,18 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
         mla_compile.export_onnx(exported, tmp_path / "n", profile="genai")
 
 
+def test_an_operator_that_onnx_lacks_is_named(tmp_path):
+    class Odd(Decode):
+        def forward(self, query, new, mask, rows):
+            out, all_rows = super().forward(query, new, mask, rows)
+            return torch.special.bessel_j0(out), all_rows
+
+    _, exported = program(seeded(Odd))
+    with pytest.raises(ExportError, match=r"no form in ONNX opset 21: DispatchError: .*bessel_j0"):
+        mla_compile.export_onnx(exported, tmp_path / "m", prefill=False, verify=False)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_program_is_written_in_place_where_an_input_counts_its_tokens(tmp_path):
     """The mask says how many rows of the buffer are in use; what lies behind them is not read."""
     module, exported = program()

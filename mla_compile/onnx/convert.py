@@ -85,12 +85,12 @@ def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
     said = io.StringIO()
-    try:  # the exporter raises its own errors, each with pages of advice
+    try:
         with _quiet(), contextlib.redirect_stdout(said):
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except Exception as error:
+    except torch.onnx.errors.OnnxExporterError as error:  # with pages of advice; what went wrong is its first cause
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
