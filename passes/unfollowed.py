@@ -53,18 +53,12 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-    sums, after = _nearest(node, lambda n: n.users, tracer.is_product)
+    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
+    sums, after = nearest(node, lambda n: n.users, tracer.is_product)
     return (before, after) if products and sums else None
 
 
-def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
-    if packet(probs) in SOFTMAX:
-        return (probs,)
-    return _nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
-
-
-def _nearest(
+def nearest(
     start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nearest wanted nodes, and those passed on the way.
@@ -85,3 +79,9 @@ def _nearest(
             passed.append(node)
             queue.extend(step(node))
     return ends, passed
+
+
+def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
+    if packet(probs) in SOFTMAX:
+        return (probs,)
+    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
