@@ -97,10 +97,14 @@ def _judge_site(
 
 def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
     """Whether the queries are projected from the very rows that K and V are: MHA without RoPE, which has no latent."""
+    rows = {plan.latent.node}
+    for piece in maps.map(plan.latent.node).pieces:
+        if not piece.projected:  # some of the rows of the hidden state, where an attention is local
+            rows |= {visit.node for visit in piece.path}
     queue = [p.q.node for p in plan.site.products]
     for node in queue:
         for piece in pieces_of([maps.map(node)]):
-            if any(visit.node is plan.latent.node for visit in piece.path):
+            if any(visit.node in rows for visit in piece.path):
                 return True
             queue += _unscaled(piece.source) if piece.source is not None else []
     return False

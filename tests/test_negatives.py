@@ -516,6 +516,23 @@ def test_rows_that_make_wider_keys_and_values_are_a_latent_unless_they_make_the_
     assert codes(feed(7, queries)[1]) == [code]
 
 
+def test_an_attention_among_some_rows_of_a_hidden_state():
+    """Queries are made of the last rows, keys of others, and neither of a projection of them."""
+
+    class Local(Feed):
+        def forward(self, x):
+            rows = x[:, 1:]
+            q, k, v = (z.unflatten(-1, (4, -1)).transpose(1, 2) for z in (self.q(x[:, 3:]), self.k(rows), self.v(rows)))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    refused(Local(6, ""), [seeded(2, 5, 24)], Code.NOT_MLA)
+
+
+def test_a_softmax_over_one_key_is_no_mystery():
+    module = MLA(core="matmul")
+    assert codes(optimized(export(module, inputs(S=1, T=1)))) == []
+
+
 def test_keys_that_a_residual_connection_is_added_to_are_explained():
     """The walk goes on through the shortcut, behind which the up-projection is."""
 
