@@ -35,9 +35,13 @@ _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, a
 
 @dataclass(frozen=True)
 class Converted:
-    """An ONNX graph, what was done to the attentions in it, names for the weights that were baked, and the others."""
+    """An ONNX graph, the program it is a translation of, what was done to the attentions in it.
+
+    ``weights``: names for those that were baked; ``state``: the others.
+    """
 
     model: ir.Model
+    program: torch.export.ExportedProgram
     report: Report
     weights: Mapping[str, str]
     state: Mapping[str, torch.Tensor]
@@ -54,7 +58,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
         split_complex(rewritten)
         names = _names(rewritten, origins)
         finished = capture.to_exported(rewritten, runtime.folded_values(rewritten))
-        return Converted(_to_onnx(finished, opset), outcome.report, names, exported.state_dict)
+        return Converted(_to_onnx(finished, opset), finished, outcome.report, names, exported.state_dict)
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
