@@ -342,8 +342,13 @@ def build(name: str) -> torch.nn.Module:
     return model
 
 
-def run(name: str, forward: Callable[..., Any], steps: int) -> list[torch.Tensor]:
-    """What a model says of its inputs, and of ``steps`` more tokens one by one where it has a cache."""
+def run(
+    name: str, forward: Callable[..., Any], steps: int, prompt: Callable[..., Any] | None = None
+) -> list[torch.Tensor]:
+    """What a model says of its inputs, and of ``steps`` more tokens one by one where it has a cache.
+
+    ``prompt``: what reads the first inputs, if not ``forward``.
+    """
     reads = FAMILIES[name].reads
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB - 1, (2, 12), generator=generator)
@@ -367,7 +372,7 @@ def run(name: str, forward: Callable[..., Any], steps: int) -> list[torch.Tensor
     }[reads]
     with torch.no_grad():
         generates = decoder or reads in ("tokens", "prompt and image")
-        out = forward(**given, **({"use_cache": True} if generates else {}))
+        out = (prompt or forward)(**given, **({"use_cache": True} if generates else {}))
         said = [_said(out)]
         cache = next((key for key in ("past_key_values", "cache_params", "state") if generates and key in out), None)
         for t in range(6, 6 + steps if cache is not None else 6):
