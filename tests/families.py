@@ -182,8 +182,10 @@ FAMILIES = {
     "falcon_mamba": Family("FalconMambaConfig", _STATE),
     "rwkv": Family("RwkvConfig", _IDS | {"hidden_size": 48, "num_hidden_layers": 1, "context_length": 64}),
     "xlstm": Family("xLSTMConfig", _IDS | {"hidden_size": 48, "num_hidden_layers": 1, "num_heads": 4, "chunk_size": 4}),
-    "recurrent_gemma": Family(
-        "RecurrentGemmaConfig", _GQA | {"num_hidden_layers": 3, "lru_width": 48, "attention_window_size": 5}
+    "recurrent_gemma": Family(  # its cache is its own, and not returned
+        "RecurrentGemmaConfig",
+        _GQA | {"num_hidden_layers": 3, "lru_width": 48, "attention_window_size": 5},
+        reads="text",
     ),
     "jamba": Family(
         "JambaConfig",
