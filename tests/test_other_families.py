@@ -35,6 +35,8 @@ WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet")
 def _expected_warnings():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing was absorbed", MlaCompileWarning)
+        # Dynamo, on what transformers calls in wav2vec2.
+        warnings.filterwarnings("ignore", "(?s).*functools.lru_cache.*wrapped function", UserWarning)
         # Dynamo, on models with an activation of their own (bloom).
         warnings.filterwarnings(
             "ignore", ".*autograd.function.Function.* should not be instantiated", DeprecationWarning
@@ -45,7 +47,9 @@ def _expected_warnings():
 def check(name):
     sites = [site for report in backend.reports() for site in report.sites]
     assert bool(sites) == (name not in WITHOUT_ATTENTION)
-    assert {site.code for site in sites} <= {Code.NOT_MLA}, [(site.code, site.reason, site.blame) for site in sites]
+    # canine joins the first token to the rows of every window: no longer the very rows that the queries are made of.
+    known = {Code.NOT_MLA, Code.COST_PREFILL} if name == "canine" else {Code.NOT_MLA}
+    assert {site.code for site in sites} <= known, [(site.code, site.reason, site.blame) for site in sites]
 
 
 @pytest.mark.parametrize("name", CHOSEN)
