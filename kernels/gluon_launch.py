@@ -59,10 +59,11 @@ def compiled(step: GluonStep, index: int) -> Any | None:
     if key not in _compiled:
         import triton
 
+        target = driver.active.get_current_target()
         try:
-            _compiled[key] = triton.compile(built, target=driver.active.get_current_target(), options=options)
-        # Gluon is an experimental interface: another Triton may fail in any way, and the portable kernel takes over.
-        except Exception as error:  # noqa: BLE001
+            _compiled[key] = triton.compile(built, target=target, options=options)
+        except Exception as error:  # noqa: BLE001  an experimental interface: another Triton may fail in any way
+            # The portable kernel takes over.
             LOG.warning("the Hopper kernel does not compile with Triton %s, the portable one runs: %s: %s",
                         triton.__version__, type(error).__name__, error)  # fmt: skip
             _compiled[key] = None

@@ -135,8 +135,7 @@ class Compiler:
                 if self.options.fold == "always":
                     raise
                 outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
-        # Whatever goes wrong in here, the user's model must still run: the original graph is untouched and compiles.
-        except Exception as error:
+        except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
             if self.options.strict and not self.explain_only:
                 raise
             logger.debug("a graph could not be rewritten", exc_info=error)

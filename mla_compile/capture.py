@@ -82,9 +82,9 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None =
 
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
     """The program of an ExportedProgram; its ``original`` is that program with in-place writes removed."""
-    try:  # raises whatever an operator or its fake kernel raises
+    try:
         functional = exported.run_decompositions({})
-    except Exception as error:
+    except Exception as error:  # whatever an operator or its fake kernel raises
         raise _failure("the exported program cannot be made functional", error) from error
     signature = functional.graph_signature
     graph = copy_graph(functional.graph)
@@ -118,10 +118,10 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     flat = _flat(gm)
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     traced: Any
-    try:  # tracing raises whatever an operator, a fake kernel or a guard raises
+    try:
         with torch.no_grad():
             traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
-    except Exception as error:
+    except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("the graph cannot be made functional", error) from error
     if signature.output_tokens or signature.parameters_to_mutate:
         what = "an operator with side effects" if signature.output_tokens else "a write to a parameter"

@@ -87,7 +87,8 @@ class LatentTensor(torch.Tensor):
         """A tensor that shows a cell; :meth:`of` makes one from rows."""
         if cell.full is not None:
             like = cell.full if span is None else cell.full.narrow(tokens, span[0], span[1] - span[0])
-            shape, dtype = like.shape, like.dtype
+            shape: tuple[int, ...] = like.shape
+            dtype = like.dtype
         else:
             assert cell.recipe is not None
             like, at = cell.rows[0], cell.recipe.token_axis
@@ -105,7 +106,7 @@ class LatentTensor(torch.Tensor):
         """A new tensor, made of ``rows``."""
         return cls(_Cell(recipe, rows, leaves), recipe.tokens)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch asks
 
     # What compilers ask for.
 
@@ -179,7 +180,7 @@ class LatentTensor(torch.Tensor):
         return full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})

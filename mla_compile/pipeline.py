@@ -2,6 +2,7 @@
 
 latent_cache       before everything: K and V that the caller keeps become rows, and are no expanded cache any more;
 normalize,
+split_products,
 write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
@@ -42,6 +43,7 @@ from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
 from mla_compile.passes.site_report import site_report, unfollowed_report
+from mla_compile.passes.split_products import split_products
 from mla_compile.passes.unfollowed import unfollowed
 from mla_compile.passes.verify import Check, check_site, key_of
 from mla_compile.passes.written_softmax import write_softmax
@@ -130,6 +132,7 @@ def _run_once(
     clock = _Clock(program, [kept])
     clock.run("normalize", lambda: normalize(graph), int)
     weights = weight_nodes(graph, program.weights)
+    clock.run("split_products", lambda: split_products(graph, weights, program.fake_mode), int)
     clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)
     sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
     lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, sites), lambda _: 0)

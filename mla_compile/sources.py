@@ -57,11 +57,11 @@ def _made_by(source: str) -> torch.nn.Module:
 
 def _pretrained(directory: Path) -> torch.nn.Module:
     transformers = _transformers()
-    try:  # a directory of somebody else's files: whatever reading them raises
+    try:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), local_files_only=True, dtype="auto"
         )
-    except Exception as error:
+    except Exception as error:  # somebody else's files, and the code of the model they name, which raises what it likes
         raise InputError(f"transformers does not load {directory}: {_first_line(error)}") from error
     return model.eval()
 
@@ -72,11 +72,11 @@ def _from_config(path: Path, seed: int) -> torch.nn.Module:
         json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
-    try:  # as above
+    torch.manual_seed(seed)
+    try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        torch.manual_seed(seed)
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:
+    except Exception as error:  # as above: sizes that do not fit each other fail anywhere in the model's code
         raise InputError(f"transformers does not build a model from {path}: {_first_line(error)}") from error
     return model.eval()
 

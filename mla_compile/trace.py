@@ -42,8 +42,8 @@ def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
         try:
             with copies(module, args, kwargs) as copied, torch.no_grad():
                 entry(*copied)
-        except Exception as error:
-            # Values are needed to go on (a branch, an index): go on with real ones where there are any.
+        except Exception as error:  # the user's model, or Dynamo in it: each raises what it likes
+            # Values may be needed to go on (a branch, an index): go on with real ones where there are any.
             if copies is not attempts[-1]:
                 continue
             raise _why_not(module, args, kwargs, copies, error) from error

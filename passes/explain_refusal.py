@@ -12,6 +12,7 @@ from torch import fx
 from mla_compile.passes.graph import ancestors, bytes_hint, is_tensor, packet
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
+from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite
 
 # Codes behind which there may be a cause that says more.
@@ -56,7 +57,7 @@ def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None
     queue = [source]
     while queue and len(parent) < _REACH:
         node = queue.pop(0)
-        for child in node.all_input_nodes:
+        for child in _inputs(node):
             if child in parent or child is source or maps.is_weight(child):
                 continue
             parent[child] = node
@@ -70,6 +71,15 @@ def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None
             elif isinstance(child.meta.get("val"), (tuple, list)):
                 queue.append(child)
     return None
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """What ``node`` is computed from; of a residual connection ``x + f(x)`` only ``x``.
+
+    Inside ``f``, a feed-forward network or an attention, rows are widened and something follows, but no latent.
+    """
+    through = shortcut(node)
+    return list(node.all_input_nodes) if through is None else [through]
 
 
 def _is_expansion(node: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> bool:

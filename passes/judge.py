@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from mla_compile.codes import CODES, Code
@@ -19,10 +20,13 @@ from mla_compile.passes.atoms import Axis
 from mla_compile.passes.cost import Choice, Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.explain_refusal import explain_refusal
 from mla_compile.passes.fold_sides import fold_widths
-from mla_compile.passes.graph import ancestors, bytes_hint, hint, size, val
+from mla_compile.passes.graph import ancestors, bytes_hint, hint, is_tensor, packet, size, val
 from mla_compile.passes.linear_map import LinearMaps, Piece, Stop
 from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
+from mla_compile.passes.residual import is_hidden_state
 from mla_compile.passes.site import AttentionSite
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,10 @@ def _judge_site(
         return Verdict(site, Code(stop.code), stop.detail, stop.node)
     if _is_hidden_state(plan, maps):
         return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
+    if plan.dims.latent_values >= min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V) and is_hidden_state(
+        plan.latent.node
+    ):
+        return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
     if site.problem is not None:
         return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
     if not saves_cache(plan.dims):
@@ -89,8 +97,25 @@ def _judge_site(
 
 def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
     """Whether the queries are projected from the very rows that K and V are: MHA without RoPE, which has no latent."""
-    queries = [maps.map(p.q.node) for p in plan.site.products]
-    return any(visit.node is plan.latent.node for piece in pieces_of(queries) for visit in piece.path)
+    rows = {plan.latent.node}
+    for piece in maps.map(plan.latent.node).pieces:
+        if not piece.projected:  # some of the rows of the hidden state, where an attention is local
+            rows |= {visit.node for visit in piece.path}
+    queue = [p.q.node for p in plan.site.products]
+    for node in queue:
+        for piece in pieces_of([maps.map(node)]):
+            if any(visit.node in rows for visit in piece.path):
+                return True
+            queue += _unscaled(piece.source) if piece.source is not None else []
+    return False
+
+
+def _unscaled(node: fx.Node) -> list[fx.Node]:
+    """The rows that ``node`` multiplies by one number, where it does: a scale may be known at run time only."""
+    if packet(node) not in (aten.mul, aten.div):
+        return []
+    rows = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dim()]
+    return rows if len(rows) == 1 and len(node.all_input_nodes) == 2 else []
 
 
 def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
@@ -110,7 +135,8 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
     if choice.absorbed and not (prefill and forms == "auto"):
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
-    return Verdict(plan.site, code, choice.reason, None, plan, choice)
+    reason = "a prompt: as many queries as keys, whatever their number" if choice.absorbed else choice.reason
+    return Verdict(plan.site, code, reason, None, plan, choice)
 
 
 def _axis_hint(plan: AbsorbPlan, axis: Axis) -> int:

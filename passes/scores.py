@@ -67,7 +67,10 @@ _SAME = {
 }  # fmt: skip
 _VIEWS = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze}
 SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
-_ELEMENTWISE = {aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum}
+_ELEMENTWISE = {
+    aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum, aten.max,
+    aten.min,
+}  # fmt: skip
 
 
 class ScoreTracer:

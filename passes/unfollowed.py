@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import fx
 
-from mla_compile.passes.graph import packet
+from mla_compile.passes.graph import args_of, axis, packet, same, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.scores import SOFTMAX, ScoreTracer
@@ -26,7 +26,7 @@ def unfollowed(
     """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
-    missing = [n for n in softmaxes if n not in known]
+    missing = [n for n in softmaxes if n not in known and not _over_one(n)]
     if not missing:
         return []
     tracer = ScoreTracer(weights)
@@ -53,18 +53,12 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-    sums, after = _nearest(node, lambda n: n.users, tracer.is_product)
+    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
+    sums, after = nearest(node, lambda n: n.users, tracer.is_product)
     return (before, after) if products and sums else None
 
 
-def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
-    if packet(probs) in SOFTMAX:
-        return (probs,)
-    return _nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
-
-
-def _nearest(
+def nearest(
     start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nearest wanted nodes, and those passed on the way.
@@ -85,3 +79,15 @@ def _nearest(
             passed.append(node)
             queue.extend(step(node))
     return ends, passed
+
+
+def _over_one(softmax: fx.Node) -> bool:
+    """Whether each score is alone, so that its weight is 1 whatever it is: the first token, without a past."""
+    sizes = shape(softmax)
+    return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)
+
+
+def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
+    if packet(probs) in SOFTMAX:
+        return (probs,)
+    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]

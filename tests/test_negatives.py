@@ -473,3 +473,71 @@ def test_a_mask_alone_does_not_make_it_illegal():
     for module in (spoiled(lambda k, v: (k, v)), MLA(up="two"), MLA(core="matmul")):
         outcome = optimized(export(module, [*inputs(S=3), causal(3, 7)]), forms="absorbed")
         assert codes(outcome) == [Code.ABSORBED]
+
+
+class Feed(nn.Module):
+    """A layer ``x + f(x)`` that widens its rows, normed, then an attention; ``y``: rows of something else."""
+
+    def __init__(self, width, queries, pooled=False):
+        super().__init__()
+        self.queries, self.pool = queries, nn.Conv1d(24, 24, 2, 2) if pooled else None
+        self.up, self.down = nn.Linear(24, 60), nn.Linear(60, 24)
+        self.q, self.k, self.v = nn.Linear(24, 4 * width), nn.Linear(24, 4 * width), nn.Linear(24, 4 * width)
+        self.probe = nn.Parameter(seeded(2, 1, 24))
+        self.double()
+
+    def forward(self, x, y, scale):
+        if self.pool is None:
+            x = F.layer_norm(x + self.down(torch.relu(self.up(x))), (24,))
+        else:
+            x = F.layer_norm(self.pool(x.mT).mT, (24,))
+        rows = {"the same rows": x, "other rows": y, "a parameter": self.probe}[self.queries]
+        q, k, v = (z.unflatten(-1, (4, -1)).transpose(1, 2) for z in (self.q(rows) * scale, self.k(x), self.v(x)))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def feed(width, queries, pooled=False):
+    data = [seeded(2, 5, 24), seeded(2, 3, 24, seed=1), torch.tensor(0.3, dtype=torch.float64)]
+    program = export(Feed(width, queries, pooled), data)
+    return program, optimized(program, forms="absorbed")
+
+
+@pytest.mark.parametrize("pooled", [False, True], ids=["residual", "convolution"])
+@pytest.mark.parametrize("queries", ["the same rows", "other rows", "a parameter"])
+def test_hidden_states_are_no_latent(queries, pooled):
+    """K and V are as wide as they are; the queries' scale is known at run time only."""
+    program, outcome = feed(6, queries, pooled)
+    assert codes(outcome) == [Code.NOT_MLA]
+    assert_untouched(program, outcome)
+
+
+@pytest.mark.parametrize(("queries", "code"), [("the same rows", Code.NOT_MLA), ("other rows", Code.ABSORBED)])
+def test_rows_that_make_wider_keys_and_values_are_a_latent_unless_they_make_the_queries(queries, code):
+    assert codes(feed(7, queries)[1]) == [code]
+
+
+def test_an_attention_among_some_rows_of_a_hidden_state():
+    """Queries are made of the last rows, keys of others, and neither of a projection of them."""
+
+    class Local(Feed):
+        def forward(self, x):
+            rows = x[:, 1:]
+            q, k, v = (z.unflatten(-1, (4, -1)).transpose(1, 2) for z in (self.q(x[:, 3:]), self.k(rows), self.v(rows)))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    refused(Local(6, ""), [seeded(2, 5, 24)], Code.NOT_MLA)
+
+
+def test_a_softmax_over_one_key_is_no_mystery():
+    module = MLA(core="matmul")
+    assert codes(optimized(export(module, inputs(S=1, T=1)))) == []
+
+
+def test_keys_that_a_residual_connection_is_added_to_are_explained():
+    """The walk goes on through the shortcut, behind which the up-projection is."""
+
+    def added(k, v):
+        k = torch.tanh(k)
+        return k + torch.relu(k.cumsum(2)), v
+
+    refused(spoiled(added), inputs(), Code.NONLINEAR)

@@ -87,10 +87,13 @@ def test_half_precision_keeps_queries_in_float32(exported):
     assert node.op_type == "DecodeAttention"
 
 
-def test_bfloat16_is_checked_for_structure(tmp_path):
+def test_bfloat16_is_verified_before_its_translation(tmp_path):
+    """ONNX Runtime cannot run it here; torch runs the program that it is a translation of."""
     model = models.build("minicpm3", num_hidden_layers=1)
     done = mla_compile.export_onnx(model, tmp_path / "m", dtype="bfloat16", prefill=False)
-    assert "no bfloat16 operators" in str(done.verification)
+    assert "before its translation (ONNX Runtime has no bfloat16 operators" in str(done.verification)
+    assert 0 < done.verification.error < 5e-2
+    assert done.verification.tokens == 14
     assert next(model.parameters()).dtype == torch.float32
     caches = onnx.load(tmp_path / "m" / "decode.onnx", load_external_data=False).graph.input[3:]
     assert {c.type.tensor_type.elem_type for c in caches} == {onnx.TensorProto.BFLOAT16}
@@ -264,6 +267,30 @@ class TestBadInput:
     def test_a_dtype_that_onnx_models_do_not_have(self, tmp_path):
         with pytest.raises(ExportError, match=r"weights are torch.float64; pass dtype"):
             mla_compile.export_onnx(models.build("minicpm3", dtype=torch.float64, num_hidden_layers=1), tmp_path / "m")
+
+    @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"profile": "ort-paged"}], ids=["bfloat16", "paged"])
+    def test_a_program_that_leaves_out_an_expert_is_not_written(self, tmp_path, monkeypatch, how):
+        """Loops over experts are unrolled on the word that verification follows, also where ONNX Runtime cannot run."""
+        from mla_compile.onnx import causal_lm, lm_export, unroll
+
+        class Wrong(unroll.UnrolledExperts):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                every = func is torch.Tensor.unbind and args[0] is self._every
+                made = super().__torch_function__(func, types, args, kwargs)
+                return made[1:] if every else made
+
+        def export_program(lm, **options):
+            return causal_lm.export_program(lm, **options | {"experts": "eager"})
+
+        monkeypatch.setattr(lm_export, "export_program", export_program)
+        model = models.build("deepseek_v3", num_hidden_layers=1, first_k_dense_replace=0)
+        if how == {"dtype": "bfloat16"}:
+            done = mla_compile.export_onnx(model, tmp_path / "m", prefill=False, **how)
+            assert done.verification.error < 5e-2
+        monkeypatch.setattr(causal_lm, "UnrolledExperts", Wrong)
+        with pytest.raises(ExportError, match=r"differs from the original by .* nothing was written"):
+            mla_compile.export_onnx(model, tmp_path / "n", prefill=False, **how)
+        assert not (tmp_path / "n").exists()
 
     def test_a_graph_that_differs_is_not_written(self, tmp_path, monkeypatch):
         from mla_compile.onnx import bake

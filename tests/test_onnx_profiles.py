@@ -49,6 +49,7 @@ def paged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("paged") / "m"
     done = mla_compile.export_onnx(model, folder, profile="ort-paged", dtype="float16")
     assert "CUDA devices only" in str(done.verification)
+    assert done.verification.error < 1e-2
     return folder, model
 
 
@@ -203,6 +204,18 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
         mla_compile.export_onnx(module, tmp_path / "n", example_inputs=(torch.randn(2),))
     with pytest.raises(ExportError, match="whose meaning is known"):
         mla_compile.export_onnx(exported, tmp_path / "n", profile="genai")
+
+
+def test_an_operator_that_onnx_lacks_is_named(tmp_path):
+    class Odd(Decode):
+        def forward(self, query, new, mask, rows):
+            out, all_rows = super().forward(query, new, mask, rows)
+            return torch.special.bessel_j0(out), all_rows
+
+    _, exported = program(seeded(Odd))
+    with pytest.raises(ExportError, match=r"no form in ONNX opset 21: DispatchError: .*bessel_j0"):
+        mla_compile.export_onnx(exported, tmp_path / "m", prefill=False, verify=False)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_program_is_written_in_place_where_an_input_counts_its_tokens(tmp_path):

@@ -124,16 +124,15 @@ def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bo
         [{0: batch} if c.axis is None else {0: batch, c.axis: past} for c in lm.caches],
     )
     wrapper = _Flat(lm, last_only and "logits_to_keep" in inspect.signature(lm.model.forward).parameters, one_token)
-    try:  # whatever tracing the user's model raises
-        with torch.no_grad(), _experts(lm.model, experts), _evaluating(lm.model), UnrolledExperts():
-            return torch.export.export(
-                wrapper, (ids, mask, positions, lm.empty(BATCH, PAST)), dynamic_shapes=shapes, strict=False
-            )
-    except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "no message")
-        raise ExportError(
-            f"{type(lm.model).__name__} cannot be traced by torch.export: {type(error).__name__}: {first}"
-        ) from error
+    inputs = (ids, mask, positions, lm.empty(BATCH, PAST))
+    with torch.no_grad(), _experts(lm.model, experts), _evaluating(lm.model), UnrolledExperts():
+        try:
+            return torch.export.export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # tracing runs the user's model, which raises what it likes
+            first = next(iter(str(error).strip().splitlines()), "no message")
+            raise ExportError(
+                f"{type(lm.model).__name__} cannot be traced by torch.export: {type(error).__name__}: {first}"
+            ) from error
 
 
 class _Flat(torch.nn.Module):
@@ -177,12 +176,13 @@ def _run(model: torch.nn.Module, length: int) -> Any:
     device = next(model.parameters()).device
     ids = torch.arange(3, 3 + BATCH * length, device=device).reshape(BATCH, length)
     with torch.no_grad(), _evaluating(model):
-        try:  # whatever the user's model raises
-            cache = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True).past_key_values
-        except Exception as error:
+        try:
+            out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+        except Exception as error:  # it is the user's model that runs here and raises what it likes
             raise ExportError(
                 f"{type(model).__name__} does not run on a prompt of {length} tokens: {type(error).__name__}: {error}"
             ) from error
+    cache = getattr(out, "past_key_values", None)
     if not hasattr(cache, "layers"):
         raise ExportError(
             f"{type(model).__name__} keeps its cache in a {type(cache).__name__}, expected a transformers Cache with "

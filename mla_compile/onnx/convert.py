@@ -35,9 +35,13 @@ _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, a
 
 @dataclass(frozen=True)
 class Converted:
-    """An ONNX graph, what was done to the attentions in it, names for the weights that were baked, and the others."""
+    """An ONNX graph, the program it is a translation of, what was done to the attentions in it.
+
+    ``weights``: names for those that were baked; ``state``: the others.
+    """
 
     model: ir.Model
+    program: torch.export.ExportedProgram
     report: Report
     weights: Mapping[str, str]
     state: Mapping[str, torch.Tensor]
@@ -54,7 +58,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
         split_complex(rewritten)
         names = _names(rewritten, origins)
         finished = capture.to_exported(rewritten, runtime.folded_values(rewritten))
-        return Converted(_to_onnx(finished, opset), outcome.report, names, exported.state_dict)
+        return Converted(_to_onnx(finished, opset), finished, outcome.report, names, exported.state_dict)
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -85,12 +89,12 @@ def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
 
 def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
     said = io.StringIO()
-    try:  # the exporter raises its own errors, each with pages of advice
+    try:
         with _quiet(), contextlib.redirect_stdout(said):
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except Exception as error:
+    except torch.onnx.errors.OnnxExporterError as error:  # with pages of advice; what went wrong is its first cause
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -115,9 +115,9 @@ def _traced(model: Any, example_inputs: Any, dynamic_shapes: Any) -> torch.expor
     if example_inputs is None:
         raise InputError("a GraphModule has no example inputs of its own: pass example_inputs, and dynamic_shapes")
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
-    try:  # whatever tracing the user's model raises
+    try:
         with torch.no_grad():
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:
+    except Exception as error:  # tracing runs the user's model, which raises what it likes
         first = next(iter(str(error).strip().splitlines()), "no message")
         raise ExportError(f"{type(model).__name__} cannot be traced: {type(error).__name__}: {first}") from error

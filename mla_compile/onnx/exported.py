@@ -25,7 +25,8 @@ class Verification:
         error: largest difference of logits (of any output, for a traced program) over the largest value.
         tolerance: what was allowed.
         tokens, equal_tokens: greedy tokens compared, and how many were the original's.
-        reason: why nothing was compared, where nothing was.
+        reason: why the ONNX graphs were not run, where they were not. With an ``error``, the rewritten program was run
+            by torch instead; only its translation to ONNX is then unchecked.
     """
 
     error: float | None = None
@@ -42,8 +43,9 @@ class Verification:
         if self.error is None:
             return f"not verified: {self.reason}"
         tokens = f"{self.equal_tokens} of {self.tokens} greedy tokens equal, " if self.tokens else ""
+        what = f"the rewritten program, before its translation ({self.reason}), " if self.reason else ""
         return (
-            f"verified against the original: {tokens}results differ by at most {self.error:.1e} of the largest "
+            f"{what}verified against the original: {tokens}results differ by at most {self.error:.1e} of the largest "
             f"(allowed {self.tolerance:.0e})"
         )
 

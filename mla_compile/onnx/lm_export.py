@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,20 @@ def export(
     )
     caches = assemble(decode, wires, profile)
     file = "model.onnx" if one_graph else "decode.onnx"
-    graphs = {file: decode.model}
+    graphs = {file: decode}
     if prefill and not one_graph and not one_token:
         say("tracing the prompt's graph")
         expanded = Options(forms="expanded", verify=False)
         program = export_program(lm, last_only=True, experts="eager")
         second = convert(program, expanded, profile.opset)
         assemble(second, wires, profile, [c.past.removeprefix("past_") for c in caches])
-        graphs["prefill.onnx"] = second.model
+        graphs["prefill.onnx"] = second
     say("writing weights")
     nodes = [_node(n) for n in attention_nodes(decode.model.graph)]
-    written = artifact.write_graphs(graphs, stage)
+    written = artifact.write_graphs({name: made.model for name, made in graphs.items()}, stage)
     for name in graphs:
         onnx.checker.check_model(str(stage / name), full_check=True)
-    verification = _verify(lm, stage, list(graphs), caches, profile, dtype, one_token, check, say)
+    verification = _verify(lm, stage, graphs, caches, profile, dtype, one_token, check, say)
     manifest = Manifest(
         profile=profile.name,
         dtype=dtype,
@@ -104,7 +105,7 @@ def require_absorbed(report: Report) -> None:
 def _verify(
     lm: CausalLM,
     stage: Path,
-    graphs: list[str],
+    graphs: Mapping[str, Converted],
     caches: list[CacheIO],
     profile: Profile,
     dtype: str,
@@ -112,13 +113,17 @@ def _verify(
     check: bool,
     say: Progress,
 ) -> Verification:
-    why_not = verify.runs_here(dtype, profile.name) if check else "verify=False"
-    if why_not:
-        return Verification(reason=why_not)
+    if not check:
+        return Verification(reason="verify=False")
     say("comparing with the original")
-    dtypes = [_NAMES[c.dtype] for c in _entries(lm, caches)]
-    runners = [verify.Runner(stage / name, caches, profile.name, dtypes) for name in graphs]
-    return verify.verify(lm, runners[0], runners[1] if len(runners) > 1 else None, dtype, one_token)
+    why_not = verify.runs_here(dtype, profile.name)
+    readers: list[verify.Reader]
+    if why_not:
+        readers = [verify.ProgramRunner(made.program, lm) for made in graphs.values()]
+    else:
+        dtypes = [_NAMES[c.dtype] for c in _entries(lm, caches)]
+        readers = [verify.Runner(stage / name, caches, profile.name, dtypes) for name in graphs]
+    return verify.verify(lm, readers[0], readers[1] if len(readers) > 1 else None, dtype, one_token, why_not)
 
 
 def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mla_compile.errors import ExportError
-from mla_compile.onnx.assemble import CacheIO
+from mla_compile.onnx.assemble import TOKENS, CacheIO
 from mla_compile.onnx.causal_lm import CausalLM
 from mla_compile.onnx.engine import errors, onnxruntime
 from mla_compile.onnx.exported import Verification
@@ -29,12 +29,42 @@ Array = npt.NDArray[Any]
 
 
 def runs_here(dtype: str, profile: str) -> str:
-    """Why a model of this kind cannot be run on a CPU to verify it, or an empty string."""
+    """Why ONNX Runtime cannot run a model of this kind on a CPU to verify it, or an empty string."""
     if profile == "ort-paged":
         return "the paged operator of ONNX Runtime runs on CUDA devices only; the graph was checked for structure"
     if dtype == "bfloat16":
         return "ONNX Runtime has no bfloat16 operators for the CPU; the graph was checked for structure"
     return ""
+
+
+class Reader(Protocol):
+    """Something that reads tokens and has caches."""
+
+    def empty(self, batch: int) -> list[Any]:
+        """Caches of no tokens."""
+
+    def __call__(self, tokens: Mapping[str, Array], caches: Sequence[Any]) -> tuple[Array, list[Any]]:
+        """Logits, and the caches after the call."""
+
+
+class ProgramRunner:
+    """The program that a graph is the translation of, run by torch: for graphs that ONNX Runtime cannot run here."""
+
+    def __init__(self, program: torch.export.ExportedProgram, lm: CausalLM) -> None:
+        self.module = program.module()
+        self.lm = lm
+        self.device = next(lm.model.parameters()).device
+
+    def empty(self, batch: int) -> list[torch.Tensor]:
+        """Caches of no tokens."""
+        return self.lm.empty(batch)
+
+    def __call__(self, tokens: Mapping[str, Array], caches: Sequence[torch.Tensor]) -> tuple[Array, list[torch.Tensor]]:
+        """Logits, and the caches after the call."""
+        given = [torch.from_numpy(tokens[name]).to(self.device) for name in TOKENS]
+        with torch.no_grad():
+            logits, new = self.module(*given, list(caches))
+        return logits.float().cpu().numpy(), list(new)
 
 
 class Runner:
@@ -76,8 +106,13 @@ class Runner:
         return logits, new
 
 
-def verify(lm: CausalLM, decode: Runner, prefill: Runner | None, dtype: str, one_token: bool) -> Verification:
-    """Raises :class:`ExportError` where the graphs and the original differ by more than rounding."""
+def verify(
+    lm: CausalLM, decode: Reader, prefill: Reader | None, dtype: str, one_token: bool, reason: str = ""
+) -> Verification:
+    """Raises :class:`ExportError` where the graphs and the original differ by more than rounding.
+
+    ``reason``: why these are programs run by torch, not graphs.
+    """
     worst, compared, equal = 0.0, 0, 0
     for reader in [prefill, decode] if prefill is not None else [decode]:
         assert reader is not None
@@ -89,10 +124,10 @@ def verify(lm: CausalLM, decode: Runner, prefill: Runner | None, dtype: str, one
             f"the exported graph differs from the original by {worst:.2e} of the largest logit, allowed are "
             f"{allowed:.0e}; nothing was written. Report this with the model's config, or export with verify=False"
         )
-    return Verification(worst, allowed, compared, equal)
+    return Verification(worst, allowed, compared, equal, reason)
 
 
-def _compare(lm: CausalLM, reader: Runner, decode: Runner, one_token: bool) -> tuple[float, int, int]:
+def _compare(lm: CausalLM, reader: Reader, decode: Reader, one_token: bool) -> tuple[float, int, int]:
     B, longest = len(PROMPTS), max(PROMPTS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary(lm.model), (B, longest), generator=generator)
