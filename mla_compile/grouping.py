@@ -84,7 +84,8 @@ def _ranges(numbers: list[int]) -> str:
 def _anonymous(site: SiteReport) -> SiteReport:
     blame = None if site.blame is None else _unnumbered(site.blame)
     where = _unnumbered(site.where)
-    return replace(site, index=0, where=where, blame=blame, precision_ratio=None, fold_error=None)
+    kept = tuple(replace(k, blame=None if k.blame is None else _unnumbered(k.blame)) for k in site.kept)
+    return replace(site, index=0, where=where, blame=blame, kept=kept, precision_ratio=None, fold_error=None)
 
 
 def _unnumbered(where: Location) -> Location:

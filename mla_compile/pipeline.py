@@ -10,6 +10,7 @@ linear_map, judge  read only: they decide everything before anything is changed;
 absorb             rewrites the sites that were judged legal and worth it;
 verify             checks each distinct rewrite against float64 while the original is still at hand;
 fold               after verify, whose inputs are the unfolded queries;
+narrow             after verify, whose inputs are what it replaces;
 lower              last, because absorb speaks in terms of the operator.
 
 The program that comes in is never changed.
@@ -33,13 +34,14 @@ from mla_compile.dims import Dims
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.absorb import Absorbed, absorb
-from mla_compile.passes.cost import default_device
+from mla_compile.passes.cost import Part, default_device
 from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.fold import fold
 from mla_compile.passes.graph import remove_dead_code, weight_nodes
 from mla_compile.passes.judge import Verdict, judge
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.lower import lower_to_aten
+from mla_compile.passes.narrow import narrow
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
 from mla_compile.passes.site_report import site_report, unfollowed_report
@@ -56,12 +58,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SiteCost:
-    """The sizes that decide between the forms in one call; symbols are those of the graph's shapes."""
+    """The sizes that decide between the forms in one call; symbols are those of the graph's shapes.
+
+    ``parts``: what is absorbed, where that is not the whole attention.
+    """
 
     dims: Dims
     B: int | sympy.Expr
     S: int | sympy.Expr
     T: int | sympy.Expr
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,8 @@ def _run_once(
         site_report(i, v, checks.get(v.site.node.name), folded.get(v.site.node.name)) for i, v in enumerate(verdicts)
     ]
     reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]
+    alone = [pair for v in chosen for pair in v.narrowed]
+    clock.run("narrow", lambda: narrow(alone, weights, program.fake_mode), int)
     if options.lowering == "aten":
         clock.run("lower", lambda: lower_to_aten(graph, program.fake_mode), int)
     clock.run("lower_projections", lambda: lower_projections(graph, program.fake_mode), int)
@@ -187,7 +195,7 @@ def _absorb_all(program: Program, verdicts: list[Verdict]) -> list[Absorbed]:
 
 def _site_cost(verdict: Verdict) -> SiteCost:
     assert verdict.plan is not None
-    return SiteCost(verdict.plan.dims, *verdict.plan.sizes())
+    return SiteCost(verdict.plan.dims, *verdict.plan.sizes(), verdict.parts)
 
 
 def _device_type(gm: fx.GraphModule) -> str:

@@ -42,6 +42,19 @@ class Location:
         return " ".join(parts)
 
 
+@dataclass(frozen=True)
+class KeptPart:
+    """What of an absorbed attention stays as it was (``keys``, ``values``, some columns), and why."""
+
+    part: str
+    code: Code
+    reason: str
+    blame: Location | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", Code(self.code))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SiteReport:
     """One attention site: where it is, what was done, why, and what it costs before and after.
@@ -62,6 +75,8 @@ class SiteReport:
         break_even_S: queries per call up to which the absorbed form is cheaper on a long context; ``inf`` is always.
         precision_ratio: error of the rewritten site over error of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
+        parts: the sides that are absorbed (``keys``, ``values``), empty for the whole attention.
+        kept: of an attention absorbed in part, what is not, and why.
         notes: anything else worth a line.
     """
 
@@ -83,6 +98,8 @@ class SiteReport:
     break_even_S: float | None = None
     precision_ratio: float | None = None
     fold_error: float | None = None
+    parts: tuple[str, ...] = ()
+    kept: tuple[KeptPart, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,7 +111,8 @@ class SiteReport:
         """JSON-able, every field present; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
         record = dataclasses.asdict(self)
         record["code"] = str(self.code)
-        record["notes"] = list(self.notes)
+        record["notes"], record["parts"] = list(self.notes), list(self.parts)
+        record["kept"] = [{**dataclasses.asdict(k), "code": str(k.code)} for k in self.kept]
         for name in _FLOATS:
             record[name] = _plain_float(record[name])
         return record
@@ -107,6 +125,8 @@ class SiteReport:
         fields["blame"] = None if fields["blame"] is None else Location(**fields["blame"])
         fields["dims"] = None if fields["dims"] is None else Dims(**fields["dims"])
         fields["notes"] = tuple(fields["notes"])
+        fields["parts"] = tuple(fields.get("parts", ()))  # reports of 0.1 have neither
+        fields["kept"] = tuple(_kept_part(k) for k in fields.get("kept", ()))
         for name in _FLOATS:
             fields[name] = None if fields[name] is None else float(fields[name])
         return cls(**fields)
@@ -119,6 +139,11 @@ class PassRecord:
     name: str
     changes: int
     seconds: float
+
+
+def _kept_part(record: Mapping[str, Any]) -> KeptPart:
+    blame = record["blame"]
+    return KeptPart(**{**record, "blame": None if blame is None else Location(**blame)})
 
 
 _FLOATS = ("break_even_S", "precision_ratio", "fold_error")

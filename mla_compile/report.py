@@ -169,7 +169,8 @@ class Report:
 
 def _headline(site: SiteReport) -> str:
     if site.verdict == "absorbed":
-        return f"absorbed ({site.form})" if site.form else "absorbed"
+        words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
+        return f"absorbed ({', '.join(words)})" if words else "absorbed"
     return _WORDS[site.verdict] if site.verdict == "not_mla" else f"{_WORDS[site.verdict]}: {site.code}"
 
 
@@ -179,6 +180,10 @@ def _rows(group: SiteGroup) -> Sequence[tuple[str, str]]:
     rows = [("source", _source(site.where)), ("why", site.reason)]
     if site.blame is not None:
         rows.append(("because of", _source(site.blame, with_op=True)))
+    for kept in site.kept:
+        rows.append(("stays", f"{kept.part} ({kept.code}): {kept.reason}"))
+        if kept.blame is not None:
+            rows.append(("because of", _source(kept.blame, with_op=True)))
     if site.verdict != "absorbed":
         rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
     if site.dims is not None:

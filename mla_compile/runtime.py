@@ -15,7 +15,7 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from mla_compile.errors import StaleWeightError, WeightError
-from mla_compile.passes import formulas
+from mla_compile.passes import cost, formulas
 from mla_compile.pipeline import SiteCost
 from mla_compile.program import Fold, Program
 
@@ -57,9 +57,12 @@ def _gain(variants: Sequence[SiteCost]) -> sympy.Expr:
     """Multiply-adds that absorbing saves over all sites, in the graph's shape symbols."""
     gain = sympy.Integer(0)
     for site, count in Counter(variants).items():
-        dims = site.dims
-        letters = {formulas.S: site.S, formulas.T: site.T, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
-        gain += count * site.B * dims.H * formulas.absorption_gain().subs(letters)
+        dims, sizes = site.dims, {formulas.S: site.S, formulas.T: site.T}
+        for part in site.parts:
+            gain += count * site.B * cost.part_gain(part).subs(sizes)
+        if not site.parts:
+            letters = {**sizes, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
+            gain += count * site.B * dims.H * formulas.absorption_gain().subs(letters)
     return gain
 
 

@@ -14,13 +14,14 @@ After::
 because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
 A bias on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes
 back once, because the weights of a row sum to 1. Where the part between the products is not a plain softmax
-(``open_core``), each product is replaced by itself and everything between them stays.
+(``open_core``), or only a part of the attention can be absorbed, each product is replaced by itself and everything
+between them stays (:mod:`mla_compile.passes.products`). Keys that only differ from this by columns with rows of their
+own for every head stay one operator: the scores of those columns are added to the mask.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +29,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
-from mla_compile.passes.align import Term
-from mla_compile.passes.arrange import Sizes, arrange
-from mla_compile.passes.atoms import Atom, Axis, flatten
-from mla_compile.passes.expr import Expr
-from mla_compile.passes.factors import letters
-from mla_compile.passes.graph import Builder, hint, size, val
-from mla_compile.passes.plan import AbsorbPlan, Rows
-from mla_compile.passes.project import project, wide
-from mla_compile.passes.site import MaskTerm, Product
+from mla_compile.passes.arrange import arrange
+from mla_compile.passes.graph import val
+from mla_compile.passes.plan import AbsorbPlan
+from mla_compile.passes.products import Products
+from mla_compile.passes.project import wide
+from mla_compile.passes.sides import Sides, same_layout
+from mla_compile.passes.site import MaskTerm
 
 aten = torch.ops.aten
 
@@ -47,47 +46,32 @@ without a visible key weighs all its keys alike, as it did."""
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v."""
+    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v.
+
+    ``latent`` is None where the values stay expanded.
+    """
 
     plan: AbsorbPlan
     out: fx.Node
     queries: tuple[fx.Node, ...]
-    latent: fx.Node
+    latent: fx.Node | None
 
 
 def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
     """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
-    rewriter = Rewriter(plan, fake_mode)
+    whole = plan.site.open_core is None and plan.fits_op
+    rewriter = Whole(plan, fake_mode) if whole else Products(plan, fake_mode)
     out = rewriter.run()
-    assert rewriter.latent is not None
     return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent)
 
 
-class Rewriter:
-    """The state of one rewrite: where nodes go, and what was emitted already."""
-
-    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
-        self.plan = plan
-        self.site = plan.site
-        self.builder = Builder(plan.site.node, fake_mode)
-        self.memo: dict[Expr, fx.Node] = {}
-        operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
-        # In the order of the graph: what a product reads sizes from has to stand before it.
-        known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
-        self.sizes = Sizes(self.builder, known)
-        self.dtype = val(self.site.v.node).dtype
-        self.queries: list[fx.Node] = []
-        self.latent: fx.Node | None = None
-        self.mass: fx.Node | None = None  # what the weights of a row sum to, [batch, queries, heads], where not 1
+class Whole(Sides):
+    """The whole attention as one operator."""
 
     def run(self) -> fx.Node:
-        new = self._open() if self.site.open_core else self._closed()
-        old = self.site.node
-        new = same_layout(self.builder, new, old)
-        old.replace_all_uses_with(new)
+        new = same_layout(self.builder, self._closed(), self.site.node)
+        self.site.node.replace_all_uses_with(new)
         return new
-
-    # The whole attention as one operator.
 
     def _closed(self) -> fx.Node:
         plan, site = self.plan, self.site
@@ -115,90 +99,13 @@ class Rewriter:
                 some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
-        return self._values(out, axes)
-
-    def _value_bias(self) -> bool:
-        return any(term.piece.bias is not None for term in self.plan.vals)
-
-    def _query(self, rows: Rows) -> fx.Node:
-        """The queries in the space of ``rows``: [B, S, H, width]."""
-        parts = [
-            self._absorbed(self.site.products[t.product], t, rows)
-            for t in self.plan.keys
-            if t.piece.source is rows.node and t.product is not None
-        ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.builder.call(aten.add.Tensor, total, part)
-        axes = self._query_axes(rows)
-        target = (self.plan.batch, self.site.queries, self.plan.heads, rows.width)
-        return arrange(self.builder, self.sizes, total, axes, target)
-
-    def _query_axes(self, rows: Rows) -> tuple[Axis, ...]:
-        return tuple((a,) for a in (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width))
-
-    def _absorbed(self, product: Product, term: Term, rows: Rows) -> fx.Node:
-        """Q W for one term, one axis per atom: batch, queries, heads, width of the rows."""
-        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
-        q, own = self._query_columns(product, term)
-        piece = term.piece
-        if piece.weight is None:
-            q = self._in_order(q, (*own, *term.features), outer, rows.width)
-        else:
-            weight = piece.weight.expr.emit(self.builder, self.memo)
-            inner = [term.at.get(a, a) for a in own]
-            known = {*inner, *piece.weight.atoms}
-            out = [b for b in (*(term.at.get(a, a) for a in outer), *rows.width) if b in known or b in rows.width]
-            q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
-            self.queries.append(q)
-            for k, a in enumerate(outer):
-                if term.at.get(a, a) not in known:
-                    q = self.builder.call(aten.unsqueeze.default, q, k)
-        if piece.scale != 1.0:
-            q = self.builder.call(aten.mul.Tensor, q, piece.scale)
-        return q
-
-    def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
-        """Q . b, the same for every key: what a bias on the keys adds to the scores."""
-        assert term.piece.bias is not None
-        q, own = self._query_columns(product, term)
-        bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
-        inner = [term.at.get(a, a) for a in own]
-        lq, lb, lo = letters(
-            (*inner, *term.features), term.piece.bias.atoms, [term.at.get(a, a) for a in atoms if a in own]
-        )
-        q = self.builder.call(aten.einsum.default, f"{lq},{lb}->{lo}", [q, bias])
-        for k, a in enumerate(atoms):
-            if a not in own:
-                q = self.builder.call(aten.unsqueeze.default, q, k)
-        return q
-
-    def _in_order(self, q: fx.Node, own: Sequence[Atom], outer: Axis, width: Axis) -> fx.Node:
-        return arrange(self.builder, self.sizes, q, tuple((a,) for a in own), [(a,) for a in (*outer, *width)])
-
-    def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """The columns of q that meet this term's columns of K, one axis per atom; its atoms besides the features."""
-        q, axes = product.q.node, product.q.axes
-        where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
-        if where is not None:
-            if size(val(q).shape[where]) != term.stop - term.start:
-                q = self.builder.call(aten.slice.Tensor, q, where, term.start, term.stop)
-            axes = (*axes[:where], term.features, *axes[where + 1 :])
-        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
-        own = [a for a in outer if a in flatten(product.q.axes)]
-        q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*own, *term.features)])
-        return self.builder.cast(q, wide(val(q).dtype)), own
-
-    def _rows(self, rows: Rows) -> fx.Node:
-        """The rows as [B, T, width]."""
-        target = (self.plan.batch, self.site.keys, rows.width)
-        node = arrange(self.builder, self.sizes, rows.node, rows.axes, target)
-        return self.builder.cast(node, self.dtype)
+        return self._values({plan.value_rows.node: (out, axes)})
 
     def _mask(self) -> fx.Node | None:
         """All mask terms as one: boolean while only -inf is filled in, additive (float32) otherwise."""
         keep: fx.Node | None = None
         added: fx.Node | None = None
+        extra = self._extra_scores()
         for term in self.site.masks:
             mask = self._mask_axes(term)
             if term.kind == "add":
@@ -214,11 +121,31 @@ class Rewriter:
                 mask = self.builder.call(aten.logical_not.default, mask)
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
-            return added
+            return self._plus(added, extra)
         if any(term.fill > float("-inf") for term in self.site.masks if term.kind != "add"):
             assert added is None, "a finite fill stands alone, else the core is open"
-            return self._fill(keep, HIDDEN)
-        return keep if added is None else self.builder.call(aten.add.Tensor, added, self._fill(keep, float("-inf")))
+            return self._plus(self._fill(keep, HIDDEN), extra)
+        if added is None and extra is None:
+            return keep
+        return self._plus(self._plus(added, extra), self._fill(keep, float("-inf")))
+
+    def _plus(self, a: fx.Node | None, b: fx.Node | None) -> fx.Node | None:
+        return a or b if a is None or b is None else self.builder.call(aten.add.Tensor, a, b)
+
+    def _extra_scores(self) -> fx.Node | None:
+        """Scaled scores of the keys' columns that the operator's rows do not hold: [batch, heads, queries, keys]."""
+        outside = {rows.node for rows in self.plan.extra}
+        order = (*self.plan.batch, *self.plan.heads, *self.site.queries, *self.site.keys)
+        total: fx.Node | None = None
+        for term in self.plan.keys:
+            if term.product is not None and term.piece.source in outside:
+                product = self.site.products[term.product]
+                total = self._plus(total, self.term_scores(product, term, order, wide(self.dtype)))
+        if total is None:
+            return None
+        total = self.builder.call(aten.mul.Tensor, total, self.site.scale)
+        target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
+        return arrange(self.builder, self.sizes, total, tuple((a,) for a in order), target)
 
     def _fill(self, keep: fx.Node, value: float) -> fx.Node:
         """``value`` where ``keep`` is False, 0 elsewhere."""
@@ -229,148 +156,3 @@ class Rewriter:
     def _mask_axes(self, term: MaskTerm) -> fx.Node:
         target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
         return arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, target)
-
-    # Values: from the latent to the output.
-
-    def _values(self, latent: fx.Node, axes: tuple[Axis, ...]) -> fx.Node:
-        """W_v applied to the attended latent, in the layout of the site's output."""
-        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
-        width = self.plan.value_rows.width
-        latent = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in (*outer, *width)])
-        latent = self.latent = self.builder.cast(latent, wide(self.dtype))
-        parts = [self._value_part(latent, term, outer) for term in self.plan.vals]
-        layout = self._out_layout()
-        out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))
-        features = self._value_features()
-        out_axes = tuple(features if a is None else (a,) for a in layout)
-        return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
-
-    def _out_layout(self) -> list[Atom | None]:
-        """The output's atoms in order, None for its feature axis."""
-        outer = {*self.plan.batch, *self.site.queries, *self.plan.heads}
-        layout: list[Atom | None] = []
-        for axis in self.site.out.axes:
-            layout += [a for a in axis if a in outer]
-            if any(a not in outer for a in axis):
-                layout.append(None)
-        return layout if None in layout else [*layout, None]
-
-    def _value_features(self) -> Axis:
-        outer = {*self.plan.batch, *self.site.queries, *self.plan.heads}
-        return tuple(a for a in flatten(self.site.out.axes) if a not in outer)
-
-    def _value_part(self, latent: fx.Node, term: Term, outer: Axis) -> fx.Node:
-        """One segment of the output's features, axes as in ``_out_layout``."""
-        piece, layout = term.piece, self._out_layout()
-        inner = [term.at.get(a, a) for a in outer]
-        order = [x for a in layout for x in (term.features if a is None else (term.at.get(a, a),))]
-        size = term.stop - term.start
-        if piece.source is None:
-            shape = [size if a is None else self.sizes.of(a) for a in layout]
-            out = self.builder.call(aten.new_zeros.default, latent, shape)
-        else:
-            width = self.plan.value_rows.width
-            if piece.weight is None:
-                axes = tuple((a,) for a in (*inner, *width))
-                out = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in order])
-            else:
-                weight = piece.weight.expr.emit(self.builder, self.memo)
-                out = project(self.builder, latent, (*inner, *width), weight, piece.weight.atoms, order)
-            if piece.scale != 1.0:
-                out = self.builder.call(aten.mul.Tensor, out, piece.scale)
-        if piece.bias is not None:
-            bias = self._aligned(piece.bias.expr, piece.bias.atoms, order)
-            if self.mass is not None:
-                mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
-                bias = self.builder.call(aten.mul.Tensor, bias, mass)
-            out = self.builder.call(aten.add.Tensor, out, bias)
-        if len(term.features) != 1:
-            features = [size if a is None else self.sizes.of(a) for a in layout]
-            out = self.builder.call(aten.reshape.default, out, features)
-        return out
-
-    def _aligned(self, expr: Expr, atoms: Axis, order: Sequence[Atom]) -> fx.Node:
-        """A bias as a tensor that broadcasts against axes ``order``."""
-        own = [a for a in order if a in atoms]
-        node = expr.cast(wide(self.dtype)).permute([atoms.index(a) for a in own]).emit(self.builder, self.memo)
-        for k, a in enumerate(order):
-            if a not in own:
-                node = self.builder.call(aten.unsqueeze.default, node, k)
-        return node
-
-    # Each product by itself, everything between them untouched.
-
-    def _open(self) -> fx.Node:
-        probs = self.site.probs
-        assert probs is not None
-        order = {node: k for k, node in enumerate(probs.node.graph.nodes)}
-        for product in sorted(self.site.products, key=lambda p: order[p.node]):
-            self._replace_scores(product)
-        builder, plan, site = self.builder, self.plan, self.site
-        outer = (*plan.batch, *site.queries, *plan.heads)
-        p_axes = [*outer, *site.keys]
-        p = arrange(builder, self.sizes, probs.node, probs.axes, [(a,) for a in p_axes])
-        p = builder.cast(p, self.dtype)
-        if self._value_bias():  # with a sink, or rescaled, the weights of a row do not sum to 1
-            over = list(range(len(outer), len(p_axes)))
-            self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
-        rows = self._row_atoms(plan.value_rows)
-        lp, lr, lo = letters(
-            p_axes, (*plan.batch, *site.keys, *plan.value_rows.width), (*outer, *plan.value_rows.width)
-        )
-        latent = builder.call(aten.einsum.default, f"{lp},{lr}->{lo}", [p, rows])
-        return self._values(latent, tuple((a,) for a in (*outer, *plan.value_rows.width)))
-
-    def _row_atoms(self, rows: Rows) -> fx.Node:
-        target = [(a,) for a in (*self.plan.batch, *self.site.keys, *rows.width)]
-        return self.builder.cast(arrange(self.builder, self.sizes, rows.node, rows.axes, target), self.dtype)
-
-    def _replace_scores(self, product: Product) -> None:
-        """``q . K`` becomes the sum over its terms of ``(q W) . rows``, in the same place, shape and dtype."""
-        assert product.node is not None
-        plan, site = self.plan, self.site
-        outer = self.builder
-        self.builder = Builder(product.node, outer.fake_mode)
-        self.sizes.builder = self.builder
-        atoms = list(flatten(product.out))
-        total: fx.Node | None = None
-        index = site.products.index(product)
-        for term in plan.keys:
-            if term.product != index or term.piece.source is None:
-                continue
-            rows = next(r for r in (plan.latent, plan.rope) if r is not None and r.node is term.piece.source)
-            q = self._absorbed(product, term, rows)
-            r = self._row_atoms(rows)
-            # The long operand is not converted, except that float16 queries may be out of its range.
-            if val(r).dtype == torch.float16:
-                r = self.builder.cast(r, val(q).dtype)
-            q = self.builder.cast(q, val(r).dtype)
-            q_atoms = (*plan.batch, *site.queries, *plan.heads, *rows.width)
-            lq, lr, lo = letters(q_atoms, (*plan.batch, *site.keys, *rows.width), atoms)
-            part = self.builder.call(aten.einsum.default, f"{lq},{lr}->{lo}", [q, r])
-            total = part if total is None else self.builder.call(aten.add.Tensor, total, part)
-            if term.piece.bias is not None:
-                total = self.builder.call(aten.add.Tensor, total, self._bias_scores(product, term, atoms))
-        assert total is not None
-        new = arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), product.out)
-        new = same_layout(self.builder, new, product.node)
-        product.node.replace_all_uses_with(new)
-        self.builder = outer
-        self.sizes.builder = outer
-
-
-def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
-    """``new`` in the dtype and memory order of ``old``: views that were traced on the old node's strides stay valid."""
-    new = builder.cast(new, val(old).dtype)
-    stride, wanted = val(new).stride(), val(old).stride()
-    sizes = val(old).shape
-    relevant = [d for d in range(len(sizes)) if size(sizes[d]) != 1]
-    if all(size(stride[d]) == size(wanted[d]) for d in relevant):
-        return new
-    # Outermost first; size-1 axes may stand anywhere.
-    order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
-    order = [d for d in range(len(sizes)) if d not in relevant] + order
-    inverse = [order.index(d) for d in range(len(sizes))]
-    new = builder.call(aten.permute.default, new, order)
-    new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
-    return builder.call(aten.permute.default, new, inverse)

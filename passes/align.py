@@ -42,14 +42,21 @@ class Term:
 
 
 def align(
-    site: AttentionSite, keys: list[LinearMap], values: LinearMap
+    site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None
 ) -> tuple[AttentionSite, tuple[Term, ...], tuple[Term, ...]] | Stop:
-    """The site with atoms split as far as needed, the terms of its keys and the terms of its values."""
+    """The site with atoms split as far as needed, the terms of its keys and the terms of its values.
+
+    A side without maps (None) has no terms.
+    """
     for _ in range(32):  # every round splits at least one atom; shapes have few factors
         terms: list[Term] = []
         split: Split = {}
-        wanted = [(p.k, p.features, m, n) for n, (p, m) in enumerate(zip(site.products, keys, strict=True))]
-        for operand, features, lmap, product in (*wanted, (site.v, _value_axis(site), values, None)):
+        wanted: list[tuple[Operand, Axis, LinearMap, int | None]] = []
+        if keys is not None:
+            wanted += [(p.k, p.features, m, n) for n, (p, m) in enumerate(zip(site.products, keys, strict=True))]
+        if values is not None:
+            wanted.append((site.v, _value_axis(site), values, None))
+        for operand, features, lmap, product in wanted:
             found = _terms(operand, features, lmap, product)
             if isinstance(found, Stop):
                 return found

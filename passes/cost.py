@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
@@ -113,8 +113,7 @@ def _choose(
 
     expanded, chained = time_of("expanded"), time_of("chained")
     estimates = {"expanded": expanded, "chained": chained}
-    tokens = f"{T:,} cached tokens" + (" (a long context)" if T == LONG_CONTEXT else "")
-    shown = f"{S} {'query' if S == 1 else 'queries'} against {tokens} on {device.name}"
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(T)} on {device.name}"
     times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
@@ -189,6 +188,97 @@ def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
 def saves_cache(dims: Dims) -> bool:
     """Whether latent rows are narrower than the K and V they stand for; False: absorbing such a site saves nothing."""
     return dims.latent_values < dims.expanded_values
+
+
+@dataclass(frozen=True)
+class Part:
+    """A side of an attention, or some columns of it, that weights make from narrow rows.
+
+    ``columns`` per head, for ``heads`` heads of which ``made`` have columns of their own, from rows of ``width``
+    values, of which a token has ``rows`` (1 where all heads share one row).
+    """
+
+    side: Literal["keys", "values"]
+    heads: int
+    width: int
+    columns: int
+    made: int
+    rows: int = 1
+
+    @property
+    def letters(self) -> dict[str, int]:
+        return {"H": self.heads, "L": self.width, "N": self.columns, "K": self.made, "Z": self.rows}
+
+
+def part_break_even(parts: Sequence[Part]) -> float:
+    """Queries per call up to which absorbing all of ``parts`` needs fewer FLOPs, on a long context."""
+    per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
+    (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
+    return float(solution) if solution > 0 else math.inf
+
+
+def part_gain(part: Part) -> sympy.Expr:
+    """Multiply-adds that absorbing ``part`` saves per sequence, as a function of S and T."""
+    return formulas.part_gain().subs({getattr(formulas, name): value for name, value in part.letters.items()})
+
+
+def choose_parts(
+    parts: Sequence[Part],
+    *,
+    writes: bool,
+    B: int,
+    S: int,
+    T: int | None,
+    element_bytes: int,
+    device: Device,
+    forms: Forms = "auto",
+) -> Choice:
+    """Whether absorbing ``parts`` is cheaper than expanding them; what both forms have in common is left out.
+
+    ``writes``: the attention is fused, and has to be written out for it.
+    """
+    context = LONG_CONTEXT if T is None else T
+    expanded, chained = (
+        sum(_part_seconds(p, absorbed, B, S, context, element_bytes, device) for p in parts)
+        for absorbed in (False, True)
+    )
+    if writes:
+        chained += _write_seconds(parts[0].heads, B, S, context, device)
+    estimates = MappingProxyType({"expanded": expanded, "chained": chained})
+    sides = " and ".join(dict.fromkeys(p.side for p in parts))
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(context)} on {device.name}"
+    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    if forms == "expanded" or (forms == "auto" and expanded <= chained):
+        return Choice("expanded", False, False, estimates, f"expanding the {sides} is cheaper: {shown}, {times}")
+    why = 'forms="absorbed"' if forms == "absorbed" else f"absorbing the {sides} is cheaper"
+    return Choice("chained", False, False, estimates, f"{why}: {shown}, {times}")
+
+
+@lru_cache(maxsize=4096)
+def _part_seconds(part: Part, absorbed: bool, B: int, S: int, T: int, element_bytes: int, device: Device) -> float:
+    letters = {"B": B, "S": S, "T": T, **part.letters}
+    return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device)
+
+
+@lru_cache(maxsize=4096)
+def _write_seconds(heads: int, B: int, S: int, T: int, device: Device) -> float:
+    return _stage_seconds(formulas.written_stages(), {"B": B, "S": S, "T": T, "H": heads}, 4, device)
+
+
+def _stage_seconds(
+    stages: Sequence[formulas.Stage], letters: Mapping[str, int], element_bytes: int, device: Device
+) -> float:
+    total = 0.0
+    for stage in stages:
+        operations = 2 * formulas.evaluate(stage.multiply_adds, None, **letters)
+        values = formulas.evaluate(stage.weights + stage.activations, None, **letters)
+        total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
+        total += stage.launches * device.launch_s
+    return total
+
+
+def _tokens(context: int) -> str:
+    return f"{context:,} cached tokens" + (" (a long context)" if context == LONG_CONTEXT else "")
 
 
 def _folds(fold: Fold, folded: float, chained: float) -> bool:

@@ -24,16 +24,24 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     """The best explanation for ``site``, whose plan failed with ``failed``."""
     if failed.code not in _SYMPTOMS:
         return failed
-    own = _of_queries(site)
+    own = of_queries(site)
     if failed.code == "not_mla" and wide is not None and wide not in own:
         return Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
     for operand in (*(p.k for p in site.products), site.v):
         for piece in maps.map(operand.node).pieces:
-            if piece.source is not None:
-                found = _behind(piece.source, maps, own) or _blocked_projection(piece.source, maps, own)
-                if found is not None:
-                    return found
+            found = None if piece.source is None else _explained(piece.source, maps, own)
+            if found is not None:
+                return found
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
+
+
+def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps) -> Stop | None:
+    """What lies between ``source`` and an up-projection behind it; None where there is none."""
+    return _explained(source, maps, of_queries(site))
+
+
+def _explained(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
+    return _behind(source, maps, own) or _blocked_projection(source, maps, own)
 
 
 def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
@@ -46,7 +54,7 @@ def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) ->
     return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
 
 
-def _of_queries(site: AttentionSite) -> set[fx.Node]:
+def of_queries(site: AttentionSite) -> set[fx.Node]:
     """What the queries are computed from: rows that are among it are the model's hidden state, not a latent."""
     return {a for p in site.products for a in (p.q.node, *ancestors(p.q.node))}
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.absorb import Absorbed, same_layout
+from mla_compile.passes.absorb import Absorbed
 from mla_compile.passes.atoms import Atom, flatten
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.fold_sides import narrowest_cut, output_projection
@@ -30,6 +30,7 @@ from mla_compile.passes.graph import Builder, args_of, remove_dead_code, val, we
 from mla_compile.passes.judge import Verdict
 from mla_compile.passes.linear_map import Factor, LinearMaps
 from mla_compile.passes.project import project, wide
+from mla_compile.passes.sides import same_layout
 from mla_compile.program import Fold, Program
 
 aten = torch.ops.aten
@@ -79,7 +80,11 @@ class _Folder:
         """The output projection of ``site`` becomes one product with the attended latent."""
         projection = output_projection(site.out)
         dtype = val(projection).dtype if projection is not None else torch.float32
-        return None if projection is None else self._replace(projection, site.latent, "output", dtype)
+        return (
+            None
+            if projection is None or site.latent is None
+            else self._replace(projection, site.latent, "output", dtype)
+        )
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces

@@ -32,6 +32,7 @@ CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 # Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
 B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=True)
 G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
+K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with columns of their own, heads with rows of their own
 E = sympy.Symbol("E", positive=True)  # bytes per element
 
 PREFILL = {T: S}
@@ -75,6 +76,37 @@ def stages(form: Form) -> tuple[Stage, ...]:
     before = (folded_query,) if form in ("folded_query", "folded") else (query, absorb)
     after = (folded_output,) if form in ("folded_output", "folded") else (leave, output)
     return (*before, attend, *after)
+
+
+@cache
+def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
+    """What a part of an attention costs: N columns per head, of K or of V, that weights make from rows of L values.
+
+    K heads have columns of their own (H, or the groups of GQA), Z heads rows of their own (1: all share one row).
+    Everything else in the attention costs the same in both forms and is left out.
+    """
+    if not absorbed:
+        return (
+            Stage("expand", B * T * K * L * N, K * L * N, B * T * (Z * L + K * N), 2),
+            Stage("attention", B * S * T * H * N, sympy.Integer(0), B * (S * H + T * K) * N),
+        )
+    return (
+        Stage("into or out of the rows", B * S * H * N * L, K * N * L, B * S * H * (N + L)),
+        Stage("attention", B * S * T * H * L, sympy.Integer(0), B * T * Z * L + B * S * H * L),
+    )
+
+
+@cache
+def part_gain() -> sympy.Expr:
+    """Multiply-adds that absorbing such a part saves, per sequence; with K = H, two of them are what MLA saves."""
+    expanded, absorbed = (sympy.Add(*(s.multiply_adds for s in part_stages(absorbed=a))) for a in (False, True))
+    return sympy.collect(sympy.expand((expanded - absorbed) / B), (S, T))
+
+
+@cache
+def written_stages() -> tuple[Stage, ...]:
+    """What it costs to write a fused attention out: scores and probabilities pass through memory, as two float32."""
+    return (Stage("scores in memory", sympy.Integer(0), sympy.Integer(0), 4 * B * S * T * H, 4),)
 
 
 @cache

@@ -154,12 +154,12 @@ def remove_dead_code(graph: fx.Graph) -> None:
 
 
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """Every node that ``node``'s value depends on, nearest first."""
+    """Every node that ``node``'s numbers depend on, nearest first; a tensor it only takes a size from is none."""
     seen: set[fx.Node] = set()
     queue = list(node.all_input_nodes)
     while queue:
         current = queue.pop(0)
-        if current not in seen:
+        if current not in seen and not isinstance(current.meta.get("val"), (int, torch.SymInt)):
             seen.add(current)
             yield current
             queue.extend(current.all_input_nodes)

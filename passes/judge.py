@@ -1,14 +1,14 @@
 """Analysis: what to do with each attention: absorb it, keep it, or refuse it, always with a reason.
 
 For every attention the sources of its keys and values are chosen (the narrowest rows that weights expand), the proof
-obligations of :mod:`mla_compile.passes.plan` are checked, and the cost model picks a form. Last, sites whose expanded
-keys or values are computed anyway because someone else reads them are taken back: absorbing those saves nothing.
+obligations of :mod:`mla_compile.passes.plan` are checked, and the cost model picks a form. What cannot be absorbed as a
+whole may be in part (:mod:`mla_compile.passes.partial`). Last, sites whose expanded keys or values are computed anyway
+because someone else reads them are taken back, or keep that side: absorbing it saves nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,12 +16,16 @@ import torch
 from torch import fx
 
 from mla_compile.codes import CODES, Code
-from mla_compile.passes.atoms import Axis
-from mla_compile.passes.cost import Choice, Device, Fold, Forms, choose, saves_cache
+from mla_compile.passes.align import Term
+from mla_compile.passes.call_sizes import call_sizes
+from mla_compile.passes.cost import Choice, Device, Fold, Forms, Part, choose, saves_cache
+from mla_compile.passes.cuts import choose_sources
 from mla_compile.passes.explain_refusal import explain_refusal
 from mla_compile.passes.fold_sides import fold_widths
-from mla_compile.passes.graph import ancestors, bytes_hint, hint, is_tensor, packet, size, val
-from mla_compile.passes.linear_map import LinearMaps, Piece, Stop
+from mla_compile.passes.graph import ancestors, is_tensor, packet, val
+from mla_compile.passes.linear_map import LinearMaps, Stop
+from mla_compile.passes.narrow import readers
+from mla_compile.passes.partial import KeptPart, Side, partial
 from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
 from mla_compile.passes.residual import is_hidden_state
 from mla_compile.passes.site import AttentionSite
@@ -33,7 +37,10 @@ aten = torch.ops.aten
 class Verdict:
     """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
 
-    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks.
+    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks. Of a site that is
+    absorbed in part, ``parts`` are what is, ``kept`` what is not and why, ``instead`` the verdict without it, and
+    ``narrowed`` the nodes that are to be made alone, each with its source, because the rest of their projection is not
+    read any more.
     """
 
     site: AttentionSite
@@ -43,6 +50,11 @@ class Verdict:
     plan: AbsorbPlan | None = None
     choice: Choice | None = None
     by_call: bool = False
+    parts: tuple[Part, ...] = ()
+    kept: tuple[KeptPart, ...] = ()
+    instead: Verdict | None = None
+    narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def absorb(self) -> bool:
@@ -58,41 +70,132 @@ def judge(
     fold: Fold = "auto",
 ) -> list[Verdict]:
     """One verdict per site, in order."""
-
-    def judge_site(site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
-        return _judge_site(site, maps.with_stops(computed) if computed else maps, computed, device, forms, fold)
-
-    return _respect_other_users(graph, [judge_site(site) for site in sites], judge_site)
+    judged = _Judge(graph, maps, device, forms, fold)
+    return judged.respect_other_users([judged.whole(site) for site in sites])
 
 
-def _judge_site(
-    site: AttentionSite, maps: LinearMaps, computed: Collection[fx.Node], device: Device, forms: Forms, fold: Fold
-) -> Verdict:
-    """The verdict on one site; ``computed``: nodes that are there anyway, behind which no source is looked for."""
-    keys = [maps.map(p.k.node) for p in site.products]
-    values = maps.map(site.v.node)
-    pieces = [*pieces_of(keys), *pieces_of([values])]
-    cuts, wide = choose_sources(pieces)
-    at_cuts = maps.with_stops({*cuts, *computed})
-    plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
-    if isinstance(plan, Stop):
-        stop = explain_refusal(site, plan, maps, wide)
-        return Verdict(site, Code(stop.code), stop.detail, stop.node)
-    if _is_hidden_state(plan, maps):
-        return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
-    if plan.dims.latent_values >= min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V) and is_hidden_state(
-        plan.latent.node
-    ):
-        return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
-    if site.problem is not None:
-        return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
-    if not saves_cache(plan.dims):
-        rows, whole = plan.dims.latent_values, plan.dims.expanded_values
-        return Verdict(site, Code.COST_LATENT_WIDE, f"the latent rows hold {rows} values, K and V {whole}", plan=plan)
-    if fold != "never":
-        q_width, model_width = fold_widths(plan, maps)
-        plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
-    return _choose_form(plan, device, forms, fold)
+@dataclass(frozen=True)
+class _Judge:
+    graph: fx.Graph
+    maps: LinearMaps
+    device: Device
+    forms: Forms
+    fold: Fold
+
+    def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
+        """The verdict on one site; ``computed``: nodes that are there anyway, behind which no source is looked for."""
+        maps = self.maps.with_stops(computed) if computed else self.maps
+        keys = [maps.map(p.k.node) for p in site.products]
+        values = maps.map(site.v.node)
+        cuts, wide = choose_sources([*pieces_of(keys), *pieces_of([values])])
+        at_cuts = maps.with_stops({*cuts, *computed})
+        plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
+        if isinstance(plan, Stop):
+            stop = explain_refusal(site, plan, maps, wide)
+            refused = Verdict(site, Code(stop.code), stop.detail, stop.node)
+            return self.part(refused, stop, maps)
+        if _is_hidden_state(plan, maps):
+            return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
+        narrowest = min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V)
+        if plan.dims.latent_values >= narrowest and is_hidden_state(plan.latent.node):
+            return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
+        if site.problem is not None:
+            return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
+        if not saves_cache(plan.dims):
+            rows, whole = plan.dims.latent_values, plan.dims.expanded_values
+            reason = f"the latent rows hold {rows} values, K and V {whole}"
+            return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
+        if self.fold != "never":
+            q_width, model_width = fold_widths(plan, maps)
+            plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
+        return _choose_form(plan, self.device, self.forms, self.fold)
+
+    def part(self, refused: Verdict, stop: Stop, maps: LinearMaps, keep: Collection[Side] = ()) -> Verdict:
+        """The verdict where the whole is ``refused``: absorbed in part where that is legal and pays."""
+        if self.forms == "expanded":
+            return refused
+        found = partial(refused.site, maps, stop, self.device, self.forms, keep)
+        if found is None:
+            return refused
+        sides = " and ".join(dict.fromkeys(p.side for p in found.parts))
+        if not found.pays:
+            return replace(refused, notes=(f"the {sides} alone could be absorbed; {found.choice.reason}",))
+        reason = f"each call picks by its number of queries whether the {sides} are absorbed"
+        return Verdict(
+            refused.site,
+            Code.ABSORBED,
+            reason if found.by_call else found.choice.reason,
+            plan=found.plan,
+            choice=found.choice,
+            by_call=found.by_call,
+            parts=found.parts,
+            kept=found.kept,
+            instead=refused,
+        )
+
+    def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """Takes back every site whose expansion stays alive although the site no longer reads it.
+
+        Unless it is alive because the latent comes from it: a rotary key from the projection that also makes the
+        latent, where the hidden state before it happens to be narrower. Then those rows are the source. Or unless the
+        other side can be absorbed without this one.
+        """
+        computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
+        options: dict[fx.Node, list[Verdict]] = {}
+        while True:
+            verdicts = [replace(v, narrowed=()) for v in verdicts]
+            alive = _Alive(self.graph, verdicts)
+            for index, verdict in enumerate(verdicts):
+                if not verdict.absorb or (found := _expansion_alive(verdict, alive)) is None:
+                    continue
+                which, node = found
+                narrowed = self._narrowed(verdict, alive)
+                if narrowed is not None:
+                    verdicts[index] = replace(verdict, narrowed=narrowed)
+                    continue
+                verdicts[index] = self._instead(verdict, which, node, computed[verdict.site.node], options)
+                break
+            else:
+                return verdicts
+
+    def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
+        """What to make alone so that nothing is expanded that only this site read; None where that cannot be."""
+        if verdict.plan is None or not verdict.plan.part:
+            return None
+        terms = (*verdict.plan.keys, *verdict.plan.vals)
+        paths = {v.node for t in terms for v in t.piece.path}
+        made: dict[tuple[fx.Node, fx.Node], None] = {}
+        for _, node, source in _expansions(verdict):
+            if node in alive.nodes:
+                found = readers(node, source, self.maps, alive.reads, alive.nodes, paths)
+                if found is None:
+                    return None
+                made.update(((f, source), None) for f in found)
+        return tuple(made)
+
+    def _instead(
+        self,
+        verdict: Verdict,
+        which: Side,
+        node: fx.Node,
+        computed: set[fx.Node],
+        options: dict[fx.Node, list[Verdict]],
+    ) -> Verdict:
+        """The next best verdict on a site whose ``node``, an expansion of ``which``, is computed anyway."""
+        site = verdict.site
+        if verdict.plan is not None and not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
+            computed.add(node)
+            closer = self.whole(site, computed)
+            return closer if closer.absorb and not closer.parts else _taken_back(verdict, which, node)
+        if site.node not in options:
+            final = verdict.instead or _taken_back(verdict, which, node)
+            options[site.node] = [final]
+            if self.forms != "expanded":
+                stop = Stop(final.blame or node, final.code.value, final.reason)
+                sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
+                tried = (self.part(final, stop, self.maps, (side,)) for side in sides)
+                options[site.node] = [*(v for v in tried if v.absorb and v.plan != verdict.plan), final]
+        return options[site.node].pop(0)
 
 
 def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
@@ -119,170 +222,86 @@ def _unscaled(node: fx.Node) -> list[fx.Node]:
 
 
 def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
-    _, s, t = plan.sizes()
-    counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
-    element = val(plan.latent.node).element_size()
-    prefill = not isinstance(s, int) and s == t
-    # One query is decode: what counts is the long context it will meet, not the one it was traced with.
-    context = None if s == 1 or not isinstance(t, int) else counts[2]
+    sizes = call_sizes(plan)
     dims = plan.dims
     choice = choose(
-        dims, B=counts[0], S=counts[1], T=context, element_bytes=element, device=device,
+        dims, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
         forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None,
     )  # fmt: skip
-    if not isinstance(s, int) and forms == "auto" and not prefill:
+    if sizes.symbolic and forms == "auto" and not sizes.prefill:
         return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)
-    if choice.absorbed and not (prefill and forms == "auto"):
+    if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
     reason = "a prompt: as many queries as keys, whatever their number" if choice.absorbed else choice.reason
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 
-def _axis_hint(plan: AbsorbPlan, axis: Axis) -> int:
-    """The size of a product of atoms at the sizes seen when the graph was traced."""
-    hints: dict[Axis, int] = {}
-    for operand in (plan.site.out, plan.site.v, *(p.k for p in plan.site.products)):
-        for own, dim in zip(operand.axes, val(operand.node).shape, strict=True):
-            hints[own] = hint(size(dim), dim)
-    if axis in hints:
-        return hints[axis]
-    return math.prod(hints.get((a,), a.size if isinstance(a.size, int) else 1) for a in axis)
+class _Alive:
+    """Every node still needed when the chosen sites are absorbed, and what nodes read then."""
+
+    def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
+        self._reads: dict[fx.Node, list[fx.Node]] = {}
+        for verdict in verdicts:
+            if verdict.absorb and verdict.plan is not None:
+                self._reads.update(_reads(verdict.plan))
+        output = graph.output_node()
+        self.nodes: set[fx.Node] = {output}
+        queue = [output]
+        while queue:
+            for i in self.reads(queue.pop()):
+                if i not in self.nodes:
+                    self.nodes.add(i)
+                    queue.append(i)
+
+    def reads(self, node: fx.Node) -> Collection[fx.Node]:
+        return self._reads.get(node, node.all_input_nodes)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    node: fx.Node
-    bytes: int
-    piece: Piece
+def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
+    """What the nodes of a site read when it is rewritten, where that is not what they read now."""
+    site = plan.site
+    keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
+    values = [site.v.node] if not plan.vals else _sources(plan.vals)
+    if (site.open_core is None and plan.fits_op) or site.probs is None:
+        queries = [p.q.node for p in site.products]
+        return {site.node: [*keys, *values, *queries, *(m.operand.node for m in site.masks)]}
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for index, product in enumerate(site.products if plan.keys else ()):
+        assert product.node is not None
+        reads[product.node] = [product.q.node, *_sources([t for t in plan.keys if t.product == index])]
+    if plan.vals:
+        reads[site.node] = [site.probs.node, *values]
+    return reads
 
 
-def _cuts(piece: Piece, proper: bool) -> _Cut | None:
-    """The narrowest tensor on the way from the source to the piece, before (proper) or after its last projection."""
-    last = piece.path[-1]
-    best: tuple[int, int, int] | None = None
-    where: fx.Node | None = None
-    for index, visit in enumerate(piece.path):
-        if (visit.contractions < last.contractions) != proper:
-            continue
-        key = (bytes_hint(visit.node), last.scalings - visit.scalings, index)
-        if best is None or key < best:
-            best, where = key, visit.node
-    return None if best is None or where is None else _Cut(where, best[0], piece)
+def _sources(terms: Sequence[Term]) -> list[fx.Node]:
+    """The rows and weights of ``terms``."""
+    factors = [f for t in terms for f in (t.piece.weight, t.piece.bias) if f is not None]
+    return [*(t.piece.source for t in terms if t.piece.source), *(n for f in factors for n in f.expr.leaves())]
 
 
-def choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | None]:
-    """Where the walks should end, and a source that was passed over because its rows are no narrower."""
-    proper: dict[fx.Node, list[Piece]] = {}
-    as_they_are: list[_Cut] = []
-    wide: fx.Node | None = None
-    for piece in pieces:
-        cut = _cuts(piece, proper=True)
-        trivial = _cuts(piece, proper=False)
-        if cut is not None:
-            proper.setdefault(cut.node, []).append(piece)
-        elif trivial is not None:
-            as_they_are.append(trivial)
-    chosen: set[fx.Node] = set()
-    for node, using in proper.items():
-        cuts = [c for c in (_cuts(p, proper=False) for p in using) if c is not None]
-        if bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
-            chosen.add(node)
-        else:
-            as_they_are += cuts
-            wide = node
-    return chosen | _rejoined(as_they_are), wide
-
-
-def _rejoined(cuts: Sequence[_Cut]) -> set[fx.Node]:
-    """The nodes of ``cuts``, parts that are joined again further on replaced by what they are joined to.
-
-    A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources that nothing expands, but one row.
-    """
-    chosen = {c.node: c.bytes for c in cuts}
-    after = [(c.node, _after(c)) for c in cuts]
-    for joint in dict.fromkeys(node for _, further in after for node in further):
-        parts = {node for node, further in after if node in chosen and joint in further}
-        if len(parts) > 1 and bytes_hint(joint) <= sum(chosen[n] for n in parts):
-            for part in parts:
-                del chosen[part]
-            chosen[joint] = bytes_hint(joint)
-    return set(chosen)
-
-
-def _after(cut: _Cut) -> list[fx.Node]:
-    """The nodes between a cut and the tensor it is a part of."""
-    nodes = [v.node for v in cut.piece.path]
-    return nodes[nodes.index(cut.node) + 1 :]
-
-
-def _respect_other_users(
-    graph: fx.Graph, verdicts: list[Verdict], judge_site: Callable[[AttentionSite, Collection[fx.Node]], Verdict]
-) -> list[Verdict]:
-    """Takes back every site whose expansion stays alive although the site no longer reads it.
-
-    Unless it is alive because the latent comes from it: a rotary key from the projection that also makes the latent,
-    where the hidden state before it happens to be narrower. Then those rows are the source.
-    """
-    computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
-    while True:
-        chosen = {v.site.node: v for v in verdicts if v.absorb}
-        alive = _alive(graph, chosen)
-        for index, verdict in enumerate(verdicts):
-            if verdict.absorb and (found := _expansion_alive(verdict, alive)) is not None:
-                which, node = found
-                verdicts[index] = _taken_back(verdict, which, node)
-                if verdict.plan is not None and node in ancestors(verdict.plan.latent.node):
-                    computed[verdict.site.node].add(node)
-                    closer = judge_site(verdict.site, computed[verdict.site.node])
-                    verdicts[index] = closer if closer.absorb else verdicts[index]
-                break
-        else:
-            return verdicts
-
-
-def _alive(graph: fx.Graph, absorbed: dict[fx.Node, Verdict]) -> dict[fx.Node, fx.Node | None]:
-    """Every node still needed when the sites are absorbed, and one node that needs it."""
-    output = graph.output_node()
-    alive: dict[fx.Node, fx.Node | None] = {output: None}
-    queue = [output]
-    products = {p.node: v for v in absorbed.values() if v.site.open_core for p in v.site.products if p.node}
-    while queue:
-        node = queue.pop()
-        inputs: list[fx.Node] = list(node.all_input_nodes)
-        verdict = absorbed.get(node) or products.get(node)
-        if verdict is not None and verdict.plan is not None:
-            site = verdict.site
-            inputs = [*verdict.plan.sources, *_weight_nodes(verdict.plan), *(p.q.node for p in site.products)]
-            inputs += [m.operand.node for m in site.masks]
-            if site.open_core and node is site.node and site.probs is not None:
-                inputs = [*verdict.plan.sources, *_weight_nodes(verdict.plan), site.probs.node]
-        for i in inputs:
-            if i not in alive:
-                alive[i] = node
-                queue.append(i)
-    return alive
-
-
-def _weight_nodes(plan: AbsorbPlan) -> list[fx.Node]:
-    factors = [f for t in (*plan.keys, *plan.vals) for f in (t.piece.weight, t.piece.bias) if f is not None]
-    return [n for f in factors for n in f.expr.leaves()]
-
-
-def _expansion_alive(verdict: Verdict, alive: dict[fx.Node, fx.Node | None]) -> tuple[str, fx.Node] | None:
-    """The projection that makes K or V from the sources, where it is still computed: whose it is, and the node."""
+def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
+    """The projections that make K and V from the sources: whose it is, the node, the source."""
     assert verdict.plan is not None
-    for which, terms in (("keys", verdict.plan.keys), ("values", verdict.plan.vals)):
-        for term in terms:
-            path = term.piece.path
-            for before, visit in pairwise(path):
-                last = visit.contractions == path[-1].contractions  # one before it may make rows that others read too
-                if visit.contractions > before.contractions and last and visit.node in alive:
-                    return which, visit.node
-    return None
+    found: list[tuple[Side, fx.Node, fx.Node]] = []
+    sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", verdict.plan.keys), ("values", verdict.plan.vals))
+    for which, terms in sides:
+        for piece in (t.piece for t in terms):
+            for before, visit in pairwise(piece.path):
+                # One before the last may make rows that others read too.
+                last = visit.contractions == piece.path[-1].contractions
+                if visit.contractions > before.contractions and last and piece.source is not None:
+                    found.append((which, visit.node, piece.source))
+    return found
 
 
-def _taken_back(verdict: Verdict, which: str, node: fx.Node) -> Verdict:
+def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
+    """The projection that makes K or V, where it is still computed: whose it is, and the node."""
+    return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
+
+
+def _taken_back(verdict: Verdict, which: Side, node: fx.Node) -> Verdict:
     masks = {m.operand.node for m in verdict.site.masks}
     seen: set[fx.Node] = set()
     queue = [node]

@@ -26,8 +26,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.arrange import Sizes, arrange
+from mla_compile.passes.cuts import choose_sources
 from mla_compile.passes.graph import Builder, argument, axis, packet, remove_dead_code, shape, val
-from mla_compile.passes.judge import choose_sources
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop
 from mla_compile.passes.plan import pieces_of
 from mla_compile.passes.recipe import Ingredient, Recipe, expand, make_recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,9 @@ from mla_compile.passes.fold import Folded
 from mla_compile.passes.graph import packet, val
 from mla_compile.passes.judge import Verdict
 from mla_compile.passes.linear_map import Stop
+from mla_compile.passes.plan import AbsorbPlan
 from mla_compile.passes.verify import Check
-from mla_compile.records import Location, SiteReport
+from mla_compile.records import KeptPart, Location, SiteReport
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
@@ -25,6 +27,7 @@ def site_report(
 ) -> SiteReport:
     """What became of one attention, with the numbers where its sizes are known."""
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
+    notes += verdict.notes
     notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
         index=index,
@@ -39,6 +42,8 @@ def site_report(
     )
     if verdict.plan is None:
         return report
+    if verdict.parts:
+        return _of_part(report, verdict, verdict.plan)
     dims = verdict.plan.dims
     element = val(verdict.plan.latent.node).element_size()
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
@@ -56,6 +61,26 @@ def site_report(
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
     )
+
+
+def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:
+    """The report on a site absorbed in part.
+
+    What is cached and computed for a side that stays is not known, so only sites whose rows are all known have figures.
+    """
+    kept = (KeptPart(k.what, Code(k.stop.code), k.stop.detail, locate(k.stop.node)) for k in verdict.kept)
+    report = replace(
+        report,
+        form="chained",
+        dims=plan.dims,
+        parts=tuple(dict.fromkeys(p.side for p in verdict.parts)),
+        kept=tuple(kept),
+        break_even_S=cost.part_break_even(verdict.parts),
+    )
+    if not (plan.keys and plan.vals):
+        return report
+    rows = sum(r.size * math.prod(int(a.size) for a in r.heads) for r in plan.rows)
+    return replace(report, cache_values_expanded=plan.dims.expanded_values, cache_values_latent=rows)
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:

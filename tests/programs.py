@@ -14,6 +14,7 @@ from mla_compile import capture, pipeline
 from mla_compile.codes import Code
 from mla_compile.options import Options
 from mla_compile.passes.atoms import Atom, axis_size, flatten
+from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.graph import remove_dead_code, weight_nodes
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece
 from mla_compile.passes.normalize import normalize
@@ -134,6 +135,50 @@ def refused(
         assert_untouched(program, outcome)
         assert_equal(module, outcome.program, inputs)
     return outcome
+
+
+def one_side(
+    module: nn.Module, inputs: Sequence[Any], side: str, code: Code, dynamic: Any = None, **options: Any
+) -> pipeline.Outcome:
+    """Only ``side`` of the one site is absorbed. The other is refused with ``code`` and computed as it was."""
+    program = export(module, inputs, dynamic)
+    outcome = optimized(program, **{"forms": "absorbed", **options})
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts) == (Code.ABSORBED, (side,)), (site.code, site.parts, site.reason, site.blame)
+    (kept,) = site.kept
+    assert (kept.part, kept.code) == ("values" if side == "keys" else "keys", code), (kept.code, kept.reason)
+    assert_computed_as_before(program, outcome, side)
+    assert_equal(module, outcome.program, inputs)
+    return outcome
+
+
+def assert_computed_as_before(program: Program, outcome: pipeline.Outcome, side: str) -> None:
+    """What ``side`` leaves alone is made by the nodes that made it, its up-projection at most narrowed to it.
+
+    And it is read: with ``side`` the values, K meets the queries in a product as wide as K, not in the latent.
+    """
+    plain = program.copy()
+    normalize(plain.gm.graph)
+    (found,) = find_attention(plain.gm.graph, weight_nodes(plain.gm.graph, plain.weights))
+    kept = [p.k.node for p in found.products] if side == "values" else [found.v.node]
+    now = {n.name: n for n in outcome.program.gm.graph.nodes}
+    for node in kept:
+        queue = [node]
+        while queue:
+            old = queue.pop()
+            new = now.get(old.name)
+            assert new is not None, f"{old.name} is gone"
+            assert new.target == old.target
+            for before, after in zip(old.all_input_nodes, new.all_input_nodes, strict=True):
+                if after.name == before.name:
+                    queue.append(before)
+                    continue
+                # A narrowed up-projection: of the same shape, one product of a weight with rows that were there.
+                value, other = after.meta["val"], before.meta["val"]
+                assert value.shape == other.shape
+                while "linear" not in str(after.target):
+                    (after,) = after.all_input_nodes[:1]
+                    assert "einsum" not in str(after.target)
 
 
 def linear_map(program: Program) -> LinearMap:

@@ -407,33 +407,19 @@ def test_query_blocks_of_which_one_cannot_be_absorbed_keep_k():
     assert_untouched(program, outcome)
 
 
-def test_v_used_elsewhere():
-    class ReturnsV(MLA):
+def test_k_and_v_used_elsewhere():
+    class Returns(MLA):
         def attend(self, q, k, v, mask):
-            return super().attend(q, k, v, mask), v
+            return super().attend(q, k, v, mask), k.sum(), v
 
         def finish(self, out, x):
-            return super().finish(out[0], x), out[1]
+            return super().finish(out[0], x), *out[1:]
 
-    for up, code in (("two", Code.VALUES_USED_ELSEWHERE), ("joint", Code.KEYS_USED_ELSEWHERE)):
-        program = export(ReturnsV(up=up), inputs())
+    for up in ("two", "joint"):
+        program = export(Returns(up=up), inputs())
         outcome = optimized(program, forms="absorbed")
-        assert codes(outcome) == [code]
+        assert codes(outcome) == [Code.KEYS_USED_ELSEWHERE]
         assert_untouched(program, outcome)
-
-
-def test_k_used_elsewhere():
-    class ReturnsK(MLA):
-        def attend(self, q, k, v, mask):
-            return super().attend(q, k, v, mask), k.sum()
-
-        def finish(self, out, x):
-            return super().finish(out[0], x), out[1]
-
-    program = export(ReturnsK(), inputs())
-    outcome = optimized(program, forms="absorbed")
-    assert codes(outcome) == [Code.KEYS_USED_ELSEWHERE]
-    assert_untouched(program, outcome)
 
 
 def test_the_shape_of_k_used_elsewhere_does_not_matter():
