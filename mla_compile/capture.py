@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.emit import to_exported, to_graph_module, to_plain_graph_module
 from mla_compile.errors import CaptureError, InputError
+from mla_compile.inline import levels_restored, written_out
 from mla_compile.program import Fold, Program, copy_graph, view_source
 
 __all__ = [
@@ -112,11 +113,15 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     from torch._functorch.aot_autograd import aot_export_module
 
     _refuse_autocast(gm, values)
-    flat = _flat(gm)
+    try:  # tracing raises whatever an operator, a fake kernel or a guard raises
+        with levels_restored():
+            flat = _flat(written_out(gm))
+    except Exception as error:
+        raise _failure("a graph within the graph cannot be written out", error) from error
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     traced: Any
     try:  # tracing raises whatever an operator, a fake kernel or a guard raises
-        with torch.no_grad():
+        with torch.no_grad(), levels_restored():
             traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
     except Exception as error:
         raise _failure("the graph cannot be made functional", error) from error

@@ -1,0 +1,18 @@
+"""torch.autocast around expansion and core. Nothing can be proved of casts that the graph does not show."""
+
+import torch
+
+from tests.latent_layer import LatentLayer
+from tests.zoo.base import Refused, carried
+
+EXPECTED = Refused("unsupported_op")
+
+
+class Attention(LatentLayer):
+    def forward(self, x, c_past, r_past):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x, c_past, r_past)
+
+
+build = Attention
+session = carried

@@ -1,0 +1,27 @@
+"""A custom operator makes the latents (a fused norm): the map starts behind it. Legal."""
+
+import torch
+
+from tests.latent_layer import LatentLayer
+from tests.zoo.base import Absorbed, carried
+
+EXPECTED = Absorbed()
+
+
+@torch.library.custom_op("mla_zoo::fused_norm", mutates_args=())
+def fused_norm(c: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return c * (c.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+@fused_norm.register_fake
+def _(c, weight):
+    return torch.empty_like(c)
+
+
+class Attention(LatentLayer):
+    def latent(self, c):
+        return fused_norm(c, self.norm.weight)
+
+
+build = Attention
+session = carried
