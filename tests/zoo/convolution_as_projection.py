@@ -1,22 +1,27 @@
-"""The up-projection is a Conv1d of width 1 over channels-first latents (vision code). Legal: it mixes no tokens."""
+"""The up-projection is an nn.Conv1d of kernel size 1 over [B,L,T]. Legal: such a convolution is a matrix product."""
 
+import torch
 from torch import nn
 
-from tests.latent_layer import LatentLayer
-from tests.zoo.base import Absorbed, carried
+from tests.zoo.base import Absorbed, Usual, carried
 
 EXPECTED = Absorbed()
 
 
-class Attention(LatentLayer):
+class Attention(Usual):
     def __init__(self, dims):
         super().__init__(dims)
-        self.conv = nn.Conv1d(dims.L, self.up.out_features, 1, dtype=dims.dtype)
-        self.conv.weight.data = self.random.tensor(*self.conv.weight.shape, scale=dims.L**-0.5)
-        self.conv.bias.data = self.random.tensor(*self.conv.bias.shape)
+        d = dims
+        self.conv = nn.Conv1d(d.L, d.H * (d.N + d.V), 1, dtype=d.dtype)
+        with torch.no_grad():
+            self.conv.weight.copy_(self.random.tensor(*self.conv.weight.shape, scale=0.4))
+            self.conv.bias.copy_(self.random.tensor(*self.conv.bias.shape))
 
     def expand(self, c):
-        return self.heads(self.conv(c.transpose(1, 2)).transpose(1, 2)).split([self.dims.N, self.dims.V], -1)
+        d = self.dims
+        kv = self.conv(c.transpose(1, 2)).view(c.shape[0], d.H, d.N + d.V, -1).transpose(2, 3)
+        k, v = kv.split([d.N, d.V], dim=-1)
+        return k, v
 
 
 build = Attention
