@@ -56,17 +56,18 @@ def levels_restored() -> Iterator[None]:
             functorch.pop_dynamic_layer_stack()
 
 
-def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Graph, Sequence[Any]]]:
+def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[Any]]]:
     """The nodes that call a nested graph once, with that graph and its operands."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
         at, first = _CALLERS.get(node.target.name(), (None, 0))
-        if at is None or not isinstance(node.args[at], fx.Node) or node.args[at].op != "get_attr":
+        args: tuple[Any, ...] = node.args
+        if at is None or not isinstance(args[at], fx.Node) or args[at].op != "get_attr":
             continue
-        nested = owner.get_submodule(node.args[at].target)
+        nested = owner.get_submodule(args[at].target)
         if isinstance(nested, fx.GraphModule):
-            yield node, nested, node.args[first:]
+            yield node, nested, args[first:]
 
 
 def _write_out_call(
@@ -82,9 +83,10 @@ def _write_out_call(
             env[own] = graph.node_copy(own, lambda n: env[n])
             if own.op in ("get_attr", "call_module"):
                 env[own].target = f"{prefix}.{own.target}"
-    results = fx.map_arg(nested.graph.output_node().args[0], lambda n: env[n])
+    results: Any = fx.map_arg(nested.graph.output_node().args[0], lambda n: env[n])
     for user in list(node.users):  # parts of a tuple: the operators return nothing else
-        user.replace_all_uses_with(results[user.args[1]])
+        index: Any = user.args[1]
+        user.replace_all_uses_with(results[index])
         graph.erase_node(user)
     graph.erase_node(node)
 

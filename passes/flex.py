@@ -100,7 +100,8 @@ def _write(gm: fx.GraphModule, node: fx.Node, fake_mode: FakeTensorMode | None) 
     scores = builder.call(aten.mul.Tensor, scores, float(scale))
 
     def modified(scores: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
-        return _for_all(score_graph, scores, buffers)(scores, *_indices(scores), *buffers)
+        result: torch.Tensor = _for_all(score_graph, scores, buffers)(scores, *_indices(scores), *buffers)
+        return result
 
     scores = _traced(builder, gm, modified, [scores, *score_buffers])
     if visible is not None:
@@ -132,7 +133,7 @@ def _visible(
         places = q.new_empty(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         own, others = rest[: len(blocks)], rest[len(blocks) :]
         b, h, i, j = _indices(places)
-        seen = _for_all(mask_graph, None, others)(b, h, i, j, *others)
+        seen: torch.Tensor = _for_all(mask_graph, None, others)(b, h, i, j, *others)
         if own:
             seen = seen & _spread(own[0], own[1], i // rows, j // columns)
         return seen | _spread(own[2], own[3], i // rows, j // columns) if len(own) > 2 else seen

@@ -131,7 +131,7 @@ class Builder:
 def splice(
     gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """Adds the operators of ``traced`` before ``anchor``; returns its results. Constants become attributes of ``gm``."""
+    """Adds the operators of ``traced`` before ``anchor`` and returns its results. Its constants go into ``gm``."""
     env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
     with anchor.graph.inserting_before(anchor):
         for own in traced.graph.nodes:

@@ -1,9 +1,10 @@
-"""An if on a value of the latents, before they are expanded: a graph break in the middle of forward. Legal behind it."""
+"""An if on a value of the latents, in the method that expands them: Dynamo then compiles that method by itself, and the
+core gets K and V as inputs. Refused for that reason."""
 
 from tests.latent_layer import LatentLayer
-from tests.zoo.base import Absorbed, NotExported, carried
+from tests.zoo.base import NotExported, Refused, carried
 
-EXPECTED = Absorbed()
+EXPECTED = Refused("graph_break")
 EXPORTED = NotExported("data-dependent")
 
 

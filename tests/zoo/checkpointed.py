@@ -16,7 +16,7 @@ class Attention(LatentLayer):
     def forward(self, x, c_past, r_past):
         q, c, r = self.rows(x, c_past, r_past)
         o = checkpoint(self.core, q, c, r, use_reentrant=False)
-        return self.out(o.transpose(1, 2).flatten(2)), c, r
+        return self.finish(o), c, r
 
 
 build = Attention

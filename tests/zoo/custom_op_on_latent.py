@@ -1,4 +1,4 @@
-"""A custom operator makes the latents (a fused norm): the map starts behind it. Legal."""
+"""A custom operator makes the rows that are expanded (a fused norm of the cached latents): the map starts behind it. Legal."""
 
 import torch
 
@@ -19,8 +19,8 @@ def _(c, weight):
 
 
 class Attention(LatentLayer):
-    def latent(self, c):
-        return fused_norm(c, self.norm.weight)
+    def expand(self, c):
+        return super().expand(fused_norm(c, self.norm.weight))
 
 
 build = Attention

@@ -2,17 +2,19 @@
 
 import torch
 
-from tests.latent_layer import LatentLayer
-from tests.zoo.base import Absorbed, Dims, carried, causal
+from tests.latent_layer import InPrecision
+from tests.zoo.base import Absorbed, carried, causal
 
 EXPECTED = Absorbed()
 TOLERANCE = 0.05  # bfloat16
 
 
-class Attention(LatentLayer):
-    def latent(self, c):
+class Attention(InPrecision):
+    dtype = torch.bfloat16
+
+    def expand(self, c):
         c = c.float()
-        return (c * (c.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).bfloat16() * self.norm.weight
+        return super().expand((c * (c.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).bfloat16())
 
     def attend(self, q, k, v):
         scores = (q @ k.mT).float() * self.scale
@@ -20,17 +22,5 @@ class Attention(LatentLayer):
         return (scores.softmax(-1).bfloat16() @ v).to(q.dtype)
 
 
-def build(dims):
-    return Narrow(dims)
-
-
-class Narrow(Attention):
-    def __init__(self, dims):
-        super().__init__(Dims(**{**vars(dims), "dtype": torch.bfloat16}))
-
-    def forward(self, x, c_past, r_past):
-        y, c, r = super().forward(x.bfloat16(), c_past, r_past)
-        return y.to(x.dtype), c, r
-
-
+build = Attention
 session = carried

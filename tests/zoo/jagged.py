@@ -1,4 +1,4 @@
-"""Sequences of different lengths as one jagged nested tensor. Refused: nested tensors are several tensors in a graph."""
+"""Sequences of different lengths as one jagged nested tensor. Refused: a nested tensor is several."""
 
 import torch
 import torch.nn.functional as F

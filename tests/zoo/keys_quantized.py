@@ -1,9 +1,10 @@
-"""Fake quantization of the expanded keys (KIVI, QServe): rounding is no linear map. Illegal."""
+"""Fake quantization of the expanded keys (KIVI, QServe): the scale is that of the token, and
+rounding is no linear map. Illegal."""
 
 from tests.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
-EXPECTED = Refused("nonlinear")
+EXPECTED = Refused("position_dependent")
 
 
 class Attention(LatentLayer):

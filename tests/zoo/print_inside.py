@@ -1,4 +1,4 @@
-"""A print of the shapes, forgotten before the core: Dynamo breaks the graph there. Refused, with the break as reason."""
+"""A logged shape, forgotten before the core: Dynamo breaks the graph there. Refused, with the break as reason."""
 
 import logging
 

@@ -2,15 +2,16 @@
 
 import pytest
 
-from tests.latent_layer import LatentLayer
+from tests.latent_layer import InPrecision
 from tests.zoo.base import Absorbed, carried
 
 quantization = pytest.importorskip("torchao.quantization")
 EXPECTED = Absorbed()
+TOLERANCE = 1e-4
 
 
 def build(dims):
-    layer = LatentLayer(dims)
+    layer = InPrecision(dims)
     quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
     return layer
 

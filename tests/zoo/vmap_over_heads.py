@@ -18,9 +18,11 @@ class Attention(LatentLayer):
     def forward(self, x, c_past, r_past):
         q, c, r = self.rows(x, c_past, r_past)
 
+        seen = causal(q.shape[-2], c.shape[1])
+
         def one_head(q, w_k, w_v):
             k = torch.cat([c @ w_k.T, r], -1)
-            scores = (q @ k.mT * self.scale).masked_fill(~causal(q.shape[-2], k.shape[-2]), -torch.inf)
+            scores = (q @ k.mT * self.scale).masked_fill(~seen, -torch.inf)
             return scores.softmax(-1) @ (c @ w_v.T)
 
         o = torch.func.vmap(one_head, in_dims=(1, 0, 0), out_dims=2)(q, self.w_k, self.w_v)
