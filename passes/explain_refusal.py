@@ -32,7 +32,17 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
                 found = _behind(piece.source, maps, own) or _blocked_projection(piece.source, maps, own)
                 if found is not None:
                     return found
+    if failed.code == "not_mla" and _made_outside(site, maps):
+        return Stop(
+            site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
+        )
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
+
+
+def _made_outside(site: AttentionSite, maps: LinearMaps) -> bool:
+    """Whether no weight of this graph has a part in K and V."""
+    operands = (*(p.k.node for p in site.products), site.v.node)
+    return not any(maps.is_weight(a) for node in operands for a in (node, *ancestors(node)) if a.op != "get_attr")
 
 
 def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:

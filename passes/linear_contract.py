@@ -17,7 +17,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axis, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
-from mla_compile.passes.graph import args_of, argument, packet, same, shape, val
+from mla_compile.passes.graph import args_of, argument, axis, packet, same, shape, val
 from mla_compile.passes.linear_join import one_map
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
 
@@ -262,6 +262,39 @@ def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return contract(maps, node, operands[at], inputs[at], maps.leaf(operands[1 - at]), inputs[1 - at], out)
 
 
+def tensordot(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """The axes that are left, first those of one operand, then those of the other."""
+    a, b, dims_a, dims_b = args_of(node)[:4]
+    if maps.is_weight(a) == maps.is_weight(b):
+        return unexplained(node)
+    ra, rb = len(shape(a)), len(shape(b))
+    left, right = list(_ALPHABET[:ra]), list(_ALPHABET[ra : ra + rb])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[axis(j, rb)] = left[axis(i, ra)]
+    out = "".join([*(c for c in left if c not in right), *(c for c in right if c not in left)])
+    x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
+    return contract(maps, node, x, "".join(labels), maps.leaf(weight), "".join(weight_labels), out)
+
+
+def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` takes it from ``norm``."""
+    x: Any = args_of(norm)[0]
+    weight, bias, mean, var = args_of(norm)[1:5]
+    if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):
+        return unexplained(norm)
+    factor = maps.leaf(var).call(aten.add.Scalar, args_of(norm)[6]).call(aten.rsqrt.default)
+    if weight is not None:
+        factor = factor.call(aten.mul.Tensor, maps.leaf(weight))
+    shift = maps.leaf(mean).call(aten.mul.Tensor, factor).call(aten.neg.default)
+    if bias is not None:
+        shift = shift.call(aten.add.Tensor, maps.leaf(bias))
+    labels = _ALPHABET[: len(shape(x))]
+    scaled_map = contract(maps, node, x, labels, factor, labels[1], labels)
+    if isinstance(scaled_map, Stop):
+        return scaled_map
+    return unexplained(norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
+
+
 def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""
     equation, operands = args_of(node)[0], args_of(node)[1]
@@ -285,5 +318,6 @@ CONTRACTIONS: dict[Any, Callable[[LinearMaps, fx.Node], LinearMap | Stop]] = {
     aten.linear: linear,
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,
+    aten.tensordot: tensordot,
     **dict.fromkeys((aten.conv1d, aten.conv2d), convolution),
 }

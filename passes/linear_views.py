@@ -90,6 +90,13 @@ def permute(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     op = packet(node)
     if op is aten.permute:
         order = [axis(d, rank) for d in args_of(node)[1]]
+    elif op in (aten.movedim, aten.moveaxis):
+        source_dims, target_dims = args_of(node)[1], args_of(node)[2]
+        if isinstance(source_dims, int):
+            source_dims, target_dims = [source_dims], [target_dims]
+        moved = {axis(b, rank): axis(a, rank) for a, b in zip(source_dims, target_dims, strict=True)}
+        left = iter(d for d in range(rank) if d not in moved.values())
+        order = [moved[d] if d in moved else next(left) for d in range(rank)]
     elif op in (aten.t, aten.numpy_T, aten.mT):
         order = order[::-1] if op is not aten.mT else [*order[:-2], order[-1], order[-2]]
     else:
