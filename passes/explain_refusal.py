@@ -7,12 +7,15 @@ none, the attention is plain MHA, GQA or MQA.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from mla_compile.passes.graph import ancestors, bytes_hint, is_tensor, packet
+from mla_compile.passes.graph import ancestors, args_of, bytes_hint, is_tensor, packet
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
 from mla_compile.passes.site import AttentionSite
+
+aten = torch.ops.aten
 
 # Codes behind which there may be a cause that says more.
 _SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
@@ -48,11 +51,19 @@ def _made_outside(site: AttentionSite, maps: LinearMaps) -> bool:
 def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
     """Why ``source``, a product of rows and a weight, is none that a map can be drawn through."""
     stop = maps.reasons.get(source)
-    if stop is None or packet(source) not in CONTRACTIONS or not any(maps.is_weight(n) for n in source.all_input_nodes):
+    if stop is None or packet(source) not in CONTRACTIONS:
+        return None
+    if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
     if all(n in own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
     return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a projection by computed weights makes rows wider than those it reads."""
+    rows = args_of(node)[0]
+    return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
 def _of_queries(site: AttentionSite) -> set[fx.Node]:

@@ -174,7 +174,9 @@ def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, facto
 
 def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
-    if not maps.is_weight(weight) or maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
+    if not maps.is_weight(weight) and not maps.is_weight(x):
+        return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
+    if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(node)
     labels = _ALPHABET[: len(shape(x))]
     expr = maps.leaf(weight)
@@ -277,7 +279,7 @@ def tensordot(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 
 
 def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` takes it from ``norm``."""
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
     x: Any = args_of(norm)[0]
     weight, bias, mean, var = args_of(norm)[1:5]
     if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):

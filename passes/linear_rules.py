@@ -145,7 +145,12 @@ RULES: dict[Any, Rule] = {
         ),
         view,
     ),
-    **dict.fromkeys((aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.movedim, aten.moveaxis), permute),
+    **dict.fromkeys(
+        (
+            aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.movedim, aten.moveaxis,
+        ),
+        permute,
+    ),
     **dict.fromkeys((aten.expand, aten.expand_as), expand),
     **dict.fromkeys((aten.repeat, aten.repeat_interleave), repeat),
     aten.slice: slice_,

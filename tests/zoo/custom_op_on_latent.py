@@ -1,4 +1,5 @@
-"""A custom operator makes the rows that are expanded (a fused norm of the cached latents): the map starts behind it. Legal."""
+"""A custom operator makes the rows that are expanded (a fused norm of the cached latents). Legal: the map
+starts behind it."""
 
 import torch
 

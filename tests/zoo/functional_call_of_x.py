@@ -1,13 +1,12 @@
 """A hypernetwork: the weight of the up-projection depends on the input, so it is no weight to the
-analysis. Refused; torch.compile breaks the graph at the call, torch.export does not."""
+analysis. Refused."""
 
 from torch.func import functional_call
 
 from tests.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
-EXPECTED = Refused("graph_break")
-EXPORTED = Refused("position_dependent")
+EXPECTED = Refused("position_dependent")
 
 
 class Attention(LatentLayer):
