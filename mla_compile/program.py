@@ -41,6 +41,7 @@ class Program:
         aliases: index of a returned value -> the mutated input it is a view of. The views are made again on the input
             after it was written, so that the caller gets the input's memory as in the original program.
         original: what was captured, for the way back out.
+        parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
     """
 
     gm: fx.GraphModule
@@ -50,6 +51,7 @@ class Program:
     fake_mode: Any = None
     aliases: dict[int, str] = field(default_factory=dict)
     original: Any = None
+    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
@@ -61,6 +63,7 @@ class Program:
             fake_mode=self.fake_mode,
             aliases=dict(self.aliases),
             original=self.original,
+            parts=self.parts,
         )
 
     @property

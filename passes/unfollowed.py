@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import packet
+from mla_compile.passes.graph import args_of, packet
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.scores import SOFTMAX, ScoreTracer
@@ -43,7 +43,9 @@ def unfollowed(
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
-        blame = next(lost, node)
+        blame = next(
+            lost, next((n for b in (node, *before) for n in b.all_input_nodes if _masked_product(n, tracer)), node)
+        )
         reason = f"{blame.target} between the products of an attention is not understood"
         found.append((node, Stop(blame, "unsupported_op", reason)))
     return found
@@ -83,9 +85,16 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
+    products, before = _nearest(
+        node, lambda n: n.all_input_nodes, lambda n: tracer.is_product(n) or _masked_product(n, tracer)
+    )
     sums, after = _nearest(node, lambda n: n.users, tracer.is_product)
     return (before, after) if products and sums else None
+
+
+def _masked_product(node: fx.Node, tracer: ScoreTracer) -> bool:
+    """A product of activations and a mask in one operator, as ``F.multi_head_attention_forward`` makes its scores."""
+    return packet(node) is torch.ops.aten.baddbmm and not any(n in tracer.weights for n in args_of(node)[1:3])
 
 
 def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
