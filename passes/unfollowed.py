@@ -43,9 +43,8 @@ def unfollowed(
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
-        blame = next(
-            lost, next((n for b in (node, *before) for n in b.all_input_nodes if _masked_product(n, tracer)), node)
-        )
+        masked = (x for n in (node, *before) for x in n.all_input_nodes if _masked_product(x, tracer))
+        blame = next(lost, next(masked, node))
         reason = f"{blame.target} between the products of an attention is not understood"
         found.append((node, Stop(blame, "unsupported_op", reason)))
     return found

@@ -218,7 +218,19 @@ class NotExported:
 EXPANDED_CACHE = Refused("expanded_cache")
 """What becomes of the styles that cache K and V per head (files ``expanded_*``)."""
 
-Expected = Outcome | NoAttention | tuple[Outcome, ...]
+
+@dataclass(frozen=True)
+class NotCaptured:
+    """No graph can be made of it that we may read: ``reason`` is a part of what is said, the original runs."""
+
+    reason: str
+    verdict = "none"
+
+    def counted(self, dims: Dims) -> Counter[str]:
+        return Counter()
+
+
+Expected = Outcome | NoAttention | NotCaptured | tuple[Outcome, ...]
 
 
 def counted(expected: Expected, dims: Dims) -> Counter[str]:
