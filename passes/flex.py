@@ -5,7 +5,7 @@ after:   scaled_dot_product_attention(q, k, v, mask)                       where
          _safe_softmax(where(mask, score_mod(q @ k.mT * scale), -inf)) @ v  else
 
 score_mod and mask_mod are functions of one score and its indices; vectorised they are the same operators on all scores.
-A written one that is not absorbed becomes flex_attention again: its kernel skips blocks, which this form does not.
+One with a block mask is left as it is. A written one that is not absorbed becomes flex_attention again, for its kernel.
 """
 
 from __future__ import annotations
@@ -79,11 +79,16 @@ def restore_flex(graph: fx.Graph, written: Sequence[Written], absorbed: Collecti
 
 def _write(gm: fx.GraphModule, node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
     q, k, v, score_mod, block_mask, scale, _, score_buffers, mask_buffers = args_of(node)
-    if not isinstance(scale, (int, float)) or len(shape(q)) != 4 or not same(shape(q)[0], shape(k)[0]):
+    if (
+        not _one_block(block_mask)
+        or not isinstance(scale, (int, float))
+        or len(shape(q)) != 4
+        or not same(shape(q)[0], shape(k)[0])
+    ):
         return None
     score_graph, mask_graph = (getattr(gm, str(n.target)) for n in (score_mod, block_mask[-1]))
     builder = Builder(node, fake_mode)
-    visible = _visible(builder, gm, q, k, block_mask, mask_graph, mask_buffers)
+    visible = _visible(builder, gm, q, k, mask_graph, mask_buffers)
     if _returns_the_score(score_graph):
         grouped = not same(shape(q)[1], shape(k)[1])
         return builder.call(
@@ -116,37 +121,26 @@ def _visible(
     gm: fx.GraphModule,
     q: fx.Node,
     k: fx.Node,
-    block_mask: tuple[Any, ...],
     mask_graph: fx.GraphModule,
-    buffers: Sequence[fx.Node],
+    buffers: Sequence[Any],
 ) -> fx.Node | None:
-    """[B,H,S,T], True where a query sees a key: in a full block, or in a partial one where mask_mod says so."""
-    partial, full = block_mask[2:4], block_mask[4:6]
-    rows, columns = block_mask[-3], block_mask[-2]
-    no_mask = _is_true(mask_graph)
-    whole = rows >= _ONE_BLOCK and columns >= _ONE_BLOCK and packet(partial[0]) in (aten.ones, aten.new_ones)
-    if whole and full[0] is None and no_mask:
+    """[B,H,S,T], True where a query sees a key; None where it sees all of them."""
+    if _is_true(mask_graph):
         return None
-    blocks = [] if whole else [*partial, *(full if full[0] is not None else ())]
 
-    def allowed(q: torch.Tensor, k: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def allowed(q: torch.Tensor, k: torch.Tensor, *buffers: Any) -> torch.Tensor:
         places = q.new_empty(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        own, others = rest[: len(blocks)], rest[len(blocks) :]
-        b, h, i, j = _indices(places)
-        seen: torch.Tensor = _for_all(mask_graph, None, others)(b, h, i, j, *others)
-        if own:
-            seen = seen & _spread(own[0], own[1], i // rows, j // columns)
-        return seen | _spread(own[2], own[3], i // rows, j // columns) if len(own) > 2 else seen
+        seen: torch.Tensor = _for_all(mask_graph, None, buffers)(*_indices(places), *buffers)
+        return seen
 
-    return _traced(builder, gm, allowed, [q, k, *blocks, *buffers])
+    return _traced(builder, gm, allowed, [q, k, *buffers])
 
 
-def _spread(count: torch.Tensor, index: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """For every query and key whether their block is among the first ``count`` of ``index`` [B,H,blocks,blocks]."""
-    listed = torch.arange(index.shape[-1], device=index.device) < count[..., None]
-    wanted = index[..., None] == torch.arange(index.shape[-1], device=index.device)
-    blocks = (wanted & listed[..., None]).any(-2)
-    return blocks.index_select(-2, rows).index_select(-1, columns)
+def _one_block(block_mask: tuple[Any, ...]) -> bool:
+    """Whether no block is left out: blocks and mask_mod may say different things, and the blocks are values."""
+    partial, full = block_mask[2:4], block_mask[4:6]
+    large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])
+    return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)
 
 
 def _indices(scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
