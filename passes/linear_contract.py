@@ -282,9 +282,12 @@ def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | St
     """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
     x: Any = args_of(norm)[0]
     weight, bias, mean, var = args_of(norm)[1:5]
+    whole = packet(norm) is aten.batch_norm
+    if whole and args_of(norm)[5]:  # statistics of this call
+        return unexplained(norm)
     if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):
         return unexplained(norm)
-    factor = maps.leaf(var).call(aten.add.Scalar, args_of(norm)[6]).call(aten.rsqrt.default)
+    factor = maps.leaf(var).call(aten.add.Scalar, args_of(norm)[7 if whole else 6]).call(aten.rsqrt.default)
     if weight is not None:
         factor = factor.call(aten.mul.Tensor, maps.leaf(weight))
     shift = maps.leaf(mean).call(aten.mul.Tensor, factor).call(aten.neg.default)
@@ -321,5 +324,6 @@ CONTRACTIONS: dict[Any, Callable[[LinearMaps, fx.Node], LinearMap | Stop]] = {
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,
     aten.tensordot: tensordot,
+    aten.batch_norm: lambda maps, node: batch_norm(maps, node, node),
     **dict.fromkeys((aten.conv1d, aten.conv2d), convolution),
 }

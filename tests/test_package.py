@@ -125,6 +125,7 @@ LAYERS = (
     ("ops",),
     ("codes", "records", "grouping", "report", "program", "options"),
     ("passes",),
+    ("inline", "subclasses"),
     ("capture", "emit"),
     ("pipeline",),
     ("runtime", "monitor"),
