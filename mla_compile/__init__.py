@@ -35,7 +35,7 @@ from mla_compile.errors import (  # noqa: E402  (the search path above comes fir
 from mla_compile.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from mla_compile.api import explain, optimize
+    from mla_compile.api import explain, migrate_cache, optimize
     from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
     from mla_compile.report import Report, SiteReport
@@ -55,6 +55,7 @@ __all__ = [
     "__version__",
     "explain",
     "export_onnx",
+    "migrate_cache",
     "optimize",
 ]
 
@@ -66,6 +67,7 @@ _OWNERS = {
     "SiteReport": "mla_compile.report",
     "explain": "mla_compile.api",
     "export_onnx": "mla_compile.onnx.export",
+    "migrate_cache": "mla_compile.api",
     "optimize": "mla_compile.api",
 }
 

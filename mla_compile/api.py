@@ -10,8 +10,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import fx
 
-from mla_compile import capture, pipeline, runtime
+from mla_compile import cache_change, capture, pipeline, runtime
 from mla_compile.backend import tell
+from mla_compile.cache_change import Migrated
 from mla_compile.errors import InputError, OptionError
 from mla_compile.forward import CompiledForward
 from mla_compile.options import Options
@@ -61,15 +62,15 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
         return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
     if isinstance(obj, fx.GraphModule):
         return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
-    if isinstance(obj, torch.nn.Module):
+    if isinstance(obj, torch.nn.Module) and not isinstance(obj, torch.jit.ScriptModule):
         return _optimize_module(obj, example_inputs, dict(options))
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
-        'for a function use torch.compile(function, backend="mla")'
+        'for a function use torch.compile(function, backend="mla"), for TorchScript the module it was made from'
     )
 
 
-def explain(model: Any, *example_inputs: Any, **arguments: Any) -> Report:
+def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
     """What would be done to a model and why not where it would not, without changing or running it.
 
     ``example_inputs`` and keyword arguments are those of the model's forward; keywords that are names of
@@ -87,19 +88,43 @@ def explain(model: Any, *example_inputs: Any, **arguments: Any) -> Report:
         return pipeline.run(
             capture.from_graph_module(model, _flat_inputs(model, example_inputs) if example_inputs else None), options
         ).report
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             f"explain() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(model).__name__}"
         )
     return explain_module(model, example_inputs, arguments, options)
 
 
+def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
+    """A cache of K and V that exists already, as the rows that a program optimized with ``cache="latent"`` takes.
+
+    Args:
+        optimized: what ``optimize(program, cache="latent")`` returned.
+        cached: K and V of every layer, in the order of the program's old inputs.
+        tolerance: largest relative error (2-norm) of K and V as they are made again from the rows; 64 roundings of
+            their dtype by default.
+
+    Returns the rows for each of the inputs, and the error. Raises :class:`InputError` for tensors of another shape, for
+    a program without such inputs, and where the tensors cannot have been made by the program's weights.
+    """
+    gm = getattr(optimized, "graph_module", optimized)
+    change = getattr(gm, "meta", {}).get("mla_cache")
+    if change is None or not change.inputs:
+        raise InputError(
+            f'{type(optimized).__name__} has no cache inputs that became rows; optimize the program with cache="latent"'
+        )
+    return cache_change.migrate(change, cached, tolerance)
+
+
 def _optimize_module(module: torch.nn.Module, example_inputs: Any, options: dict[str, Any]) -> Any:
     mode = options.pop("mode", None)
     settings = {name: options.pop(name) for name in _DYNAMO_SETTINGS if name in options}
+    for name, value in settings.items():
+        if not (isinstance(value, bool) or (name == "dynamic" and value is None)):
+            raise OptionError(f"{name} is {value!r}, expected True or False")
     parsed = Options.parse(options, verify=True)
     fast = _shallow_copy(module)
-    forward = CompiledForward(fast, parsed, mode, settings)
+    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"))
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
@@ -121,6 +146,8 @@ def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Mapping):
+        if not all(isinstance(name, str) for name in example_inputs):
+            raise InputError(f"example_inputs by keyword need names, got {list(example_inputs)}")
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):
         return tuple(example_inputs), {}
@@ -133,8 +160,11 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _optimize_exported(exported: torch.export.ExportedProgram, options: Options) -> torch.export.ExportedProgram:
     program = capture.from_exported(exported)
     rewritten, report = _one_form(program, options)
-    result = capture.to_exported(rewritten, runtime.folded_values(rewritten))
+    change = None if rewritten.cache is None else cache_change.of_program(rewritten, rewritten.weights)
+    result = capture.to_exported(rewritten, runtime.folded_values(rewritten), change)
     result.graph_module.meta["mla_report"] = report
+    if change is not None:
+        result.graph_module.meta["mla_cache"] = change
     return result
 
 
@@ -147,8 +177,11 @@ def _optimize_graph_module(gm: fx.GraphModule, example_inputs: Any, options: Opt
         values = _flat_inputs(gm, args)
     program = capture.from_graph_module(gm, values)
     rewritten, report = _one_form(program, options)
-    result = capture.to_plain_graph_module(rewritten, runtime.folded_values(rewritten))
+    change = None if rewritten.cache is None else cache_change.of_program(rewritten, rewritten.weights)
+    result = capture.to_plain_graph_module(rewritten, runtime.folded_values(rewritten), change)
     result.meta["mla_report"] = report
+    if change is not None:
+        result.meta["mla_cache"] = change
     return result
 
 
@@ -162,10 +195,10 @@ def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
 
 def _one_form(program: Program, options: Options) -> tuple[Program, Report]:
     """The program in the one form an artifact can hold: where calls would choose, the traced sizes choose."""
-    outcome = pipeline.run(program, options)
+    outcome = pipeline.run(program, options, own_cache=True)
     report = outcome.report
-    if outcome.variants and not runtime.pays_as_traced(program, outcome.variants):
-        outcome = pipeline.run(program, replace(options, forms="expanded"))
+    if outcome.variants and not runtime.pays_as_traced(outcome.base, outcome.variants):
+        outcome = pipeline.run(program, replace(options, forms="expanded"), own_cache=True)
         report = replace(
             outcome.report,
             messages=(

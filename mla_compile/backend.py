@@ -71,7 +71,7 @@ class Compiler:
         explain_only: bool = False,
         on_report: Callable[[], None] | None = None,
     ) -> None:
-        self.options = options
+        self.options = replace(options, cache="latent") if options.cache == "auto" else options
         self.explain_only = explain_only
         self.on_report = on_report
         self.graphs = 0
@@ -82,43 +82,62 @@ class Compiler:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The compiled graph. A failure of ours leaves it only with ``strict``; else the original graph is compiled."""
         self.graphs += 1
+        latents = _latents(gm, example_inputs)
+        if not latents:
+            return self._compile(gm, example_inputs, latents)
+        from mla_compile.latent_calls import plain_examples
+
+        return self._compile(gm, plain_examples(gm, example_inputs), latents)
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], latents: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """``latents``: inputs that carry latent rows; ``example_inputs`` has plain tensors for them."""
+        done = self._rewrite(gm, example_inputs, latents) if self._is_ours(gm, example_inputs) else None
+        call = self._generate(gm, example_inputs) if done is None else self._assemble(gm, example_inputs, done)
+        if not latents or (done is not None and done.outcome.base.cache is not None):
+            return call
+        from mla_compile.latent_calls import expanding
+
+        return expanding(call)
+
+    def _is_ours(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
         if not has_attention(gm):
-            return self._generate(gm, example_inputs)
+            return False
         from mla_compile.monitor import watch_current_function
 
         watch_current_function()
         if wants_gradients(gm, example_inputs):
             logger.info("graph left as it is: gradients are enabled")
-            return self._generate(gm, example_inputs)
-        rewritten = self._rewrite(gm, example_inputs)
-        if rewritten is None:
-            return self._generate(gm, example_inputs)
-        return self._compile(gm, example_inputs, rewritten)
+            return False
+        return True
 
-    def _rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> _Rewritten | None:
+    def _rewrite(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], latents: Mapping[str, Any]
+    ) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
         try:
             from mla_compile import capture, pipeline
 
             program = capture.from_dynamo(gm, example_inputs)
+            program.latents.update(latents)
             name = str(gm.meta.get("dynamo_compile_id", ""))
             outcome = pipeline.run(program, self.options, name)
             try:
-                folds = self._fold(outcome.program, example_inputs)
+                folds = self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
             except WeightError:
                 if self.options.fold == "always":
                     raise
                 outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
         # Whatever goes wrong in here, the user's model must still run: the original graph is untouched and compiles.
         except Exception as error:
-            self.failures.append(error)
             if self.options.strict and not self.explain_only:
                 raise
-            if self.explain_only:
-                return None
-            kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
-            _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
-            logger.debug("the failure was", exc_info=error)
+            logger.debug("a graph could not be rewritten", exc_info=error)
+            self.failures.append(_without_frames(error))
+            if not self.explain_only:
+                kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
+                _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
         self.reports.append(outcome.report)
         if self.explain_only:
@@ -126,7 +145,7 @@ class Compiler:
         tell(outcome.report)
         if self.on_report is not None:
             self.on_report()
-        return _Rewritten(program, outcome, folds) if outcome.absorbed else None
+        return _Rewritten(program, outcome, folds) if outcome.absorbed or outcome.base is not program else None
 
     def _fold(self, program: Program, example_inputs: Sequence[Any]) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
@@ -138,7 +157,7 @@ class Compiler:
         folds.values(example_inputs)
         return folds
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], done: _Rewritten) -> Callable[..., Any]:
+    def _assemble(self, gm: fx.GraphModule, example_inputs: Sequence[Any], done: _Rewritten) -> Callable[..., Any]:
         import torch
 
         from mla_compile import capture, runtime
@@ -146,18 +165,26 @@ class Compiler:
 
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
             cpu_native.load()  # built while everything else is, not in the first decode step
-        program = done.outcome.program
-        fakes = [node.meta["val"] for node in program.placeholders]
-        inputs = [*example_inputs, *fakes[len(example_inputs) :]]
+        program, base = done.outcome.program, done.outcome.base
+
+        def generate(one: Program) -> Callable[..., Any]:
+            if one is done.captured:
+                return self._generate(gm, example_inputs)
+            return self._generate(capture.to_graph_module(one), _inputs_of(one, done.captured, example_inputs))
+
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
-        pays = runtime.picker(done.captured, done.outcome.variants)
+        pays = runtime.picker(base, done.outcome.variants)
         with torch.no_grad():
-            call = self._generate(capture.to_graph_module(program), inputs)
+            call = generate(program)
             if done.folds is not None:
                 call = runtime.with_folds(call, done.folds)
             if done.outcome.variants:
-                expanded = self._generate(gm, example_inputs)
+                expanded = generate(base)
                 call = expanded if pays is None else runtime.choose_by_call(pays, call, expanded)
+        if base.cache is not None:
+            from mla_compile.latent_calls import with_rows
+
+            call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
 
     def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -168,6 +195,24 @@ class Compiler:
 
         code: Any = compile_fx(gm, list(example_inputs), config_patches=self.patches)
         return cast("Callable[..., Any]", code)
+
+
+def _latents(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """The inputs that carry latent rows, by the name of their placeholder."""
+    import torch
+
+    if all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in example_inputs):
+        return {}
+    from mla_compile.latent import LatentTensor
+
+    named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    return {node.name: value for node, value in named if isinstance(value, LatentTensor)}
+
+
+def _inputs_of(program: Program, captured: Program, example_inputs: Sequence[Any]) -> list[Any]:
+    """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
+    given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
+    return [given.get(node.name, node.meta["val"]) for node in program.placeholders]
 
 
 def has_attention(gm: fx.GraphModule) -> bool:
@@ -218,9 +263,20 @@ def _all_kept_by_choice(report: Report) -> bool:
     )
 
 
+def _without_frames(error: Exception) -> Exception:
+    """The error without its tracebacks, whose frames would keep the model: torch keeps a backend until it is reset."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
 def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
     """The Inductor settings of a mode, overridden by explicit Inductor options."""
     patches: dict[str, Any] = {}
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode is {mode!r}, expected a string")
     if mode is not None and mode != "default":
         from torch._inductor import list_mode_options
 

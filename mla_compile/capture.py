@@ -61,6 +61,8 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None =
     With ``meta["val"]`` on its placeholders its own (possibly symbolic) shapes are kept; otherwise it is captured for
     the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay its attributes.
     """
+    if not gm.graph.find_nodes(op="output"):
+        raise InputError("the graph returns nothing: it has no output node")
     placeholders = gm.graph.find_nodes(op="placeholder")
     recorded = [node.meta.get("val") for node in placeholders]
     if all(value is not None for value in recorded):

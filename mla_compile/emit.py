@@ -15,6 +15,8 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputSpec, Tenso
 from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
+from mla_compile.cache_change import CacheChange
+from mla_compile.emit_cache import new_calls, new_examples, new_guards, new_signature, rows_in_graph_module
 from mla_compile.errors import CaptureError
 from mla_compile.program import Program, view_source
 
@@ -30,15 +32,19 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     """
     gm = _with_writes(program)
     original: fx.GraphModule = program.original
-    inputs = gm.graph.find_nodes(op="placeholder")
-    for node, origin in zip(inputs, original.graph.find_nodes(op="placeholder"), strict=False):
+    origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
+    folded = {fold.placeholder for fold in program.folds}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        origin = origins.get(node.name)
+        if origin is None:
+            node._dynamo_source = None
+            if node.name in folded:
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+            continue
         node.meta = {**origin.meta, "val": node.meta["val"]}
         node.type = origin.type
         if hasattr(origin, "_dynamo_source"):
             node._dynamo_source = origin._dynamo_source  # as Dynamo itself sets it
-    for node in inputs[len(inputs) - len(program.folds) :] if program.folds else ():
-        node._dynamo_source = None
-        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     gm.meta = dict(original.meta)
     for name, value in vars(original).items():
         if name not in vars(gm):
@@ -50,10 +56,13 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     return gm
 
 
-def to_plain_graph_module(program: Program, folded: Mapping[str, torch.Tensor] | None = None) -> fx.GraphModule:
+def to_plain_graph_module(
+    program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
+) -> fx.GraphModule:
     """A GraphModule called and returning like the original one, with its parameters under their old names.
 
-    ``folded`` holds the values of the program's folds; they become buffers.
+    ``folded`` holds the values of the program's folds; they become buffers. ``change``: a cache input becomes as many
+    inputs as it brings rows, a cache output a tuple of them.
     """
     gm = _with_writes(program)
     original: fx.GraphModule = program.original
@@ -66,13 +75,16 @@ def to_plain_graph_module(program: Program, folded: Mapping[str, torch.Tensor] |
         attribute.meta = node.meta
         node.replace_all_uses_with(attribute)
         gm.graph.erase_node(node)
-    for node, origin in zip(
-        gm.graph.find_nodes(op="placeholder"), original.graph.find_nodes(op="placeholder"), strict=True
-    ):
-        node.target, node.args, node.type = origin.target, origin.args, origin.type
+    flat: Any = gm.graph.output_node().args[0]
+    if change is not None:
+        flat = rows_in_graph_module(gm, program, change, original)
+    origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in origins:
+            origin = origins[node.name]
+            node.target, node.args, node.type = origin.target, origin.args, origin.type
     output = gm.graph.output_node()
     leaves, spec = pytree.tree_flatten(original.graph.output_node().args[0])
-    flat: Any = output.args[0]
     if len(leaves) != len(flat):
         raise CaptureError(f"the graph returned {len(leaves)} values, its rewritten form {len(flat)}")
     output.args = (pytree.tree_unflatten(flat, spec),)
@@ -102,7 +114,9 @@ def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
     """Keep the original's checks of its inputs; where it was captured for example inputs, refuse any other shape."""
-    inputs = dict(zip(original.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder"), strict=True))
+    by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
+    inputs = {node: by_name[node.name] for node in known}
     last = next(iter(reversed(inputs.values())), None)
     if last is None:
         return
@@ -119,8 +133,12 @@ def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
                 )
 
 
-def to_exported(program: Program, folded: Mapping[str, torch.Tensor] | None = None) -> torch.export.ExportedProgram:
+def to_exported(
+    program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
+) -> torch.export.ExportedProgram:
     """An ExportedProgram with the inputs, outputs, state and constraints of the captured one.
+
+    ``change`` says which of them are rows instead of K and V.
 
     Weights that are no longer read stay in the signature. ``folded`` holds the values of the program's folds; they
     become buffers that are not part of the state dict.
@@ -139,6 +157,12 @@ def to_exported(program: Program, folded: Mapping[str, torch.Tensor] | None = No
         constants[node.name] = (folded or {})[fold.placeholder]
         spec = InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), node.name, persistent=False)
         signature.input_specs.insert(position, spec)
+    calls, examples = list(original.module_call_graph), original.example_inputs
+    names = [spec.arg.name for spec in original.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    if change is not None:
+        rows, outputs = new_signature(program, change, signature)
+        calls = new_calls(calls, names, rows, outputs[len(program.mutations) :])
+        examples = new_examples(examples, original.call_spec.in_spec, names, change)
     _keep_old_values(program)
     signature.output_specs = [
         OutputSpec(spec.kind, dataclasses.replace(spec.arg, name=value.name), spec.target)
@@ -149,19 +173,23 @@ def to_exported(program: Program, folded: Mapping[str, torch.Tensor] | None = No
     graph.lint()
     program.gm.recompile()
     try:
-        return torch.export.ExportedProgram(
+        result = torch.export.ExportedProgram(
             root=program.gm,
             graph=graph,
             graph_signature=signature,
             state_dict=dict(original.state_dict),
             range_constraints=copy.deepcopy(original.range_constraints),
-            module_call_graph=list(original.module_call_graph),
-            example_inputs=original.example_inputs,
+            module_call_graph=calls,
+            example_inputs=examples,
             constants=constants,
             verifiers=original.verifiers,
         )
     except SpecViolationError as error:
         raise CaptureError(f"the rewritten graph is no valid exported program: {error}") from error
+    if change is not None:
+        top = original.module_call_graph[0].signature
+        result._guards_code = new_guards(original._guards_code, top, names, change)
+    return result
 
 
 def _with_writes(program: Program) -> fx.GraphModule:

@@ -8,10 +8,14 @@ import inspect
 import itertools
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
+from torch._guards import TracingContext
+from torch.nn.modules import module as global_hooks
 
 from mla_compile.backend import Compiler
 from mla_compile.errors import MlaCompileWarning
@@ -19,6 +23,14 @@ from mla_compile.options import Options
 from mla_compile.report import Report
 
 _numbers = itertools.count()
+_GRADIENTS = (
+    "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode call it under "
+    "torch.no_grad() or torch.inference_mode()"
+)
+_GLOBAL_HOOKS = (
+    "a hook for all modules is registered (register_module_forward_hook), which compiled code would not call when it "
+    "comes later: while it is, the model runs in its original, uncompiled form"
+)
 
 
 def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
@@ -35,6 +47,8 @@ def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
     # Equal code objects are one to Python's dicts, so the name has to differ as well.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
     own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
+    # Its compiled graphs refer to it, through C: a cycle that nobody collects.
+    weakref.finalize(own, reset_code, code).atexit = False
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
@@ -47,26 +61,43 @@ class CompiledForward:
     A deep copy and an unpickled copy are optimized with the same options and compile anew.
     """
 
-    def __init__(self, module: torch.nn.Module, options: Options, mode: str | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        options: Options,
+        mode: str | None,
+        settings: dict[str, Any],
+        replaced: Callable[..., Any] | None = None,
+    ) -> None:
         self.module = module
         self.options = options
         self.mode = mode
         self.settings = settings
-        self.compiler = Compiler(options, mode, on_report=self._report)
-        self._warned = False
+        # torch keeps every backend until it is reset: a strong reference would keep the weights as well.
+        report = weakref.WeakMethod(self._report)
+        self.compiler = Compiler(options, mode, on_report=lambda: (tell := report()) and tell())
+        self._warned: set[str] = set()
         # A forward set on the object itself (a patch, a wrapper) is the model's.
-        self._replaced = vars(module).get("forward")
+        self._replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
         functools.update_wrapper(self, type(module).forward)
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
+        self.__code__ = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # torch.export reads it
         self._run = compiled_entry(self.compiler, **settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, compiled unless it is to be differentiated or is being traced by another compiler."""
-        if torch.compiler.is_compiling() or self._trains():
+        if _is_traced() or self._trains() or self._is_watched():
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
-        return self._run(self.module, args, kwargs, self._replaced)
+        # Compiled code must notice a hook that is added later; torch leaves that check out to make its guards shorter.
+        config = torch._dynamo.config
+        before = config.skip_nnmodule_hook_guards
+        config.skip_nnmodule_hook_guards = False
+        try:
+            return self._run(self.module, args, kwargs, self._replaced)
+        finally:
+            config.skip_nnmodule_hook_guards = before
 
     def install(self) -> None:
         """Make this the forward of its module; the report is an attribute that follows what is compiled."""
@@ -92,18 +123,31 @@ class CompiledForward:
     def _trains(self) -> bool:
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.module.parameters()):
             return False
-        if not self.module.training and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode "
-                "call it under torch.no_grad() or torch.inference_mode()",
-                MlaCompileWarning,
-                stacklevel=4,
-            )
+        if not self.module.training:
+            self._warn_once(_GRADIENTS)
         return True
 
+    def _is_watched(self) -> bool:
+        if not (global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks):
+            return False
+        self._warn_once(_GLOBAL_HOOKS)
+        return True
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, MlaCompileWarning, stacklevel=5)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
-        return CompiledForward(copy.deepcopy(self.module, memo), self.options, self.mode, dict(self.settings))
+        module, replaced = copy.deepcopy((self.module, self._replaced), memo)
+        return CompiledForward(module, self.options, self.mode, dict(self.settings), replaced)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledForward, (self.module, self.options, self.mode, self.settings)
+        return CompiledForward, (self.module, self.options, self.mode, self.settings, self._replaced)
+
+
+def _is_traced() -> bool:
+    """Whether another compiler traces this, in this thread: ``is_compiling`` alone is a flag of the whole process."""
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return True
+    return torch.compiler.is_compiling() and TracingContext.try_get() is not None

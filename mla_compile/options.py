@@ -13,6 +13,7 @@ Forms = Literal["auto", "absorbed", "expanded"]
 FoldMode = Literal["auto", "never", "always"]
 Lowering = Literal["op", "aten"]
 Codegen = Literal["inductor", "eager"]
+CacheMode = Literal["auto", "latent", "expanded"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Options:
         fold: whether weights are multiplied ahead of time: where the cost model gains, never, or wherever possible.
         lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen that stands on its own.
         codegen: ``inductor`` compiles the graph, ``eager`` runs the rewritten graph as it is.
+        cache: what becomes of K and V per head that the caller keeps from call to call. ``latent`` keeps the rows
+            they are made from, ``expanded`` leaves them; ``auto`` is ``latent`` for modules, whose cache then holds
+            tensors that look like K and V to everybody else, and ``expanded`` for programs, whose signature ``latent``
+            changes.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise a warning is given and the original graph is kept.
         inductor: options passed on to Inductor.
@@ -33,6 +38,7 @@ class Options:
     fold: FoldMode = "auto"
     lowering: Lowering = "op"
     codegen: Codegen = "inductor"
+    cache: CacheMode = "auto"
     verify: bool = False
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -81,10 +87,16 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
-    from torch._inductor import list_options  # imports all of Inductor, so only when one of its options is named
+    # These import all of Inductor, so only when one of its options is named.
+    from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}
-    for name in given:
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise OptionError(f"options of Inductor have names, got {name!r}")
         if name.replace("-", "_") not in known:
             hint = nearest(name, ours) or nearest(name, known)
             raise OptionError(f"there is no option {name!r}{hint}; options: {', '.join(ours)}, and those of Inductor")
+        kind = config.get_type(name.replace("-", "_"))  # type: ignore[attr-defined]  # torch adds it to the module
+        if isinstance(kind, type) and not isinstance(value, kind):
+            raise OptionError(f"{name} is {value!r}, expected {kind.__name__}")

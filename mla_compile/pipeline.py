@@ -1,5 +1,6 @@
 """The passes, in order, over one captured program.
 
+latent_cache       before everything: K and V that the caller keeps become rows, and are no expanded cache any more;
 normalize,
 write_flex,
 write_softmax      first, so that every later pass sees one spelling;
@@ -27,6 +28,7 @@ import sympy
 import torch
 from torch import fx
 
+from mla_compile.caching import with_latent_cache
 from mla_compile.codes import Code
 from mla_compile.dims import Dims
 from mla_compile.errors import VerificationError
@@ -71,21 +73,23 @@ class Outcome:
         program: the rewritten copy.
         report: what became of every attention.
         absorbed: how many sites were rewritten.
-        variants: sites whose form is picked in every call; then the original is kept beside the rewritten program.
+        variants: sites whose form is picked in every call; then ``base`` is kept beside the rewritten program.
+        base: what the sites were absorbed in: the captured program, or what its cache of rows made of it.
     """
 
     program: Program
     report: Report
     absorbed: int
-    variants: tuple[SiteCost, ...] = ()
+    variants: tuple[SiteCost, ...]
+    base: Program
 
 
 class _Clock:
     """Times passes and checks the graph after each of them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, records: list[PassRecord]) -> None:
         self.program = program
-        self.records: list[PassRecord] = []
+        self.records = records
 
     def run(self, name: str, work: Callable[[], R], changes: Callable[[R], int]) -> R:
         start = time.perf_counter()
@@ -96,17 +100,23 @@ class _Clock:
         return result
 
 
-def run(program: Program, options: Options, name: str = "", *, frozen: bool = False) -> Outcome:
+def run(
+    program: Program, options: Options, name: str = "", *, frozen: bool = False, own_cache: bool = False
+) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
 
-    ``frozen``: its weights will not change any more, so that folding them costs nothing in a call.
+    ``frozen``: its weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
+    ``cache="latent"``, inputs that hold K and V are taken to come from the program itself.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
     """
     failed: dict[str, str] = {}
+    start = time.perf_counter()
+    base = program if options.cache != "latent" else with_latent_cache(program, own_cache)
+    kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
     while True:
-        outcome, checks = _run_once(program, options, name, failed, frozen)
+        outcome, checks = _run_once(base, options, name, failed, frozen, kept)
         new = {node: check.problem for node, check in checks.items() if check.problem is not None}
         if not new:
             return outcome
@@ -116,11 +126,11 @@ def run(program: Program, options: Options, name: str = "", *, frozen: bool = Fa
 
 
 def _run_once(
-    captured: Program, options: Options, name: str, failed: Mapping[str, str], frozen: bool
+    base: Program, options: Options, name: str, failed: Mapping[str, str], frozen: bool, kept: PassRecord
 ) -> tuple[Outcome, dict[str, Check]]:
-    program = captured.copy()
+    program = base.copy()
     graph = program.gm.graph
-    clock = _Clock(program)
+    clock = _Clock(program, [kept])
     clock.run("normalize", lambda: normalize(graph), int)
     flex = clock.run("write_flex", lambda: write_flex(program.gm, program.fake_mode), len)
     weights = weight_nodes(graph, program.weights)
@@ -157,7 +167,7 @@ def _run_once(
     program.gm.recompile()
     variants = tuple(_site_cost(v) for v in chosen if v.by_call)
     report = Report(tuple(reports), graph=name, passes=tuple(clock.records))
-    return Outcome(program, report, len(chosen), variants), checks
+    return Outcome(program, report, len(chosen), variants, base), checks
 
 
 def _verify(rewritten: list[Absorbed], before: fx.Graph, program: Program) -> dict[str, Check]:

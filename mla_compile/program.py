@@ -42,6 +42,8 @@ class Program:
             after it was written, so that the caller gets the input's memory as in the original program.
         original: what was captured, for the way back out.
         parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
+        latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
+        cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
     """
 
     gm: fx.GraphModule
@@ -52,6 +54,8 @@ class Program:
     aliases: dict[int, str] = field(default_factory=dict)
     original: Any = None
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    latents: dict[str, Any] = field(default_factory=dict)
+    cache: Any = None
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
@@ -64,6 +68,8 @@ class Program:
             aliases=dict(self.aliases),
             original=self.original,
             parts=self.parts,
+            latents=dict(self.latents),
+            cache=self.cache,
         )
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,18 +88,18 @@ def choose_by_call(pays: Callable[[Sequence[Any]], bool], absorbed: Call, expand
 
 @dataclass(frozen=True)
 class _Seen:
-    """A weight as it was when it was folded: the object, and a copy of its values."""
+    """A weight as it was when it was folded: the object, which may be gone, and a copy of its values."""
 
-    tensor: torch.Tensor
+    tensor: weakref.ref[torch.Tensor]
     snapshot: torch.Tensor
     version: int
     address: int
 
-    def is_current(self) -> bool:
+    def is_current(self, live: torch.Tensor) -> bool:
         """Whether nothing has changed since: the cheap signs first, then every bit."""
-        if self.version != _version(self.tensor) or self.address != self.tensor.data_ptr():
+        if self.tensor() is not live or self.version != _version(live) or self.address != live.data_ptr():
             return False
-        return same_bits(self.tensor.detach(), self.snapshot)
+        return same_bits(live.detach(), self.snapshot)
 
 
 class FoldedWeights:
@@ -106,7 +108,7 @@ class FoldedWeights:
     Every call compares each weight bit by bit with a copy made when it was folded, because ``p.data.mul_(2)`` changes
     neither the identity, nor the address, nor the version of ``p``. New values are written into the same memory, so
     that a CUDA graph that holds the address stays right. One compiled graph may serve several layers in turn: values
-    are kept per set of weights, the least recently used set is dropped first.
+    are kept per set of weights, until one of those is gone; the least recently used set is dropped first.
     """
 
     SETS = 128
@@ -115,16 +117,20 @@ class FoldedWeights:
         self._folds = list(program.folds)
         positions = {node.name: index for index, node in enumerate(program.placeholders)}
         names = dict.fromkeys(name for fold in self._folds for name in fold.weights)
-        self._read = {name: _weight_reader(program, positions, name) for name in names}
+        self._read = {name: weight_reader(program, positions, name) for name in names}
         self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
+        self._lock = threading.Lock()
 
     def values(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """One tensor per fold for these inputs. Raises :class:`WeightError` for weights that cannot be folded."""
         live = {name: read(inputs) for name, read in self._read.items()}
-        # An id cannot be reused here: the entry keeps the tensors alive.
+        with self._lock:
+            return self._values(live)
+
+    def _values(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(id(tensor) for tensor in live.values())
         seen, values = self._known.pop(key, ({}, []))
-        changed = {name for name in live if name not in seen or not seen[name].is_current()}
+        changed = {name for name in live if name not in seen or not seen[name].is_current(live[name])}
         if not values:
             values = [compute(fold, live) for fold in self._folds]
         for fold, value in zip(self._folds, values, strict=True) if seen else ():
@@ -132,7 +138,8 @@ class FoldedWeights:
                 _overwrite(value, compute(fold, live), fold)
         for name in changed:
             tensor = live[name].detach()
-            seen[name] = _Seen(live[name], tensor.clone(), _version(tensor), tensor.data_ptr())
+            owner = weakref.ref(live[name], lambda _: self._known.pop(key, None))
+            seen[name] = _Seen(owner, tensor.clone(), _version(tensor), tensor.data_ptr())
         self._known[key] = (seen, values)
         if len(self._known) > self.SETS:
             del self._known[next(iter(self._known))]
@@ -191,9 +198,8 @@ def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: Fold) -> None:
     value.copy_(new)
 
 
-def _weight_reader(
-    program: Program, positions: Mapping[str, int], name: str
-) -> Callable[[Sequence[Any]], torch.Tensor]:
+def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> Callable[[Sequence[Any]], torch.Tensor]:
+    """Reads a weight of ``program`` from the inputs of a call, or from the program where it is an attribute of it."""
     if name in positions:
         index = positions[name]
         return lambda inputs: inputs[index]

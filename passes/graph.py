@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.equalities import canonical
+
 OURS = "mla_compile"
 """Key in the metadata of nodes that a rewrite added."""
 
@@ -22,7 +24,7 @@ def size(dim: int | torch.SymInt) -> Size:
     """A dimension as a plain int where it is one, else as its sympy expression."""
     if isinstance(dim, int):
         return dim
-    expr = sympy.sympify(dim.node.expr)
+    expr = canonical(sympy.sympify(dim.node.expr), dim.node.shape_env)
     return int(expr) if expr.is_Integer else expr
 
 

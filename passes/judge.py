@@ -68,7 +68,7 @@ def _judge_site(
     keys = [maps.map(p.k.node) for p in site.products]
     values = maps.map(site.v.node)
     pieces = [*pieces_of(keys), *pieces_of([values])]
-    cuts, wide = _choose_sources(pieces)
+    cuts, wide = choose_sources(pieces)
     at_cuts = maps.with_stops({*cuts, *computed})
     plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
     if isinstance(plan, Stop):
@@ -145,7 +145,7 @@ def _cuts(piece: Piece, proper: bool) -> _Cut | None:
     return None if best is None or where is None else _Cut(where, best[0], piece)
 
 
-def _choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | None]:
+def choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | None]:
     """Where the walks should end, and a source that was passed over because its rows are no narrower."""
     proper: dict[fx.Node, list[Piece]] = {}
     as_they_are: list[_Cut] = []
@@ -157,15 +157,15 @@ def _choose_sources(pieces: Sequence[Piece]) -> tuple[set[fx.Node], fx.Node | No
             proper.setdefault(cut.node, []).append(piece)
         elif trivial is not None:
             as_they_are.append(trivial)
-    chosen = _rejoined(as_they_are)
+    chosen: set[fx.Node] = set()
     for node, using in proper.items():
-        expanded = {c.node: c.bytes for c in (_cuts(p, proper=False) for p in using) if c is not None}
-        if bytes_hint(node) < sum(expanded.values()):
+        cuts = [c for c in (_cuts(p, proper=False) for p in using) if c is not None]
+        if bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
             chosen.add(node)
         else:
-            chosen.update(expanded)
+            as_they_are += cuts
             wide = node
-    return chosen, wide
+    return chosen | _rejoined(as_they_are), wide
 
 
 def _rejoined(cuts: Sequence[_Cut]) -> set[fx.Node]:
@@ -174,13 +174,20 @@ def _rejoined(cuts: Sequence[_Cut]) -> set[fx.Node]:
     A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources that nothing expands, but one row.
     """
     chosen = {c.node: c.bytes for c in cuts}
-    for joint in dict.fromkeys(v.node for c in cuts for v in c.piece.path):
-        parts = {c.node for c in cuts if c.node in chosen and any(v.node is joint for v in c.piece.path)}
+    after = [(c.node, _after(c)) for c in cuts]
+    for joint in dict.fromkeys(node for _, further in after for node in further):
+        parts = {node for node, further in after if node in chosen and joint in further}
         if len(parts) > 1 and bytes_hint(joint) <= sum(chosen[n] for n in parts):
             for part in parts:
                 del chosen[part]
             chosen[joint] = bytes_hint(joint)
     return set(chosen)
+
+
+def _after(cut: _Cut) -> list[fx.Node]:
+    """The nodes between a cut and the tensor it is a part of."""
+    nodes = [v.node for v in cut.piece.path]
+    return nodes[nodes.index(cut.node) + 1 :]
 
 
 def _respect_other_users(

@@ -193,6 +193,8 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         if isinstance(source, Stop):
             return Stop(node, "unsupported_op", "constants are joined to columns of a linear map")
         sources.append(source)
+    if len(sources) == 1:
+        return finish(sources[0], node)
     features = _joinable(sources, dim, rank)
     if not features and not all(same(shape(x)[dim], 1) for x in inputs):
         return Stop(node, "token_mixing", "rows of several tensors are joined")

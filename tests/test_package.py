@@ -28,6 +28,7 @@ PUBLIC = {
     "__version__",
     "explain",
     "export_onnx",
+    "migrate_cache",
     "optimize",
 }
 
@@ -126,9 +127,12 @@ LAYERS = (
     ("codes", "records", "grouping", "report", "program", "options"),
     ("passes",),
     ("inline", "subclasses"),
+    ("latent", "cache_change", "caching"),
+    ("emit_cache",),
     ("capture", "emit"),
     ("pipeline",),
     ("runtime", "monitor"),
+    ("latent_calls",),
     ("backend",),
     ("forward", "trace"),
     ("api",),

@@ -60,8 +60,8 @@ def test_generated_attention(part: int) -> None:
 
 
 # A hidden state narrower than the rotary key, which comes from the projection that makes the latent too (twice);
-# returned keys that are narrow enough to be mistaken for such rows; and a finite fill that is minus infinity in the
-# dtype of the softmax, so that rows without a visible key are NaN.
+# returned keys that are narrow enough to be mistaken for such rows; a finite fill that is minus infinity in the dtype
+# of the softmax, so that rows without a visible key are NaN; and two caches whose lengths only a guard makes equal.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -75,6 +75,10 @@ FOUND = [
     Case(T=2, D=2, H=2, L=1, Q=3, N=2, R=1, V=3, groups=2, chunk=3, up="blocks", weight="merged", values_first=True,
          lora=True, rope="none", join="assign", layout="heads_last", core="bmm", scale="query", mask="where",
          padded=True, softmax="cast", gate=True, cache="index_copy", door="dynamo", lowering="aten", seed=4),
+    Case(B=3, T=2, D=5, H=5, L=5, Q=5, N=5, R=0, groups=2, chunk=3, dtype="float32", up="two", values_first=True,
+         tied=True, key_scale="constant", rope="none", rotate="on_read", share="repeat", join="cat_reversed",
+         layout="heads_last", core="einsum", scale="both", factor=0.37, mask="add_min", mask_rank=2, padded=True,
+         door="dynamo", forms="absorbed", fold="never", seed=3),
 ]  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""The step before the other passes: a cache of K and V kept as latent rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mla_compile.passes.find_attention import find_attention
+from mla_compile.passes.graph import weight_nodes
+from mla_compile.passes.latent_cache import Past, find_caches, keep_latents
+from mla_compile.passes.linear_map import LinearMaps
+from mla_compile.passes.normalize import normalize
+from mla_compile.passes.written_softmax import write_softmax
+from mla_compile.program import Program
+
+
+def with_latent_cache(captured: Program, assume: bool = False) -> Program:
+    """The program with the K and V that its caller keeps replaced by their rows; itself where there are none.
+
+    ``assume``: inputs that hold a cache may be taken to come from this program.
+    """
+    program = captured.copy()
+    graph = program.gm.graph
+    normalize(graph)
+    weights = weight_nodes(graph, program.weights)
+    write_softmax(graph, weights, program.fake_mode)
+    returned: dict[fx.Node, tuple[int, ...]] = {}
+    for index, value in enumerate(program.outputs):
+        if index >= len(program.mutations) and isinstance(value, fx.Node):
+            returned[value] = (*returned.get(value, ()), index)
+    pasts = _pasts(program)
+    assumed = _own_inputs(program) if assume else []
+    sites = find_attention(graph, weights)
+    caches = find_caches(graph, sites, LinearMaps(weights, program.fake_mode), pasts, returned, assumed)
+    if not caches:
+        return captured
+    names = [node.name for node in program.placeholders]
+    program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
+    program.cache.inputs = {name: program.cache.inputs[name] for name in names if name in program.cache.inputs}
+    program.gm.recompile()
+    return program
+
+
+def _pasts(program: Program) -> dict[fx.Node, Past]:
+    """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
+    names = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
+    found: dict[fx.Node, Past] = {}
+    for name, tensor in program.latents.items():
+        leaves = [names.get(id(leaf)) for leaf in tensor.leaves]
+        if tensor.recipe is None or None in leaves:
+            continue
+        rows = tensor.shown_rows()
+        found[program.node(name)] = Past(
+            tensor.recipe,
+            tuple(program.node(leaf) for leaf in leaves if leaf is not None),
+            tuple(map(id, rows)),
+            tuple(r.dtype for r in rows),
+        )
+    return found
+
+
+def _own_inputs(program: Program) -> list[fx.Node]:
+    """The inputs that may hold a cache: tensors of numbers that are no weights and are not written to."""
+    return [
+        node
+        for node in program.placeholders
+        if node.name not in program.weights
+        and node.name not in program.mutations
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and node.meta["val"].dtype.is_floating_point
+    ]
