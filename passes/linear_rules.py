@@ -17,7 +17,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom
 from mla_compile.passes.factors import scaled, total
 from mla_compile.passes.graph import args_of, is_tensor, packet, same, shape, val
-from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, multiply_weight
+from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Stop, unexplained
 from mla_compile.passes.linear_segments import (
     FILLS,
@@ -30,6 +30,7 @@ from mla_compile.passes.linear_segments import (
     select,
     slice_,
     slice_scatter,
+    stack,
 )
 from mla_compile.passes.linear_views import dropout, expand, finish, permute, repeat, same_values, view
 
@@ -120,6 +121,14 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     return replace(a, weight=weight, scale=1.0)
 
 
+def part_of_several(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """One result of an operator that has several: a part of a split, or what a batch norm makes of its input."""
+    whole: Any = args_of(node)[0]
+    if packet(whole) is aten._native_batch_norm_legit_no_training and args_of(node)[1] == 0:
+        return batch_norm(maps, node, whole)
+    return getitem(maps, node)
+
+
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
@@ -136,15 +145,21 @@ RULES: dict[Any, Rule] = {
         ),
         view,
     ),
-    **dict.fromkeys((aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes), permute),
+    **dict.fromkeys(
+        (
+            aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.movedim, aten.moveaxis,
+        ),
+        permute,
+    ),
     **dict.fromkeys((aten.expand, aten.expand_as), expand),
     **dict.fromkeys((aten.repeat, aten.repeat_interleave), repeat),
     aten.slice: slice_,
     aten.narrow: narrow,
     aten.select: select,
-    operator.getitem: getitem,
+    operator.getitem: part_of_several,
     **dict.fromkeys(FILLS, nothing),
     **dict.fromkeys((aten.cat, aten.concat), cat),
+    aten.stack: stack,
     aten.copy: copy,
     aten.slice_scatter: slice_scatter,
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import torch
 from torch import fx
 
 from mla_compile.passes.graph import args_of, axis, packet, same, shape
@@ -24,14 +25,14 @@ def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
     """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
+    found = [(n, Stop(n, "unsupported_op", reason)) for n in graph.nodes if (reason := _nested(graph, n)) is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
     missing = [n for n in softmaxes if n not in known and not _over_one(n)]
     if not missing:
-        return []
+        return found
     tracer = ScoreTracer(weights)
     order = {n: i for i, n in enumerate(graph.nodes)}
-    found: list[tuple[fx.Node, Stop]] = []
     for node in missing:
         around = between_products(node, tracer)
         if around is None:
@@ -42,10 +43,40 @@ def unfollowed(
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
-        blame = next(lost, node)
+        masked = (x for n in (node, *before) for x in n.all_input_nodes if _masked_product(x, tracer))
+        blame = next(lost, next(masked, node))
         reason = f"{blame.target} between the products of an attention is not understood"
         found.append((node, Stop(blame, "unsupported_op", reason)))
     return found
+
+
+_FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
+
+
+def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
+    """Why ``node`` is an attention that cannot be looked into: one operator of it, or of a graph that holds it."""
+    if node.op != "call_function" or packet(node) is torch.ops.aten.scaled_dot_product_attention:
+        return None
+    name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+    name = name or getattr(packet(node), "__name__", "")
+    if any(word in name for word in _FUSED):
+        return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        owner = graph.owning_module
+        graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        if any(isinstance(g, fx.GraphModule) and _attends(g) for g in graphs):
+            return f"the attention is in a graph of its own, which {name} calls"
+    return None
+
+
+def _attends(gm: fx.GraphModule) -> bool:
+    """Whether a nested graph, or one nested in it, has a softmax or a fused attention."""
+    return any(
+        packet(node) in SOFTMAX or any(word in str(node.target) for word in _FUSED)
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
