@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.codes import CODES, Code
@@ -92,6 +93,51 @@ class Layer(nn.Module):
         self.up = r.linear(d.L, d.H * (d.N + d.V))
         self.out = r.linear(d.H * d.V, d.D)
         self.scale = (d.N + d.R) ** -0.5
+
+
+class Usual(Layer):
+    """The usual decode step, in parts that a style replaces. Caches are rows [B,T,L] and [B,T,R] that callers carry."""
+
+    def forward(self, x: Tensor, c_past: Tensor, r_past: Tensor) -> Any:
+        start = c_past.shape[1]
+        c, r = self.append(x, c_past, r_past)
+        k, v = self.expand(c)
+        o = self.attend(self.queries(x, start), self.join(k, r), v)
+        return self.finish(o), c, r
+
+    def append(self, x: Tensor, c_past: Tensor, r_past: Tensor) -> tuple[Tensor, Tensor]:
+        start, S = c_past.shape[1], x.shape[1]
+        c, r = self.down(x).split([self.dims.L, self.dims.R], -1)
+        return torch.cat([c_past, self.norm(c)], 1), torch.cat([r_past, rope(r, torch.arange(start, start + S))], 1)
+
+    def expand(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,H,T,N] and [B,H,T,V]."""
+        d = self.dims
+        kv = self.up(c).view(c.shape[0], c.shape[1], d.H, d.N + d.V).transpose(1, 2)
+        k, v = kv.split([d.N, d.V], -1)
+        return k, v
+
+    def join(self, k: Tensor, r: Tensor) -> Tensor:
+        return torch.cat([k, r[:, None].expand(-1, k.shape[1], -1, -1)], -1)
+
+    def queries(self, x: Tensor, start: int) -> Tensor:
+        """[B,H,S,N+R]."""
+        d = self.dims
+        q = self.q(x).view(x.shape[0], x.shape[1], d.H, d.N + d.R).transpose(1, 2)
+        return torch.cat([q[..., : d.N], rope(q[..., d.N :], torch.arange(start, start + x.shape[1]))], -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B,H,S,V]."""
+        mask = causal(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
+
+    def finish(self, o: Tensor) -> Tensor:
+        return self.out(o.transpose(1, 2).flatten(2))
+
+
+def carried(module: Any) -> Carry:
+    """The session of :class:`Usual`."""
+    return Carry(module, *rows(module, module.dims.L, module.dims.R))
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
@@ -168,6 +214,9 @@ class NotExported:
 
     reason: str
 
+
+EXPANDED_CACHE = Refused("expanded_cache")
+"""What becomes of the styles that cache K and V per head (files ``expanded_*``)."""
 
 Expected = Outcome | NoAttention | tuple[Outcome, ...]
 
