@@ -17,7 +17,8 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axis, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
-from mla_compile.passes.graph import args_of, argument, packet, shape, val
+from mla_compile.passes.graph import args_of, argument, packet, same, shape, val
+from mla_compile.passes.linear_join import one_map
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
 
 aten = torch.ops.aten
@@ -104,6 +105,8 @@ def contract(
     if problem is not None:
         return problem
     source = maps.map(x)
+    if source.axis is not None and labels[source.axis] not in out:
+        source = one_map(source, node) or source
     if source.axis is None:
         return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out, maps.per_row))
     label = labels[source.axis]
@@ -181,12 +184,12 @@ def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node)
 
 
-def _with_bias(source: LinearMap, bias: Expr, node: fx.Node) -> LinearMap | Stop:
-    """``source + bias`` where the bias lies along the last axis, which is not segmented."""
+def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> LinearMap | Stop:
+    """``source + bias`` where the bias lies along axis ``dim``, which is not segmented."""
 
     def add(piece: Piece) -> Piece | Stop:
         labels = _ALPHABET[: len(piece.axes)]
-        bound = _bind(piece, node, labels, bias, labels[-1])
+        bound = _bind(piece, node, labels, bias, labels[dim])
         if isinstance(bound, Stop):
             return bound
         return replace(piece, bias=total(piece.bias, bound[0]))
@@ -215,6 +218,28 @@ def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(node)
     return _with_bias(result, maps.leaf(bias), node)
+
+
+def convolution(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """A convolution of kernel size 1 over [B,C,...] is a product with a matrix [out,C]; any other mixes tokens."""
+    x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
+    rank = len(shape(x))
+    if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):
+        return unexplained(node)
+    expr = maps.leaf(weight)
+    pointwise = len(expr.value.shape) == rank and rank > 2 and all(same(s, 1) for s in shape(weight)[2:])
+    whole = all(same(a, b) for a, b in zip(shape(x)[2:], shape(node)[2:], strict=True))  # no stride, no padding
+    if not pointwise or not whole or not same(shape(weight)[1], shape(x)[1]) or _padded(node):
+        return unexplained(node)
+    labels = _ALPHABET[:rank]
+    out = labels[0] + "z" + labels[2:]
+    result = contract(maps, node, x, labels, expr.view(expr.shape[:2]), "z" + labels[1], out)
+    return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node, 1)
+
+
+def _padded(node: fx.Node) -> bool:
+    padding = argument(node, 4, "padding", 0)
+    return padding not in (0, [0], [0, 0], [0, 0, 0], (0,), (0, 0), (0, 0, 0), "valid", "same")
 
 
 def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
@@ -260,4 +285,5 @@ CONTRACTIONS: dict[Any, Callable[[LinearMaps, fx.Node], LinearMap | Stop]] = {
     aten.linear: linear,
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,
+    **dict.fromkeys((aten.conv1d, aten.conv2d), convolution),
 }

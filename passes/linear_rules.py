@@ -30,6 +30,7 @@ from mla_compile.passes.linear_segments import (
     select,
     slice_,
     slice_scatter,
+    stack,
 )
 from mla_compile.passes.linear_views import dropout, expand, finish, permute, repeat, same_values, view
 
@@ -145,6 +146,7 @@ RULES: dict[Any, Rule] = {
     operator.getitem: getitem,
     **dict.fromkeys(FILLS, nothing),
     **dict.fromkeys((aten.cat, aten.concat), cat),
+    aten.stack: stack,
     aten.copy: copy,
     aten.slice_scatter: slice_scatter,
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),

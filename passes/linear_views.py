@@ -11,6 +11,7 @@ from torch import fx
 
 from mla_compile.passes.atoms import Axis, axis_size, flatten, fresh_axis, regroup
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
+from mla_compile.passes.linear_join import one_map
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop, unexplained
 
 aten = torch.ops.aten
@@ -46,8 +47,11 @@ def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     source = maps.map(args_of(node)[0])
     new, old = shape(node), shape(args_of(node)[0])
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
-    if source.axis is not None and at is None:
-        return Stop(node, "unsupported_op", "a reshape across columns that come from different sources")
+    if at is None:
+        whole = one_map(source, node)
+        if whole is None:
+            return Stop(node, "unsupported_op", "a reshape across columns that come from different sources")
+        source = whole
 
     def reshape(piece: Piece) -> Piece | Stop:
         sizes = list(new)
@@ -130,7 +134,10 @@ def repeat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     extra = len(counts) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
     if at is not None and counts[at] != 1:
-        return Stop(node, "unsupported_op", "columns from different sources are repeated")
+        whole = one_map(source, node)
+        if whole is None:
+            return Stop(node, "unsupported_op", "columns from different sources are repeated")
+        source, at = whole, None
 
     def tile(piece: Piece) -> Piece:
         axes: list[Axis] = []

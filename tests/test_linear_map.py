@@ -68,6 +68,33 @@ LINEAR = {
         [W(L, H * N), W(H, N, 6)],
     ),
     "projection with a bias before": (lambda z, a, c, b: F.linear(F.linear(z, a, c), b), [W(12, L), W(12), W(6, 12)]),
+    "conv1d": (lambda z, w, b: F.conv1d(z.mT, w, b), [W(12, L, 1), W(12)]),
+    "conv2d": (lambda z, w: F.conv2d(z.mT.view(B, L, T, 1), w), [W(12, L, 1, 1)]),
+    # heads projected one by one
+    "heads stacked": (lambda z, a, b: torch.stack([z @ a, z @ b], 1), [W(L, N), W(L, N, seed=3)]),
+    "heads stacked, bias and scale": (
+        lambda z, a, b, c: torch.stack([z @ a * 0.5, F.linear(z, b, c)], -1),
+        [W(L, N), W(N, L), W(N)],
+    ),
+    "heads unsqueezed and joined": (
+        lambda z, a, b: torch.cat([(z @ a)[:, None], (z @ b)[:, None]], 1),
+        [W(L, N), W(L, N, seed=3)],
+    ),
+    "heads joined, then viewed": (
+        lambda z, a, b, c: torch.cat([z @ a, F.linear(z, b, c)], -1).view(B, T, 2, N).transpose(1, 2),
+        [W(L, N), W(N, L), W(N)],
+    ),
+    "heads joined, then parts": (
+        lambda z, a, b: torch.cat([z @ a, z @ b], -1).view(B, T, 2, N)[..., 1:3],
+        [W(L, N), W(L, N, seed=3)],
+    ),
+    "joined columns projected": (lambda z, a, b, c: torch.cat([z @ a, z @ b], -1) @ c, [W(L, 3), W(L, N), W(3 + N, 5)]),
+    "joined columns in strides": (lambda z, a, b: torch.cat([z @ a, z @ b], -1)[..., 1::2], [W(L, 3), W(L, N)]),
+    "joined columns repeated": (lambda z, a, b: torch.cat([z @ a, z @ b], -1).repeat(1, 1, 2), [W(L, 3), W(L, N)]),
+    "joined along two axes": (
+        lambda z, a, b: torch.cat([torch.stack([z @ a, z @ b], 1), torch.stack([z @ b, z @ a], 1)], -1),
+        [W(L, N), W(L, N, seed=3)],
+    ),
     # axes
     "view, transpose, split": (
         lambda z, w: F.linear(z, w).view(B, T, H, N + 2).transpose(1, 2).split([N, 2], -1)[1],
@@ -300,8 +327,34 @@ STOPS = {
     "roll": ("token_mixing", lambda z, w: (z @ w).roll(1, 1), [W(L, 6)], []),
     "flip": ("token_mixing", lambda z, w: (z @ w).flip(1), [W(L, 6)], []),
     "conv": ("token_mixing", lambda z, w, c: F.conv1d((z @ w).mT, c, padding=1), [W(L, 6), W(6, 6, 3)], []),
+    "conv of groups": ("token_mixing", lambda z, w, c: F.conv1d((z @ w).mT, c, groups=2), [W(L, 6), W(6, 3, 1)], []),
+    "conv with a stride": (
+        "token_mixing",
+        lambda z, w, c: F.conv1d((z @ w).mT, c, stride=2),
+        [W(L, 6), W(6, 6, 1)],
+        [],
+    ),
+    "conv with a stride and padding": (
+        "token_mixing",
+        lambda z, w, c: F.conv1d((z @ w).mT, c, stride=2, padding=2),
+        [W(L, 6), W(6, 6, 1)],
+        [],
+    ),
+    "maps of two sources stacked": (
+        "token_mixing",
+        lambda z, w, p: torch.stack([z @ w, p @ w], 1),
+        [W(L, 6)],
+        [z(B, T, L, seed=9)],
+    ),
+    "a map and its source stacked": ("token_mixing", lambda z, w: torch.stack([z @ w, z], 1), [W(L, L)], []),
+    "tokens of two sources, one each": (
+        "token_mixing",
+        lambda z, w, p: torch.cat([(z @ w)[:, None], (p @ w)[:, None]], 1),
+        [W(L, 6)],
+        [z(B, T, L, seed=9)],
+    ),
     "gather": ("token_mixing", lambda z, w: (z @ w).index_select(1, torch.tensor([1, 0])), [W(L, 6)], []),
-    "sum over tokens": ("nonlinear", lambda z, w: (z @ w).sum(1), [W(L, 6)], []),
+    "sum over tokens": ("token_mixing", lambda z, w: (z @ w).sum(1), [W(L, 6)], []),
     "einsum that sums tokens": ("token_mixing", lambda z, w: torch.einsum("btl,ln->bn", z, w), [W(L, 6)], []),
     "a part of the tokens": ("unsupported_op", lambda z, w: (z @ w)[:, 1:3], [W(L, 6)], []),
     "one token": ("unsupported_op", lambda z, w: (z @ w)[:, 1], [W(L, 6)], []),
