@@ -53,6 +53,14 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
     return replace(first, axes=axes, weight=weight, bias=bias, scale=1.0, path=path, dtype=val(node).dtype)
 
 
+def joint_of(source: LinearMap) -> fx.Node | None:
+    """Where rows were joined to others, at least one of them as it was: the first node on the way of all of them."""
+    if source.axis is None or all(p.projected for p in source.pieces):
+        return None
+    common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
+    return next((v.node for v in source.pieces[0].path if v.node in common), None)
+
+
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     """``piece`` in the atoms of ``first`` on all axes but ``dim``, with its scale in its weight."""
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
