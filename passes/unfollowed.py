@@ -53,24 +53,31 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-    sums, after = _nearest(node, lambda n: n.users, tracer.is_product)
+
+    def ends(n: fx.Node) -> bool:
+        # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
+        return packet(n) in CONTRACTIONS and not any(tracer.trace(x) is not None for x in n.all_input_nodes)
+
+    products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
+    sums, after = _nearest(node, lambda n: n.users, tracer.is_product, ends)
     return (before, after) if products and sums else None
 
 
 def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
     if packet(probs) in SOFTMAX:
         return (probs,)
-    return _nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
+    return _nearest(
+        probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX, lambda n: packet(n) in CONTRACTIONS
+    )[0]
 
 
 def _nearest(
-    start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    ends_at: Callable[[fx.Node], bool],
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nearest wanted nodes, and those passed on the way.
-
-    A projection by a weight ends the walk: it belongs to what comes before or after the attention.
-    """
+    """The nearest wanted nodes, and those passed on the way."""
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = list(step(start)), {start}
@@ -81,7 +88,7 @@ def _nearest(
         seen.add(node)
         if wanted(node):
             ends.append(node)
-        elif packet(node) not in CONTRACTIONS:
+        elif not ends_at(node):
             passed.append(node)
             queue.extend(step(node))
     return ends, passed
