@@ -1,7 +1,6 @@
 """Sparse attention that picks its keys after the expansion: top-k by an index score, then gather. Refused: the
 selection runs over expanded rows (selecting latents first would be legal)."""
 
-
 from tests.zoo.base import Refused, Usual, carried
 
 EXPECTED = Refused("token_mixing")
