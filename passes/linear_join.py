@@ -94,8 +94,8 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     rest = tuple(dict.fromkeys(a for f, axis in zip(factors, own, strict=True) if f for a in f.atoms if a not in axis))
     sizes = [int(a.size) for a in rest if isinstance(a.size, int)]
     dtype = known[0].expr.value.dtype
-    for f in known[1:]:
-        dtype = torch.promote_types(dtype, f.expr.value.dtype)
+    for other in known[1:]:
+        dtype = torch.promote_types(dtype, other.expr.value.dtype)
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:

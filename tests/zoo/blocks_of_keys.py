@@ -6,6 +6,7 @@ import torch
 from tests.zoo.base import Refused, Usual, carried, causal
 
 EXPECTED = Refused("unsupported_op")
+LEGAL = True
 EXPORTED = Refused("unsupported_op", 2)  # two blocks by then
 BLOCK = 5
 
