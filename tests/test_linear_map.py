@@ -313,6 +313,12 @@ STOPS = {
     "a factor per sequence": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(B, 1, 1)], []),
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
     "a sum of two sources": ("position_dependent", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
+    "a sum of columns and something else": (
+        "position_dependent",
+        lambda z, w, p, r: torch.cat([z @ w, p], -1) + r,
+        [W(L, 6)],
+        [z(B, T, 4), z(T, 10)],
+    ),
     "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "a sum with the tokens turned": (
         "position_dependent",

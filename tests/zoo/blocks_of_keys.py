@@ -5,10 +5,10 @@ import torch
 
 from tests.zoo.base import Refused, Usual, carried, causal
 
-EXPECTED = Refused("unsupported_op")
+EXPECTED = Refused("unsupported_op", 2)
 LEGAL = True
-EXPORTED = Refused("unsupported_op", 2)  # two blocks by then
-BLOCK = 5
+EXPORTED = Refused("unsupported_op", 3)  # three blocks by then
+BLOCK = 3
 
 
 class Attention(Usual):
