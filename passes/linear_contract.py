@@ -112,7 +112,7 @@ def contract(
     label = labels[source.axis]
     if label not in out:
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
-    joint = joint_of(source)
+    joint = None if any(p.projected for p in source.pieces) else joint_of(source)
     if joint is not None and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     done: list[Segment] = []
