@@ -56,11 +56,20 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     def ends(n: fx.Node) -> bool:
         # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
-        return packet(n) in CONTRACTIONS and not any(tracer.trace(x) is not None for x in n.all_input_nodes)
+        return packet(n) in CONTRACTIONS and not any(_holds_scores(x, tracer) for x in n.all_input_nodes)
 
     products, before = _nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
     sums, after = _nearest(node, lambda n: n.users, tracer.is_product, ends)
     return (before, after) if products and sums else None
+
+
+def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
+    """Whether a tensor has queries along one axis and keys along another; what weights have summed has not."""
+    scores = tracer.trace(node)
+    if scores is None:
+        return False
+    operands = (o.node for p in scores.products for o in (p.q, p.k))
+    return all(tracer.probabilities(o) is None for o in operands)
 
 
 def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
