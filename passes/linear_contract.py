@@ -18,8 +18,8 @@ from mla_compile.passes.atoms import Atom, Axis, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
 from mla_compile.passes.graph import args_of, argument, axis, packet, same, shape, val
-from mla_compile.passes.linear_join import one_map
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
+from mla_compile.passes.linear_join import joint_of, one_map
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
 
 aten = torch.ops.aten
 
@@ -112,6 +112,9 @@ def contract(
     label = labels[source.axis]
     if label not in out:
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
+    joint = None if any(p.projected for p in source.pieces) else joint_of(source)
+    if joint is not None and label not in weight_labels and any(c not in out for c in labels):
+        raise RowsJoined(joint)
     done: list[Segment] = []
     for s in source.segments:
         part = weight

@@ -53,6 +53,14 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
     return replace(first, axes=axes, weight=weight, bias=bias, scale=1.0, path=path, dtype=val(node).dtype)
 
 
+def joint_of(source: LinearMap) -> fx.Node | None:
+    """Where rows were joined to others, at least one of them as it was: the first node on the way of all of them."""
+    if source.axis is None or all(p.projected for p in source.pieces):
+        return None
+    common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
+    return next((v.node for v in source.pieces[0].path if v.node in common), None)
+
+
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     """``piece`` in the atoms of ``first`` on all axes but ``dim``, with its scale in its weight."""
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
@@ -86,8 +94,8 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     rest = tuple(dict.fromkeys(a for f, axis in zip(factors, own, strict=True) if f for a in f.atoms if a not in axis))
     sizes = [int(a.size) for a in rest if isinstance(a.size, int)]
     dtype = known[0].expr.value.dtype
-    for f in known[1:]:
-        dtype = torch.promote_types(dtype, f.expr.value.dtype)
+    for other in known[1:]:
+        dtype = torch.promote_types(dtype, other.expr.value.dtype)
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:

@@ -147,6 +147,14 @@ class LinearMap:
         return LinearMap(tuple(done), self.axis if axis is None else axis)
 
 
+class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
+    """What was joined at ``node`` and taken for columns turns out to be rows: there the walk has to end."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
 class LinearMaps:
     """The analysis over one graph. Results are kept per node; the graph is only read.
 
@@ -199,7 +207,12 @@ class LinearMaps:
                 pending.extend(needed)
                 continue
             pending.pop()
-            self._maps[current] = self._apply(current, rule)
+            try:
+                self._maps[current] = self._apply(current, rule)
+            except RowsJoined as joined:  # channels first, tokens last; maps found so far hold by themselves
+                self.stops |= {joined.node}
+                self._maps.clear()
+                pending = [node]
         return self._maps[node]
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:

@@ -16,8 +16,8 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, axis_size, fresh_axis
 from mla_compile.passes.factors import merged, narrowed
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
-from mla_compile.passes.linear_join import one_map, side_by_side
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
+from mla_compile.passes.linear_join import joint_of, one_map, side_by_side
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
 from mla_compile.passes.linear_views import broadcast_to, finish, quantizes
 
 aten = torch.ops.aten
@@ -166,6 +166,9 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
         return source.segments
     whole = one_map(source, node)
     if whole is None:
+        joint = joint_of(source)
+        if joint is not None:
+            raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
     piece = whole.pieces[0]
     size = axis_size(piece.axes[dim])

@@ -43,8 +43,7 @@ def unfollowed(
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
-        masked = (x for n in (node, *before) for x in n.all_input_nodes if _masked_product(x, tracer))
-        blame = next(lost, next(masked, node))
+        blame = next(lost, node)
         reason = f"{blame.target} between the products of an attention is not understood"
         found.append((node, Stop(blame, "unsupported_op", reason)))
     return found
@@ -84,18 +83,42 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-    sums, after = nearest(node, lambda n: n.users, tracer.is_product)
+
+    def ends(n: fx.Node) -> bool:
+        # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
+        return packet(n) in CONTRACTIONS and not any(_holds_scores(x, tracer) for x in n.all_input_nodes)
+
+    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
+    sums, after = nearest(node, lambda n: n.users, tracer.is_product, ends)
     return (before, after) if products and sums else None
 
 
-def nearest(
-    start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nearest wanted nodes, and those passed on the way.
+def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
+    """Whether a tensor has queries along one axis and keys along another; what weights have summed has not."""
+    scores = tracer.trace(node)
+    if scores is None:
+        return False
+    operands = (o.node for p in scores.products for o in (p.q, p.k))
+    return all(tracer.probabilities(o) is None for o in operands)
 
-    A projection by a weight ends the walk: it belongs to what comes before or after the attention.
-    """
+
+def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
+    if packet(probs) in SOFTMAX:
+        return (probs,)
+    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return packet(node) in CONTRACTIONS
+
+
+def nearest(
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    ends_at: Callable[[fx.Node], bool] = _is_projection,
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = list(step(start)), {start}
@@ -106,7 +129,7 @@ def nearest(
         seen.add(node)
         if wanted(node):
             ends.append(node)
-        elif packet(node) not in CONTRACTIONS:
+        elif not ends_at(node):
             passed.append(node)
             queue.extend(step(node))
     return ends, passed
@@ -116,9 +139,3 @@ def _over_one(softmax: fx.Node) -> bool:
     """Whether each score is alone, so that its weight is 1 whatever it is: the first token, without a past."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)
-
-
-def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
-    if packet(probs) in SOFTMAX:
-        return (probs,)
-    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]

@@ -285,6 +285,25 @@ def test_two_sources_side_by_side():
     assert [(s.start, s.stop) for s in lmap.segments] == [(0, N), (N, N + 3)]
 
 
+def test_rows_joined_along_the_last_axis():
+    """Channels first: what is joined along the last axis are tokens, which only the projection tells."""
+    lmap = linear_map(trace(lambda a, b, w: w @ torch.cat([a, b], -1)[:, None], [z(B, L, 4), z(B, L, 1)], [W(H, 6, L)]))
+    (piece,) = lmap.pieces
+    assert str(piece.source.target) == "aten.cat.default"
+    assert piece.projected
+
+
+def test_rows_joined_along_two_axes():
+    """Tokens along the last axis, then rows of another tensor below them: each is a source as it was joined."""
+
+    def fn(a, b, c, w):
+        return torch.cat([w @ torch.cat([a, -a], -1), torch.cat([b, c], -1)], 1)
+
+    lmap = linear_map(trace(fn, [z(B, 5, 4), z(B, 2, 4, seed=5), z(B, 2, 4, seed=6)], [W(3, 5)]))
+    assert [s.stop - s.start for s in lmap.segments] == [3, 2]
+    assert {str(p.source.target) for p in lmap.pieces} == {"aten.cat.default"}
+
+
 def test_a_bias_in_float16_is_evaluated_where_it_is_added():
     check(lambda z, w, b: F.linear(z, w) + b.double(), [z()], [W(6, L), W(6).half()])
 
@@ -302,6 +321,12 @@ STOPS = {
     "a factor per sequence": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(B, 1, 1)], []),
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
     "a sum of two sources": ("position_dependent", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
+    "a sum of columns and something else": (
+        "position_dependent",
+        lambda z, w, p, r: torch.cat([z @ w, p], -1) + r,
+        [W(L, 6)],
+        [z(B, T, 4), z(T, 10)],
+    ),
     "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "a sum with the tokens turned": (
         "position_dependent",

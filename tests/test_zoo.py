@@ -1,8 +1,9 @@
 """Every style of the zoo, through every door: the numbers and the caches stay, and the verdict is the expected one.
 
-Each file of ``tests/zoo`` is a way to write MLA, or something that looks like it (see :mod:`tests.zoo.base`). CI runs
-one session of a prefill and 8 decode steps a door; ``MLA_ZOO=long pytest -n 2 tests/test_zoo.py`` runs more seeds, more
-prompt lengths in a row on one compiled module, and both sets of dims at both doors. ``-k STYLE`` picks a style.
+Each file of ``tests/zoo`` is a way to write MLA, or something that looks like it (see :mod:`tests.zoo.base`). The doors
+take turns: each style goes through one, for a prompt and 8 decode steps. ``MLA_ZOO=doors pytest tests/test_zoo.py``
+takes each style through all three; ``MLA_ZOO=long`` does that with more seeds, more prompt lengths in a row on one
+compiled module, and both sets of dims at every door. ``-k STYLE`` picks a style.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import importlib
 import os
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +25,13 @@ from torch.utils import _pytree as pytree
 
 import mla_compile
 from mla_compile import backend
+from mla_compile.codes import CODES, Code
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.records import SiteReport
 from tests.zoo.base import Dims, NoAttention, NotCaptured, NotExported, Outcome, counted
 
 LONG = os.environ.get("MLA_ZOO") == "long"
+ALL_DOORS = LONG or os.environ.get("MLA_ZOO") == "doors"
 DECODE_STEPS = 8
 TOLERANCE = 1e-9
 
@@ -38,6 +42,9 @@ LENGTHS = (4, 1, 9) if LONG else (4,)
 
 _NOT_STYLES = ("base",)
 STYLES = sorted(p.stem for p in (Path(__file__).parent / "zoo").glob("*.py") if p.stem not in _NOT_STYLES)
+OPTIMIZE, COMPILE, EXPORT = (
+    [s for s in STYLES if ALL_DOORS or zlib.crc32(s.encode()) % 3 == door] for door in range(3)
+)  # a hash, so that a new style does not move the others
 Sites = Callable[[], list[SiteReport]]
 
 
@@ -56,13 +63,13 @@ def through_backend(module: nn.Module, forms: str) -> tuple[Any, Sites]:
     return compiled, lambda: [s for r in backend.reports() if id(r) not in before for s in r.sites]
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", OPTIMIZE)
 def test_optimized(style: str) -> None:
     for dims in variants(ODD, EQUAL):
         run(load(style), dims, through_optimize, "auto")
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", COMPILE)
 def test_torch_compile(style: str) -> None:
     """``forms="absorbed"``: the prompt is absorbed too, and what is illegal has no excuse in its price."""
     expected = load(style).EXPECTED
@@ -103,11 +110,11 @@ def run(style: Any, dims: Dims, door: Callable[[nn.Module, str], tuple[Any, Site
                     assert new == expected, describe(sites()[seen:])
                 assert set(new) <= set(expected), describe(sites()[seen:])
                 seen = len(sites())
-        if "absorbed" not in expected:
+        if not {"absorbed", "kept"} & {CODES[Code(code)].verdict for code in expected}:  # neither is the prompt
             assert not any(s.verdict == "absorbed" for s in sites()), describe(sites())
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", EXPORT)
 def test_exported(style: str) -> None:
     """A decode step as it was called, through torch.export."""
     zoo = load(style)
@@ -124,7 +131,10 @@ def test_exported(style: str) -> None:
             report = fast.graph_module.meta["mla_report"]
             got_args, got_kwargs = copy.deepcopy((args, kwargs))
             loaded = fast.module()
-            got, want = loaded(*got_args, **got_kwargs), module(*args, **kwargs)
+            torch.manual_seed(dims.seed)
+            got = loaded(*got_args, **got_kwargs)
+            torch.manual_seed(dims.seed)
+            want = module(*args, **kwargs)
         assert Counter(str(s.code) for s in report.sites) == counted(exported_as, dims), describe(report.sites)
         compare_states(zoo, "results", dict(tensors(got)), dict(tensors(want)))
         compare_states(zoo, "inputs", dict(tensors((got_args, got_kwargs))), dict(tensors((args, kwargs))))
@@ -215,10 +225,18 @@ def describe(sites: Any) -> str:
     return "; ".join(f"{s.code}: {s.reason} [{s.blame.op if s.blame else ''}]" for s in sites) or "no attention found"
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_the_file_is_complete(style: str) -> None:
-    zoo = load(style)
-    assert zoo.__doc__
-    assert callable(zoo.build)
-    several = zoo.EXPECTED if isinstance(zoo.EXPECTED, tuple) else (zoo.EXPECTED,)
-    assert all(isinstance(e, (Outcome, NoAttention, NotCaptured)) for e in several)
+def test_the_files_are_complete_and_enough() -> None:
+    verdicts = []
+    for style in STYLES:
+        zoo = load(style)
+        assert zoo.__doc__, style
+        assert callable(zoo.build), style
+        several = zoo.EXPECTED if isinstance(zoo.EXPECTED, tuple) else (zoo.EXPECTED,)
+        assert all(isinstance(e, (Outcome, NoAttention, NotCaptured)) for e in several), style
+        best = min((e.verdict for e in several), key=["absorbed", "kept", "refused", "not_mla", "none"].index)
+        verdicts.append("legal" if best == "refused" and getattr(zoo, "LEGAL", False) else best)
+    count = Counter(verdicts)
+    legal = count["absorbed"] + count["kept"] + count["legal"]
+    assert legal >= 40
+    assert count["refused"] + count["not_mla"] + count["none"] >= 20
+    assert count["absorbed"] >= 0.85 * legal, count

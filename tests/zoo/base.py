@@ -11,7 +11,10 @@ A style is a file of this folder with
   buffers of the module are compared without that.
 * optionally ``EXPORTED``: where the outcome of torch.export's door differs, that outcome, or :class:`NotExported` with
   the reason why torch.export cannot take the module;
-* optionally ``LENGTH``: the capacity of a static cache, where it is not :data:`CAPACITY`.
+* optionally ``LENGTH``: the capacity of a static cache, where it is not :data:`CAPACITY`;
+* optionally ``LEGAL = True`` where absorption would be right and is refused all the same, for the reason in the
+  docstring;
+* optionally ``TOLERANCE``, the relative error allowed, where the style itself computes below float64.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ import torch
 
 from tests.zoo.base import Refused, Usual, carried, causal
 
-EXPECTED = Refused("unsupported_op")
-BLOCK = 5
+EXPECTED = Refused("unsupported_op", 2)
+LEGAL = True
+EXPORTED = Refused("unsupported_op", 3)  # three blocks by then
+BLOCK = 3
 
 
 class Attention(Usual):

@@ -6,6 +6,7 @@ import torch
 from tests.zoo.base import Carry, Layer, Refused, causal, rope, rows
 
 EXPECTED = Refused("head_dependent_latent")
+LEGAL = True
 G = 2
 
 

@@ -7,6 +7,7 @@ import torch
 from tests.zoo.base import Refused, Usual, carried
 
 EXPECTED = Refused("token_mixing")
+LEGAL = True
 
 
 class Attention(Usual):

@@ -1,5 +1,5 @@
-"""No cache: each step runs the whole sequence again. Legal, and not worth it: there are as many queries as keys. (torch.export's
-graph is of one size, and for that, with sizes as small as here, absorbing is cheaper.)"""
+"""No cache: each step runs the whole sequence again. Legal, and not worth it: there are as many queries as keys.
+(torch.export's graph is of one size, and for that, with sizes as small as here, absorbing is cheaper.)"""
 
 import torch
 

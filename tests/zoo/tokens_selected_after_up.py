@@ -4,6 +4,7 @@ selection runs over expanded rows (selecting latents first would be legal)."""
 from tests.zoo.base import Refused, Usual, carried
 
 EXPECTED = Refused("token_mixing")
+LEGAL = True
 
 
 class Attention(Usual):
