@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import fx
 
-from mla_compile.passes.graph import args_of, axis, packet, same, shape
+from mla_compile.passes.graph import args_of, axis, is_tensor, packet, same, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.scores import SOFTMAX, ScoreTracer
@@ -53,17 +53,32 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-    sums, after = nearest(node, lambda n: n.users, tracer.is_product)
+
+    def mixes_scores(n: fx.Node) -> bool:
+        return any(tracer.trace(x) is not None and _same_shape(n, x) for x in n.all_input_nodes if is_tensor(x))
+
+    def mixes_weights(n: fx.Node) -> bool:
+        return len(shape(n)) > 2 and any(_same_shape(n, x) for x in n.all_input_nodes if is_tensor(x))
+
+    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, mixes_scores)
+    sums, after = nearest(node, lambda n: n.users, tracer.is_product, mixes_weights)
     return (before, after) if products and sums else None
 
 
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    return len(shape(a)) == len(shape(b)) and all(same(x, y) for x, y in zip(shape(a), shape(b), strict=True))
+
+
 def nearest(
-    start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    passes: Callable[[fx.Node], bool] = lambda _: False,
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """The nearest wanted nodes, and those passed on the way.
 
-    A projection by a weight ends the walk: it belongs to what comes before or after the attention.
+    A projection by a weight ends the walk, because it belongs to what comes before or after the attention, unless it
+    ``passes``: a matrix that mixes the heads of the scores.
     """
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
@@ -75,7 +90,7 @@ def nearest(
         seen.add(node)
         if wanted(node):
             ends.append(node)
-        elif packet(node) not in CONTRACTIONS:
+        elif packet(node) not in CONTRACTIONS or passes(node):
             passed.append(node)
             queue.extend(step(node))
     return ends, passed
