@@ -311,7 +311,7 @@ class Rewriter:
         probs = self.site.probs
         assert probs is not None
         order = {node: k for k, node in enumerate(probs.node.graph.nodes)}
-        for product in sorted(self.site.products, key=lambda p: order[p.node]):
+        for product in sorted(set(self.site.products), key=lambda p: order[p.node]):  # one may be read twice
             self._replace_scores(product)
         builder, plan, site = self.builder, self.plan, self.site
         outer = (*plan.batch, *site.queries, *plan.heads)

@@ -38,6 +38,21 @@ def test_scores_plus_their_own_transpose():
     refused(Symmetrised(), inputs(S=7), Code.UNSUPPORTED_OP)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_scores_added_to_themselves(scale):
+    """The product was replaced twice; folding then met the queries of the second, which nothing read any more."""
+
+    class Doubled(MLA):
+        def __init__(self):
+            super().__init__(up="two")
+
+        def attend(self, q, k, v, mask):
+            scores = q @ k.mT
+            return (scores * scale + scores).softmax(-1) @ v
+
+    absorbed(Doubled(), inputs(), fold="always")
+
+
 @pytest.mark.parametrize("part", ["values", "rotary key"])
 def test_a_column_that_stands_for_several(part):
     """The rewrite has no name for the copies: einsum had an axis that no operand has."""
