@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
 from mla_compile.passes.align import Term
-from mla_compile.passes.arrange import Sizes, arrange
+from mla_compile.passes.arrange import Sizes, arrange, spread
 from mla_compile.passes.atoms import Atom, Axis, flatten
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import letters
@@ -132,7 +132,7 @@ class Rewriter:
             total = self.builder.call(aten.add.Tensor, total, part)
         axes = self._query_axes(rows)
         target = (self.plan.batch, self.site.queries, self.plan.heads, rows.width)
-        return arrange(self.builder, self.sizes, total, axes, target)
+        return arrange(self.builder, self.sizes, spread(self.builder, self.sizes, total, flatten(axes)), axes, target)
 
     def _query_axes(self, rows: Rows) -> tuple[Axis, ...]:
         return tuple((a,) for a in (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width))
@@ -228,7 +228,14 @@ class Rewriter:
 
     def _mask_axes(self, term: MaskTerm) -> fx.Node:
         target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
-        return arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, target)
+        node, axes = term.operand.node, term.operand.axes
+        own = set(flatten(axes))
+        cut = [axis for axis in target if own & set(axis)]  # a mask for some of the heads' factors stands for all
+        if not own.issuperset(flatten(cut)):
+            atoms = flatten(cut)
+            node = arrange(self.builder, self.sizes, node, axes, [(a,) for a in atoms])
+            node, axes = spread(self.builder, self.sizes, node, atoms), tuple((a,) for a in atoms)
+        return arrange(self.builder, self.sizes, node, axes, target)
 
     # Values: from the latent to the output.
 
@@ -304,7 +311,7 @@ class Rewriter:
         probs = self.site.probs
         assert probs is not None
         order = {node: k for k, node in enumerate(probs.node.graph.nodes)}
-        for product in sorted(self.site.products, key=lambda p: order[p.node]):
+        for product in sorted(set(self.site.products), key=lambda p: order[p.node]):  # one may be read twice
             self._replace_scores(product)
         builder, plan, site = self.builder, self.plan, self.site
         outer = (*plan.batch, *site.queries, *plan.heads)

@@ -74,6 +74,8 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha: Any = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
+    if isinstance(a, (int, float)) or isinstance(b, (int, float)):
+        return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
         return unexplained(node)
     factor = sign * float(alpha)
@@ -154,7 +156,7 @@ RULES: dict[Any, Rule] = {
         permute,
     ),
     **dict.fromkeys((aten.expand, aten.expand_as), expand),
-    **dict.fromkeys((aten.repeat, aten.repeat_interleave), repeat),
+    **dict.fromkeys((aten.repeat, aten.tile, aten.repeat_interleave), repeat),
     aten.slice: slice_,
     aten.narrow: narrow,
     aten.select: select,

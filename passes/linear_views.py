@@ -126,8 +126,9 @@ def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> Linea
 
 def repeat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     source = maps.map(args_of(node)[0])
-    if packet(node) is aten.repeat:
+    if packet(node) in (aten.repeat, aten.tile):
         counts: list[Any] = list(args_of(node)[1])
+        counts = [1] * (len(shape(node)) - len(counts)) + counts  # tile takes fewer numbers than there are axes
         interleaved = False
     else:
         dim = argument(node, 2, "dim")

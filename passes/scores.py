@@ -244,6 +244,8 @@ def _sum(a: Scores, b: Scores) -> Scores | None:
         if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
             return None
         rename.update({y: (x,) for x, y in zip(own, other, strict=True) if y is not x})
+    if not set(flatten(a.axes)).isdisjoint(rename):
+        return None  # one product twice, the second time with its axes in another order
     renamed = b.split(rename)
     joined = replace(
         a,

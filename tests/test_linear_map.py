@@ -145,6 +145,8 @@ LINEAR = {
     "repeat": (lambda z, w: (z @ w)[:, None].repeat(1, H, 1, 1), [W(L, 6)]),
     "repeat along features": (lambda z, w: (z @ w).repeat(1, 1, 3), [W(L, 4)]),
     "repeat of leading axes": (lambda z, w: (z @ w).repeat(3, 1, 1, 1), [W(L, 4)]),
+    "tile": (lambda z, w: (z @ w)[:, None].tile(1, H, 1, 1), [W(L, 6)]),
+    "tile of the last axis": (lambda z, w: (z @ w).tile(3), [W(L, 4)]),
     "repeat_interleave": (lambda z, w: (z @ w).view(B, T, 2, 3).repeat_interleave(2, dim=2), [W(L, 6)]),
     "repeat, a bias for each copy, projection": (
         lambda z, b, w: F.linear(z.repeat(1, 1, 2) + b, w),
