@@ -10,6 +10,7 @@ from mla_compile.passes.graph import weight_nodes
 from mla_compile.passes.latent_cache import Past, find_caches, keep_latents
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.normalize import normalize
+from mla_compile.passes.split_products import split_products
 from mla_compile.passes.written_softmax import write_softmax
 from mla_compile.program import Program
 
@@ -23,6 +24,7 @@ def with_latent_cache(captured: Program, assume: bool = False) -> Program:
     graph = program.gm.graph
     normalize(graph)
     weights = weight_nodes(graph, program.weights)
+    split_products(graph, weights, program.fake_mode)
     write_softmax(graph, weights, program.fake_mode)
     returned: dict[fx.Node, tuple[int, ...]] = {}
     for index, value in enumerate(program.outputs):

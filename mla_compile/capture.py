@@ -20,7 +20,9 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.emit import to_exported, to_graph_module, to_plain_graph_module
 from mla_compile.errors import CaptureError, InputError
+from mla_compile.inline import levels_restored, written_out
 from mla_compile.program import Fold, Program, copy_graph, view_source
+from mla_compile.subclasses import close_subclasses, open_subclasses
 
 __all__ = [
     "Fold",
@@ -49,6 +51,8 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
         constant = _is_module_state(getattr(origin, "_dynamo_source", None)) and not _is_resized(node)
         if isinstance(value, torch.nn.Parameter) or constant:
             program.weights[node.name] = _with_values(value)
+            for part, tensor in program.parts.get(node.name, {}).items():
+                program.weights[part] = _with_values(tensor)
     return program
 
 
@@ -115,19 +119,25 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     from torch._functorch.aot_autograd import aot_export_module
 
     _refuse_autocast(gm, values)
-    flat = _flat(gm)
+    try:
+        with levels_restored():
+            flat = _flat(written_out(gm))
+            values, opened = open_subclasses(flat, values)
+    except Exception as error:  # whatever an operator, a fake kernel or a guard raises
+        raise _failure("a graph within the graph cannot be written out", error) from error
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     traced: Any
     try:
-        with torch.no_grad():
+        with torch.no_grad(), levels_restored():
             traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("the graph cannot be made functional", error) from error
-    if signature.output_tokens or signature.parameters_to_mutate:
-        what = "an operator with side effects" if signature.output_tokens else "a write to a parameter"
+    graph: fx.Graph = traced.graph
+    effects = not _drop_idle_tokens(graph, len(signature.output_tokens))
+    if effects or signature.parameters_to_mutate:
+        what = "an operator with side effects" if effects else "a write to a parameter"
         raise CaptureError(f"the graph contains {what}")
 
-    graph: fx.Graph = traced.graph
     _drop_grad_mode(graph)
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) != len(state) + len(values):
@@ -162,6 +172,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         node._rename(origin.name)
         node.target = node.name
 
+    close_subclasses(graph, opened, tuple(mutated.values()))
     mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
     used = {str(node.target) for node in _get_attrs(graph) if node.users or node.name in mutations}
     for node in _get_attrs(graph):
@@ -169,7 +180,9 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
             weights.pop(node.name, None)
             graph.erase_node(node)
     traced_gm = fx.GraphModule({target: attributes[target] for target in used}, graph)
-    return _finish(Program(traced_gm, mutations, weights, original=gm))
+    program = _finish(Program(traced_gm, mutations, weights, original=gm))
+    program.parts = {one.name: {name: tensor for name, _, tensor in one.parts} for one in opened}
+    return program
 
 
 def _finish(program: Program) -> Program:
@@ -206,6 +219,22 @@ def _refuse_autocast(gm: fx.GraphModule, values: Sequence[Any]) -> None:
         raise CaptureError(
             "autocast is active and its casts are not in the graph; cast the model with .to(dtype) instead"
         )
+
+
+def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
+    """Removes the first ``count`` inputs and results, tokens that order side effects, if nothing else touches them.
+
+    A composite operator that checks its input (linalg_solve) asks for a token; it stands in the graph and checks.
+    """
+    tokens = graph.find_nodes(op="placeholder")[:count]
+    output = graph.output_node()
+    returned: Any = output.args[0]
+    if list(returned[:count]) != tokens or any(len(token.users) != 1 for token in tokens):
+        return False
+    output.args = (tuple(returned[count:]),)
+    for token in tokens:
+        graph.erase_node(token)
+    return True
 
 
 def _drop_grad_mode(graph: fx.Graph) -> None:

@@ -2,11 +2,13 @@
 
 latent_cache       before everything: K and V that the caller keeps become rows, and are no expanded cache any more;
 normalize,
+write_flex,
 split_products,
 write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
+restore_flex       before any rewrite: what is not absorbed keeps its kernel;
 absorb             rewrites the sites that were judged legal and worth it;
 verify             checks each distinct rewrite against float64 while the original is still at hand;
 fold               after verify, whose inputs are the unfolded queries;
@@ -36,6 +38,7 @@ from mla_compile.options import Options
 from mla_compile.passes.absorb import Absorbed, absorb
 from mla_compile.passes.cost import Part, default_device
 from mla_compile.passes.find_attention import find_attention
+from mla_compile.passes.flex import restore_flex, write_flex
 from mla_compile.passes.fold import fold
 from mla_compile.passes.graph import remove_dead_code, weight_nodes
 from mla_compile.passes.judge import Verdict, judge
@@ -137,6 +140,7 @@ def _run_once(
     graph = program.gm.graph
     clock = _Clock(program, [kept])
     clock.run("normalize", lambda: normalize(graph), int)
+    flex = clock.run("write_flex", lambda: write_flex(program.gm, program.fake_mode), len)
     weights = weight_nodes(graph, program.weights)
     clock.run("split_products", lambda: split_products(graph, weights, program.fake_mode), int)
     clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)
@@ -153,6 +157,8 @@ def _run_once(
         for v in verdicts
     ]
     chosen = [v for v in verdicts if v.absorb]
+    absorbing = {v.site.node for v in chosen}
+    clock.run("restore_flex", lambda: restore_flex(graph, flex, absorbing), int)
     before = copy.deepcopy(graph) if options.verify and chosen else None
     rewritten = clock.run("absorb", lambda: _absorb_all(program, chosen), len)
     checks: dict[str, Check] = {}

@@ -41,6 +41,7 @@ class Program:
         aliases: index of a returned value -> the mutated input it is a view of. The views are made again on the input
             after it was written, so that the caller gets the input's memory as in the original program.
         original: what was captured, for the way back out.
+        parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
     """
@@ -52,6 +53,7 @@ class Program:
     fake_mode: Any = None
     aliases: dict[int, str] = field(default_factory=dict)
     original: Any = None
+    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     latents: dict[str, Any] = field(default_factory=dict)
     cache: Any = None
 
@@ -65,6 +67,7 @@ class Program:
             fake_mode=self.fake_mode,
             aliases=dict(self.aliases),
             original=self.original,
+            parts=self.parts,
             latents=dict(self.latents),
             cache=self.cache,
         )

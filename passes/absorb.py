@@ -29,7 +29,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
-from mla_compile.passes.arrange import arrange
+from mla_compile.passes.arrange import arrange, spread
+from mla_compile.passes.atoms import flatten
 from mla_compile.passes.graph import val
 from mla_compile.passes.plan import AbsorbPlan
 from mla_compile.passes.products import Products
@@ -144,6 +145,7 @@ class Whole(Sides):
         if total is None:
             return None
         total = self.builder.call(aten.mul.Tensor, total, self.site.scale)
+        total = spread(self.builder, self.sizes, total, order)
         target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
         return arrange(self.builder, self.sizes, total, tuple((a,) for a in order), target)
 
@@ -155,4 +157,11 @@ class Whole(Sides):
 
     def _mask_axes(self, term: MaskTerm) -> fx.Node:
         target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
-        return arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, target)
+        node, axes = term.operand.node, term.operand.axes
+        own = set(flatten(axes))
+        cut = [axis for axis in target if own & set(axis)]  # a mask for some of the heads' factors stands for all
+        if not own.issuperset(flatten(cut)):
+            atoms = flatten(cut)
+            node = arrange(self.builder, self.sizes, node, axes, [(a,) for a in atoms])
+            node, axes = spread(self.builder, self.sizes, node, atoms), tuple((a,) for a in atoms)
+        return arrange(self.builder, self.sizes, node, axes, target)

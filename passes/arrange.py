@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.atoms import Atom, Axes, Axis, flatten
-from mla_compile.passes.graph import Builder
+from mla_compile.passes.graph import Builder, size, val
 
 aten = torch.ops.aten
 Dim: TypeAlias = "int | fx.Node"
@@ -85,3 +85,12 @@ def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: S
         if not axis:
             node = builder.call(aten.unsqueeze.default, node, k)
     return node
+
+
+def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
+    """``node``, one axis per atom, with the axes of size 1 made as long as their atoms."""
+    short = [size(d) == 1 for d in val(node).shape]
+    if not any(short):
+        return node
+    shape = [sizes.of(a) if one else -1 for a, one in zip(atoms, short, strict=True)]
+    return builder.call(aten.expand.default, node, shape)

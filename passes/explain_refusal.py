@@ -7,13 +7,16 @@ none, the attention is plain MHA, GQA or MQA.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from mla_compile.passes.graph import ancestors, bytes_hint, is_tensor, packet
+from mla_compile.passes.graph import ancestors, args_of, bytes_hint, is_tensor, packet
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
 from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite
+
+aten = torch.ops.aten
 
 # Codes behind which there may be a cause that says more.
 _SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
@@ -32,6 +35,10 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
             found = None if piece.source is None else _explained(piece.source, maps, own)
             if found is not None:
                 return found
+    if failed.code == "not_mla" and _made_outside(site, maps):
+        return Stop(
+            site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
+        )
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
 
 
@@ -44,14 +51,28 @@ def _explained(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | N
     return _behind(source, maps, own) or _blocked_projection(source, maps, own)
 
 
+def _made_outside(site: AttentionSite, maps: LinearMaps) -> bool:
+    """Whether no weight of this graph has a part in K and V."""
+    operands = (*(p.k.node for p in site.products), site.v.node)
+    return not any(maps.is_weight(a) for node in operands for a in (node, *ancestors(node)) if a.op != "get_attr")
+
+
 def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
     """Why ``source``, a product of rows and a weight, is none that a map can be drawn through."""
     stop = maps.reasons.get(source)
-    if stop is None or packet(source) not in CONTRACTIONS or not any(maps.is_weight(n) for n in source.all_input_nodes):
+    if stop is None or packet(source) not in CONTRACTIONS:
+        return None
+    if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
     if all(n in own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
     return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether a projection by computed weights makes rows wider than those it reads."""
+    rows = args_of(node)[0]
+    return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
 def of_queries(site: AttentionSite) -> set[fx.Node]:

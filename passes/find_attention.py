@@ -3,13 +3,15 @@
 Two kinds are found: PyTorch's fused ``scaled_dot_product_attention`` node, and a softmax between two products of
 activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes in any order in between. Axes are followed as
 atoms, so heads may be anywhere and batch and heads may be merged. An attention in which something else happens between
-the products (a sink, a soft cap, probabilities returned to the caller) is found too and marked ``open_core``.
+the products (a sink, a soft cap, probabilities returned to the caller, exponentials that are divided by their sum after
+they met the values) is found too and marked ``open_core``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,7 +20,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axes, Axis, flatten, fresh_axis
 from mla_compile.passes.graph import ancestors, argument, packet, same, shape, size, val
 from mla_compile.passes.linear_map import Stop
-from mla_compile.passes.scores import Scores, ScoreTracer, align_right, product_labels
+from mla_compile.passes.scores import Scores, ScoreTracer, align_right, oriented, product_labels
 from mla_compile.passes.site import AttentionSite, MaskTerm, Operand, Product
 
 aten = torch.ops.aten
@@ -126,7 +128,7 @@ def _close(
     node: fx.Node, scores: Scores, p: fx.Node, p_labels: str, v: fx.Node, v_labels: str, out_labels: str
 ) -> AttentionSite | None:
     summed = [c for c in p_labels if c not in out_labels]
-    if len(summed) != 1 or summed[0] not in v_labels or not scores.softmax:
+    if len(summed) != 1 or summed[0] not in v_labels:
         return None
     axis_of = dict(zip(p_labels, scores.axes, strict=True))
     for label, s in zip(v_labels, shape(v), strict=True):
@@ -134,7 +136,9 @@ def _close(
             axis_of[label] = fresh_axis(s)
     v_axes = tuple(() if same(s, 1) else axis_of[c] for c, s in zip(v_labels, shape(v), strict=True))
     keys = axis_of[summed[0]]
-    out_axes = tuple(axis_of[c] for c in out_labels)
+    if not scores.normalized:  # then what the values are summed over are the keys
+        scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products), softmax=keys)
+    out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
     # What only the queries have is query tokens; of several such axes the innermost (the others are heads: MQA).

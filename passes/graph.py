@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -128,6 +128,27 @@ class Builder:
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if val(node).dtype == dtype else self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
+
+
+def splice(
+    gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
+) -> tuple[fx.Node, ...]:
+    """Adds the operators of ``traced`` before ``anchor`` and returns its results. Its constants go into ``gm``."""
+    env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with anchor.graph.inserting_before(anchor):
+        for own in traced.graph.nodes:
+            if own.op in ("placeholder", "output"):
+                continue
+            node = env[own] = anchor.graph.node_copy(own, lambda n: env[n])
+            node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
+            if own.op == "get_attr":
+                name = str(own.target)
+                while hasattr(gm, name):
+                    name += "_"
+                setattr(gm, name, getattr(traced, str(own.target)))
+                node.target = name
+    returned: Any = traced.graph.output_node().args[0]
+    return tuple(env[n] for n in (returned if isinstance(returned, (tuple, list)) else (returned,)))
 
 
 def evaluate_fake(

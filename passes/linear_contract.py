@@ -17,8 +17,9 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axis, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
-from mla_compile.passes.graph import args_of, argument, packet, shape, val
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
+from mla_compile.passes.graph import args_of, argument, axis, packet, same, shape, val
+from mla_compile.passes.linear_join import joint_of, one_map
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
 
 aten = torch.ops.aten
 
@@ -104,11 +105,16 @@ def contract(
     if problem is not None:
         return problem
     source = maps.map(x)
+    if source.axis is not None and labels[source.axis] not in out:
+        source = one_map(source, node) or source
     if source.axis is None:
         return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out, maps.per_row))
     label = labels[source.axis]
     if label not in out:
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
+    joint = None if any(p.projected for p in source.pieces) else joint_of(source)
+    if joint is not None and label not in weight_labels and any(c not in out for c in labels):
+        raise RowsJoined(joint)
     done: list[Segment] = []
     for s in source.segments:
         part = weight
@@ -171,7 +177,9 @@ def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, facto
 
 def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
-    if not maps.is_weight(weight) or maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
+    if not maps.is_weight(weight) and not maps.is_weight(x):
+        return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
+    if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(node)
     labels = _ALPHABET[: len(shape(x))]
     expr = maps.leaf(weight)
@@ -181,12 +189,12 @@ def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node)
 
 
-def _with_bias(source: LinearMap, bias: Expr, node: fx.Node) -> LinearMap | Stop:
-    """``source + bias`` where the bias lies along the last axis, which is not segmented."""
+def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> LinearMap | Stop:
+    """``source + bias`` where the bias lies along axis ``dim``, which is not segmented."""
 
     def add(piece: Piece) -> Piece | Stop:
         labels = _ALPHABET[: len(piece.axes)]
-        bound = _bind(piece, node, labels, bias, labels[-1])
+        bound = _bind(piece, node, labels, bias, labels[dim])
         if isinstance(bound, Stop):
             return bound
         return replace(piece, bias=total(piece.bias, bound[0]))
@@ -217,6 +225,28 @@ def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return _with_bias(result, maps.leaf(bias), node)
 
 
+def convolution(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """A convolution of kernel size 1 over [B,C,...] is a product with a matrix [out,C]; any other mixes tokens."""
+    x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
+    rank = len(shape(x))
+    if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):
+        return unexplained(node)
+    expr = maps.leaf(weight)
+    pointwise = len(expr.value.shape) == rank and rank > 2 and all(same(s, 1) for s in shape(weight)[2:])
+    whole = all(same(a, b) for a, b in zip(shape(x)[2:], shape(node)[2:], strict=True))  # no stride, no padding
+    if not pointwise or not whole or not same(shape(weight)[1], shape(x)[1]) or _padded(node):
+        return unexplained(node)
+    labels = _ALPHABET[:rank]
+    out = labels[0] + "z" + labels[2:]
+    result = contract(maps, node, x, labels, expr.view(expr.shape[:2]), "z" + labels[1], out)
+    return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node, 1)
+
+
+def _padded(node: fx.Node) -> bool:
+    padding = argument(node, 4, "padding", 0)
+    return padding not in (0, [0], [0, 0], [0, 0, 0], (0,), (0, 0), (0, 0, 0), "valid", "same")
+
+
 def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     parsed = parse_einsum(node)
     if parsed is None:
@@ -235,6 +265,42 @@ def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         where = None if source.axis is None else order.index(source.axis)
         return source.each(lambda p: replace(p, axes=tuple(p.axes[d] for d in order)).visited(node), where)
     return contract(maps, node, operands[at], inputs[at], maps.leaf(operands[1 - at]), inputs[1 - at], out)
+
+
+def tensordot(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """The axes that are left, first those of one operand, then those of the other."""
+    a, b, dims_a, dims_b = args_of(node)[:4]
+    if maps.is_weight(a) == maps.is_weight(b):
+        return unexplained(node)
+    ra, rb = len(shape(a)), len(shape(b))
+    left, right = list(_ALPHABET[:ra]), list(_ALPHABET[ra : ra + rb])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[axis(j, rb)] = left[axis(i, ra)]
+    out = "".join([*(c for c in left if c not in right), *(c for c in right if c not in left)])
+    x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
+    return contract(maps, node, x, "".join(labels), maps.leaf(weight), "".join(weight_labels), out)
+
+
+def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
+    x: Any = args_of(norm)[0]
+    weight, bias, mean, var = args_of(norm)[1:5]
+    whole = packet(norm) is aten.batch_norm
+    if whole and args_of(norm)[5]:  # statistics of this call
+        return unexplained(norm)
+    if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):
+        return unexplained(norm)
+    factor = maps.leaf(var).call(aten.add.Scalar, args_of(norm)[7 if whole else 6]).call(aten.rsqrt.default)
+    if weight is not None:
+        factor = factor.call(aten.mul.Tensor, maps.leaf(weight))
+    shift = maps.leaf(mean).call(aten.mul.Tensor, factor).call(aten.neg.default)
+    if bias is not None:
+        shift = shift.call(aten.add.Tensor, maps.leaf(bias))
+    labels = _ALPHABET[: len(shape(x))]
+    scaled_map = contract(maps, node, x, labels, factor, labels[1], labels)
+    if isinstance(scaled_map, Stop):
+        return scaled_map
+    return unexplained(norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
 
 
 def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
@@ -260,4 +326,7 @@ CONTRACTIONS: dict[Any, Callable[[LinearMaps, fx.Node], LinearMap | Stop]] = {
     aten.linear: linear,
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,
+    aten.tensordot: tensordot,
+    aten.batch_norm: lambda maps, node: batch_norm(maps, node, node),
+    **dict.fromkeys((aten.conv1d, aten.conv2d), convolution),
 }

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.atoms import Atom, Axes, Axis, Split, flatten, fresh_axes, substitute
 from mla_compile.passes.expr import Expr
-from mla_compile.passes.graph import is_tensor, packet, shape, val
+from mla_compile.passes.graph import args_of, argument, is_tensor, packet, shape, val
 
 aten = torch.ops.aten
 
@@ -147,6 +147,14 @@ class LinearMap:
         return LinearMap(tuple(done), self.axis if axis is None else axis)
 
 
+class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
+    """What was joined at ``node`` and taken for columns turns out to be rows: there the walk has to end."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
 class LinearMaps:
     """The analysis over one graph. Results are kept per node; the graph is only read.
 
@@ -199,7 +207,12 @@ class LinearMaps:
                 pending.extend(needed)
                 continue
             pending.pop()
-            self._maps[current] = self._apply(current, rule)
+            try:
+                self._maps[current] = self._apply(current, rule)
+            except RowsJoined as joined:  # channels first, tokens last; maps found so far hold by themselves
+                self.stops |= {joined.node}
+                self._maps.clear()
+                pending = [node]
         return self._maps[node]
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
@@ -294,6 +307,13 @@ _TOKEN_MIXING = [
 ]
 
 
+def _over_rows(node: fx.Node) -> bool:
+    """Whether a reduction leaves the last axis alone."""
+    dims, rank = argument(node, 1, "dim"), len(shape(args_of(node)[0]))
+    several = dims if isinstance(dims, (list, tuple)) else [dims]
+    return bool(several) and all(isinstance(d, int) and d % rank != rank - 1 for d in several)
+
+
 def unexplained(node: fx.Node) -> Stop:
     """What can be said of an operator that has no rule, or whose rule found it used in another way."""
     if node.op != "call_function":
@@ -301,6 +321,8 @@ def unexplained(node: fx.Node) -> Stop:
     if packet(node) is operator.getitem and packet(node.args[0]) is aten.native_dropout:
         return Stop(node, "dropout", "dropout is active")
     name = getattr(packet(node), "__name__", str(node.target))
+    if name in ("sum", "mean", "amax", "amin", "logsumexp") and _over_rows(node):
+        return Stop(node, "token_mixing", f"{name} over another axis than the last")
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
     if name in _TOKEN_MIXING:

@@ -17,7 +17,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom
 from mla_compile.passes.factors import scaled, total
 from mla_compile.passes.graph import args_of, is_tensor, packet, same, shape, val
-from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, multiply_weight
+from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Stop, unexplained
 from mla_compile.passes.linear_segments import (
     FILLS,
@@ -30,6 +30,7 @@ from mla_compile.passes.linear_segments import (
     select,
     slice_,
     slice_scatter,
+    stack,
 )
 from mla_compile.passes.linear_views import dropout, expand, finish, permute, repeat, same_values, view
 
@@ -73,6 +74,8 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha: Any = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
+    if isinstance(a, (int, float)) or isinstance(b, (int, float)):
+        return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
         return unexplained(node)
     factor = sign * float(alpha)
@@ -81,6 +84,8 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(a):
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
     left, right = maps.map(a), maps.map(b)
+    if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
+        return Stop(node, "position_dependent", "a sum of maps of different sources")
     for m, x in ((left, a), (right, b)):
         if len(shape(x)) != len(shape(node)) or m.axis is not None:
             return Stop(node, "unsupported_op", "a sum of maps with different columns")
@@ -120,6 +125,14 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     return replace(a, weight=weight, scale=1.0)
 
 
+def part_of_several(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """One result of an operator that has several: a part of a split, or what a batch norm makes of its input."""
+    whole: Any = args_of(node)[0]
+    if packet(whole) is aten._native_batch_norm_legit_no_training and args_of(node)[1] == 0:
+        return batch_norm(maps, node, whole)
+    return getitem(maps, node)
+
+
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (
@@ -136,15 +149,21 @@ RULES: dict[Any, Rule] = {
         ),
         view,
     ),
-    **dict.fromkeys((aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes), permute),
+    **dict.fromkeys(
+        (
+            aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.movedim, aten.moveaxis,
+        ),
+        permute,
+    ),
     **dict.fromkeys((aten.expand, aten.expand_as), expand),
-    **dict.fromkeys((aten.repeat, aten.repeat_interleave), repeat),
+    **dict.fromkeys((aten.repeat, aten.tile, aten.repeat_interleave), repeat),
     aten.slice: slice_,
     aten.narrow: narrow,
     aten.select: select,
-    operator.getitem: getitem,
+    operator.getitem: part_of_several,
     **dict.fromkeys(FILLS, nothing),
     **dict.fromkeys((aten.cat, aten.concat), cat),
+    aten.stack: stack,
     aten.copy: copy,
     aten.slice_scatter: slice_scatter,
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),

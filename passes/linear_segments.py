@@ -16,7 +16,8 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, axis_size, fresh_axis
 from mla_compile.passes.factors import merged, narrowed
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Segment, Stop, unexplained
+from mla_compile.passes.linear_join import joint_of, one_map, side_by_side
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
 from mla_compile.passes.linear_views import broadcast_to, finish, quantizes
 
 aten = torch.ops.aten
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 
 def part(source: LinearMap, dim: int, start: int, stop: int, step: int, node: fx.Node) -> LinearMap | Stop:
     """Positions ``start:stop:step`` of axis ``dim``."""
+    if source.axis == dim and step != 1:
+        source = one_map(source, node) or source
     if source.axis == dim:
         if step != 1:
             return Stop(node, "unsupported_op", "a strided slice across columns from different sources")
@@ -161,9 +164,13 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
     """``source`` as segments along ``dim``."""
     if source.axis == dim:
         return source.segments
-    if source.axis is not None:
+    whole = one_map(source, node)
+    if whole is None:
+        joint = joint_of(source)
+        if joint is not None:
+            raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
-    piece = source.pieces[0]
+    piece = whole.pieces[0]
     size = axis_size(piece.axes[dim])
     if not isinstance(size, int):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -191,7 +198,8 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         sources.append(source)
     if len(sources) == 1:
         return finish(sources[0], node)
-    if not _joinable(sources, dim, rank):
+    features = _joinable(sources, dim, rank)
+    if not features and not all(same(shape(x)[dim], 1) for x in inputs):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
     joined: list[Segment] = []
     offset = 0
@@ -202,8 +210,25 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         joined += [Segment(offset + s.start, offset + s.stop, s.piece) for s in segments]
         offset = joined[-1].stop
     joined = [s for s in joined if s.start < s.stop] or joined[:1]
+    if not features:  # one number wide each: heads that were projected one by one, or tokens
+        piece = side_by_side(joined, dim, node)
+        return LinearMap.single(piece) if piece else Stop(node, "token_mixing", "rows of several tensors are joined")
     result = LinearMap(tuple(joined), dim) if len(joined) > 1 else LinearMap.single(joined[0].piece)
     return finish(result, node)
+
+
+def stack(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """Maps of the same rows along a new axis (heads that were projected one by one)."""
+    dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
+    segments: list[Segment] = []
+    for k, x in enumerate(args_of(node)[0]):
+        source = None if maps.is_weight(x) else one_map(maps.map(x), node)
+        if source is None:
+            return unexplained(node)
+        (piece,) = source.pieces
+        segments.append(Segment(k, k + 1, replace(piece, axes=(*piece.axes[:dim], (), *piece.axes[dim:]))))
+    joined = side_by_side(segments, dim, node)
+    return unexplained(node) if joined is None else LinearMap.single(joined)
 
 
 def copy(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:

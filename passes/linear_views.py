@@ -11,6 +11,7 @@ from torch import fx
 
 from mla_compile.passes.atoms import Axis, axis_size, flatten, fresh_axis, regroup
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
+from mla_compile.passes.linear_join import one_map
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop, unexplained
 
 aten = torch.ops.aten
@@ -46,8 +47,11 @@ def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     source = maps.map(args_of(node)[0])
     new, old = shape(node), shape(args_of(node)[0])
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
-    if source.axis is not None and at is None:
-        return Stop(node, "unsupported_op", "a reshape across columns that come from different sources")
+    if at is None:
+        whole = one_map(source, node)
+        if whole is None:
+            return Stop(node, "unsupported_op", "a reshape across columns that come from different sources")
+        source = whole
 
     def reshape(piece: Piece) -> Piece | Stop:
         sizes = list(new)
@@ -86,6 +90,13 @@ def permute(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     op = packet(node)
     if op is aten.permute:
         order = [axis(d, rank) for d in args_of(node)[1]]
+    elif op in (aten.movedim, aten.moveaxis):
+        source_dims, target_dims = args_of(node)[1], args_of(node)[2]
+        if isinstance(source_dims, int):
+            source_dims, target_dims = [source_dims], [target_dims]
+        moved = {axis(b, rank): axis(a, rank) for a, b in zip(source_dims, target_dims, strict=True)}
+        left = iter(d for d in range(rank) if d not in moved.values())
+        order = [moved[d] if d in moved else next(left) for d in range(rank)]
     elif op in (aten.t, aten.numpy_T, aten.mT):
         order = order[::-1] if op is not aten.mT else [*order[:-2], order[-1], order[-2]]
     else:
@@ -115,8 +126,9 @@ def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> Linea
 
 def repeat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     source = maps.map(args_of(node)[0])
-    if packet(node) is aten.repeat:
+    if packet(node) in (aten.repeat, aten.tile):
         counts: list[Any] = list(args_of(node)[1])
+        counts = [1] * (len(shape(node)) - len(counts)) + counts  # tile takes fewer numbers than there are axes
         interleaved = False
     else:
         dim = argument(node, 2, "dim")
@@ -130,7 +142,10 @@ def repeat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     extra = len(counts) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
     if at is not None and counts[at] != 1:
-        return Stop(node, "unsupported_op", "columns from different sources are repeated")
+        whole = one_map(source, node)
+        if whole is None:
+            return Stop(node, "unsupported_op", "columns from different sources are repeated")
+        source, at = whole, None
 
     def tile(piece: Piece) -> Piece:
         axes: list[Axis] = []

@@ -4,6 +4,7 @@ The proof obligations, checked here one by one on the aligned maps:
 
 * every key-token atom is a token of every source (else tokens are mixed);
 * no weight or bias depends on a token or batch atom (else it depends on the position);
+* a column of the rows or of the values is not another one repeated;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
 * the keys come from at most two row tensors, the values from one.
 
@@ -203,6 +204,10 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -
         for atom in site.keys:
             if t.piece.source is not None and t.kind(atom) != "token":
                 return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
+        known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
+        summed = t.product is not None and t.piece.weight is not None  # into the query, repeated columns too
+        if t.piece.source is not None and not summed and not known.issuperset(t.features):
+            return Stop(node, "unsupported_op", "one column of the rows stands for several")
         tokens = {t.at[a] for a in (*batch, *site.keys) if a in t.at}
         for factor in (t.piece.weight, t.piece.bias):
             if factor is not None and any(a in tokens for a in factor.atoms):

@@ -45,7 +45,7 @@ class Products(Sides):
         if self.plan.keys:
             assert site.probs is not None
             order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
-            for product in sorted(site.products, key=lambda p: order[p.node]):
+            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # one may be read twice
                 self._replace_scores(product)
         if not self.plan.vals:
             return site.node

@@ -35,13 +35,18 @@ class Padded:
 
 @dataclass(frozen=True)
 class Scores:
-    """``scale * sum(products)`` with masks, possibly after a softmax over the atoms ``softmax``."""
+    """``scale * sum(products)`` with masks, possibly ``normalized`` by a softmax over the atoms ``softmax``.
+
+    ``exponential``: an exponential was taken of the scores without a softmax that is known as one.
+    """
 
     axes: Axes
     products: tuple[Product, ...]
     scale: float = 1.0
     masks: tuple[MaskTerm, ...] = ()
     softmax: Axis = ()
+    normalized: bool = False
+    exponential: bool = False
     open_core: str | None = None
     problem: Stop | None = None
     padded: tuple[Padded, ...] = ()
@@ -87,7 +92,7 @@ class ScoreTracer:
 
     def probabilities(self, node: fx.Node) -> Scores | None:
         scores = self.trace(node)
-        return scores if scores is not None and scores.softmax else None
+        return scores if scores is not None and (scores.normalized or scores.exponential) else None
 
     def trace(self, node: fx.Node) -> Scores | None:
         if node not in self._seen:
@@ -121,7 +126,7 @@ def _product(node: fx.Node) -> Scores | None:
 
     features = axis_of[summed[0]]
     # Which side is the query is settled at the softmax (its axis belongs to the keys); until then left is.
-    axes = tuple(axis_of[c] for c in out)
+    axes = tuple(axis_of.get(c, ()) for c in out)  # an axis that a sum keeps has no label
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
 
@@ -135,7 +140,7 @@ def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
     """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
-    if old == new or scores.softmax:
+    if old == new or scores.normalized:
         return scores
     narrower = new if torch.finfo(new).max < torch.finfo(old).max else None
     masks = (replace(m, fill=_rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
@@ -200,7 +205,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(a) if isinstance(a, fx.Node) else None
     if scores is None or not isinstance(a, fx.Node) or not _keeps_shape(node, a):
         return None
-    if not isinstance(b, (int, float)) or scores.softmax:
+    if not isinstance(b, (int, float)) or scores.normalized:
         return scores.opened("scores or probabilities are multiplied by a tensor")
     by = 1.0 / b if packet(node) is aten.div else float(b)
     dtype = val(node).dtype
@@ -225,20 +230,22 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores, other, x = (left, b, a) if left is not None else (right, a, b)
     if scores is None or not _keeps_shape(node, x):
         return None
-    if scores.softmax or alpha != 1 or not is_tensor(other):
+    if scores.normalized or alpha != 1 or not is_tensor(other):
         return scores.opened("something is added to the probabilities")
     return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
 
 
 def _sum(a: Scores, b: Scores) -> Scores | None:
     """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
-    if a.softmax or b.softmax or a.padded or b.padded or len(a.axes) != len(b.axes):
+    if a.normalized or b.normalized or a.padded or b.padded or len(a.axes) != len(b.axes):
         return None
     rename: Split = {}
     for own, other in zip(a.axes, b.axes, strict=True):
         if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
             return None
         rename.update({y: (x,) for x, y in zip(own, other, strict=True) if y is not x})
+    if not set(flatten(a.axes)).isdisjoint(rename):
+        return None  # one product twice, the second time with its axes in another order
     renamed = b.split(rename)
     joined = replace(
         a,
@@ -265,7 +272,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     if scores is None or not isinstance(x, fx.Node) or not is_tensor(mask) or not _keeps_shape(node, x):
         return None
     number = _constant(value)
-    if number is None or scores.softmax:
+    if number is None or scores.normalized:
         return scores.opened("scores are replaced by a tensor")
     operand = Operand(mask, align_right(mask, scores.axes))
     return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=_rounded(number, val(node).dtype))))
@@ -285,24 +292,30 @@ def _constant(value: object) -> float | None:
 
 def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(args_of(node)[0])
-    if scores is None or scores.softmax:
+    if scores is None or scores.normalized:
         return None
     scores = _converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
     scores = scores.opened("the softmax runs over more than the keys") if scores.padded else scores
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
-    products = tuple(_oriented(p, over) for p in scores.products)
+    products = tuple(oriented(p, over) for p in scores.products)
     if packet(node) is aten._safe_softmax:
         scores = scores.opened("a softmax that gives zeros for empty rows")
-    return replace(scores, products=products, softmax=over)
+    return replace(scores, products=products, softmax=over, normalized=True)
 
 
-def _oriented(product: Product, keys: Axis) -> Product:
+def oriented(product: Product, keys: Axis) -> Product:
     """The operand that has the softmax's axis is the key."""
     if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
         return replace(product, q=product.k, k=product.q)
     return product
+
+
+def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """The exponential of a softmax that is written in a way of its own (divided last, with one more in the sum)."""
+    scores = tracer.trace(args_of(node)[0])
+    return None if scores is None else replace(scores.opened("weights that no softmax made"), exponential=True)
 
 
 def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -322,7 +335,7 @@ def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     for k, x in enumerate(inputs):
         scores = tracer.trace(x)
         start = sum(shape(before)[dim] for before in inputs[:k])
-        if scores is not None and not scores.softmax and isinstance(start, int):
+        if scores is not None and not scores.normalized and isinstance(start, int):
             longer = Atom(shape(node)[dim])
             axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
             padded = (*scores.padded, Padded(longer, scores.axes[dim], start))
@@ -346,7 +359,7 @@ def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     return replace(scores, axes=axes)
 
 
-_PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum}
+_PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum, aten.sum}
 _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys(_SAME, _pass_through),
     **dict.fromkeys((aten.dropout, operator.getitem), _dropout),
@@ -358,6 +371,7 @@ _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys((aten.masked_fill, aten.where), _fill),
     **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    aten.exp: _exponential,
     aten.cat: _cat,
     aten.slice: _slice,
 }
@@ -379,6 +393,8 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
             return None
         (a, b), out = parsed
         return (operands[0], a), (operands[1], b), out
+    if op is aten.sum:
+        return _multiplied_and_summed(node)
     if op not in (aten.matmul, aten.bmm, aten.mm):
         return None
     left, right = args_of(node)[0], args_of(node)[1]
@@ -391,3 +407,20 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
     la = batch[len(batch) - (ra - 2) :] + "xy"
     lb = batch[len(batch) - (rb - 2) :] + "yz"
     return (left, la), (right, lb), batch + "xz"
+
+
+def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
+    """``(a * b).sum(dim)``, where one operand is broadcast along some axis and so the sum is no product of equals."""
+    times, dims, kept = args_of(node)[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
+    if packet(times) is not aten.mul or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return None
+    left, right = args_of(times)[:2]
+    rank = len(shape(times))
+    if not is_tensor(left) or not is_tensor(right) or not len(shape(left)) == len(shape(right)) == rank:
+        return None
+    dim = axis(dims[0], rank)
+    ones = [(same(a, 1), same(b, 1)) for a, b in zip(shape(left), shape(right), strict=True)]
+    if any(ones[dim]) or not any(a != b for a, b in ones) or val(node).dtype != val(times).dtype:
+        return None
+    labels = "abcdefghijklmnopqrstuvw"[:rank]
+    return (left, labels), (right, labels), labels.replace(labels[dim], "z" if kept else "")

@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.align import Term
-from mla_compile.passes.arrange import Sizes, arrange
+from mla_compile.passes.arrange import Sizes, arrange, spread
 from mla_compile.passes.atoms import Atom, Axis, flatten
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import letters
@@ -58,7 +58,7 @@ class Sides:
             total = self.builder.call(aten.add.Tensor, total, part)
         axes = self._query_axes(rows)
         target = (self.plan.batch, self.site.queries, self.plan.heads, rows.width)
-        return arrange(self.builder, self.sizes, total, axes, target)
+        return arrange(self.builder, self.sizes, spread(self.builder, self.sizes, total, flatten(axes)), axes, target)
 
     def _query_axes(self, rows: Rows) -> tuple[Axis, ...]:
         return tuple((a,) for a in (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import torch
 from torch import fx
 
 from mla_compile.passes.graph import args_of, axis, packet, same, shape
@@ -24,14 +25,14 @@ def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
     """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
+    found = [(n, Stop(n, "unsupported_op", reason)) for n in graph.nodes if (reason := _nested(graph, n)) is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
     missing = [n for n in softmaxes if n not in known and not _over_one(n)]
     if not missing:
-        return []
+        return found
     tracer = ScoreTracer(weights)
     order = {n: i for i, n in enumerate(graph.nodes)}
-    found: list[tuple[fx.Node, Stop]] = []
     for node in missing:
         around = between_products(node, tracer)
         if around is None:
@@ -48,23 +49,76 @@ def unfollowed(
     return found
 
 
+_FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
+
+
+def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
+    """Why ``node`` is an attention that cannot be looked into: one operator of it, or of a graph that holds it."""
+    if node.op != "call_function" or packet(node) is torch.ops.aten.scaled_dot_product_attention:
+        return None
+    name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+    name = name or getattr(packet(node), "__name__", "")
+    if any(word in name for word in _FUSED):
+        return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        owner = graph.owning_module
+        graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        if any(isinstance(g, fx.GraphModule) and _attends(g) for g in graphs):
+            return f"the attention is in a graph of its own, which {name} calls"
+    return None
+
+
+def _attends(gm: fx.GraphModule) -> bool:
+    """Whether a nested graph, or one nested in it, has a softmax or a fused attention."""
+    return any(
+        packet(node) in SOFTMAX or any(word in str(node.target) for word in _FUSED)
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
 def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
     """What lies between a softmax and the products before and after it.
 
     ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
     """
-    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product)
-    sums, after = nearest(node, lambda n: n.users, tracer.is_product)
+
+    def ends(n: fx.Node) -> bool:
+        # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
+        return packet(n) in CONTRACTIONS and not any(_holds_scores(x, tracer) for x in n.all_input_nodes)
+
+    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
+    sums, after = nearest(node, lambda n: n.users, tracer.is_product, ends)
     return (before, after) if products and sums else None
 
 
-def nearest(
-    start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nearest wanted nodes, and those passed on the way.
+def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
+    """Whether a tensor has queries along one axis and keys along another; what weights have summed has not."""
+    scores = tracer.trace(node)
+    if scores is None:
+        return False
+    operands = (o.node for p in scores.products for o in (p.q, p.k))
+    return all(tracer.probabilities(o) is None for o in operands)
 
-    A projection by a weight ends the walk: it belongs to what comes before or after the attention.
-    """
+
+def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
+    if packet(probs) in SOFTMAX:
+        return (probs,)
+    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return packet(node) in CONTRACTIONS
+
+
+def nearest(
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    ends_at: Callable[[fx.Node], bool] = _is_projection,
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = list(step(start)), {start}
@@ -75,7 +129,7 @@ def nearest(
         seen.add(node)
         if wanted(node):
             ends.append(node)
-        elif packet(node) not in CONTRACTIONS:
+        elif not ends_at(node):
             passed.append(node)
             queue.extend(step(node))
     return ends, passed
@@ -85,9 +139,3 @@ def _over_one(softmax: fx.Node) -> bool:
     """Whether each score is alone, so that its weight is 1 whatever it is: the first token, without a past."""
     sizes = shape(softmax)
     return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)
-
-
-def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
-    if packet(probs) in SOFTMAX:
-        return (probs,)
-    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]

@@ -231,7 +231,7 @@ class _Run:
     def _leaf(self, node: fx.Node) -> Any:
         if node.name in self.given:
             return self._cast(self.given[node.name])
-        if node.op not in ("placeholder", "get_attr"):
+        if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
             return None
         known = self.weights.get(node.name)
         if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):

@@ -277,11 +277,7 @@ def test_grouped_heads_written_out():
 )
 @pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last", "bmm"])
 def test_sizes_that_are_one_or_equal(core, sizes_):
-    found = find(lambda q, k, v: CORES[core](q, k, v, None, 1.0), qkv(**sizes_))
-    if sizes_.get("T") == 1 and core != "sdpa":  # a softmax over one number: there is nothing to attend to
-        assert found == []
-        return
-    (site,) = found
+    (site,) = find(lambda q, k, v: CORES[core](q, k, v, None, 1.0), qkv(**sizes_))
     full = {"B": B, "H": H, "S": S, "T": T} | sizes_
     assert sizes(site) == (full["B"] * full["H"], full["S"], full["T"])
 
@@ -301,6 +297,9 @@ OPEN = {
     "nan to zero": lambda q, k, v: torch.nan_to_num((q @ k.mT).softmax(-1)) @ v,
     "a fill that counts": lambda q, k, v: (q @ k.mT).masked_fill(~causal(S, T), -5.0).softmax(-1) @ v,
     "probabilities twice": lambda q, k, v: (lambda p: p @ v + p.sum())((q @ k.mT).softmax(-1)),
+    "exponentials divided last": lambda q, k, v: (e := (q @ k.mT).exp()) @ v / e.sum(-1, keepdim=True),
+    "one more in the sum": lambda q, k, v: (e := (q @ k.mT).exp()) / (1 + e.sum(-1, keepdim=True)) @ v,
+    "exponentials alone": lambda q, k, v: (q @ k.mT - 1).exp() @ v,
     "safe softmax": lambda q, k, v: torch.ops.aten._safe_softmax(q @ k.mT, -1) @ v,
 }
 
@@ -327,6 +326,31 @@ def test_active_dropout_is_a_problem():
     assert site.problem.code == "dropout"
 
 
+def test_keys_are_known_without_a_softmax_whichever_operand_comes_first():
+    (site,) = find(lambda q, k, v: (k @ q.mT).exp().mT @ v, qkv())
+    assert sizes(site) == (B * H, S, T)
+    assert site.products[0].k.node.name == "k_1"
+
+
+MULTIPLIED_AND_SUMMED = {
+    "both": lambda q, k, v: ((q[:, :, :, None] * k[:, :, None]).sum(-1).softmax(-1)[..., None] * v[:, :, None]).sum(3),
+    "keys first": lambda q, k, v: (
+        v[:, :, None] * (k[:, :, None] * q[:, :, :, None]).sum(-1).softmax(-1)[..., None]
+    ).sum(3),
+    "scores with an axis kept": lambda q, k, v: (
+        (q[:, :, :, None] * k[:, :, None]).sum(-1, keepdim=True).softmax(3) * v[:, :, None]
+    ).sum(3),
+    "scores only": lambda q, k, v: (q[:, :, :, None] * k[:, :, None]).sum(-1).softmax(-1) @ v,
+    "values only": lambda q, k, v: ((q @ k.mT).softmax(-1)[..., None] * v[:, :, None]).sum(-2),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED_AND_SUMMED)
+def test_products_that_are_multiplied_and_summed(name):
+    site = one(MULTIPLIED_AND_SUMMED[name], qkv())
+    assert sizes(site) == (B * H, S, T)
+
+
 # What is no attention.
 
 NOTHING = {
@@ -339,6 +363,12 @@ NOTHING = {
     "a mixture by weights": (lambda x, a, b: x @ (a @ b.mT).softmax(-1), [seeded(9, 3)], [seeded(3, 4), seeded(3, 4)]),
     "a softmax that is returned": (lambda q, k: (q @ k.mT).softmax(-1), qkv()[:2], []),
     "products without a softmax": (lambda q, k, v: (q @ k.mT) @ v, qkv(), []),
+    "decay between products": (
+        lambda q, k, v: (q @ k.mT * (q.sum(-1, keepdim=True) - k.sum(-1)[:, :, None]).exp()) @ v,
+        qkv(),
+        [],
+    ),
+    "squares that are summed": (lambda q, k, v: (q * q).sum(-1).softmax(-1)[..., None] * v[:, :, :1], qkv(), []),
     "a gate": (lambda q, k, v: (q @ k.mT).sigmoid() @ v, qkv(), []),
     "a softmax of the input": (lambda q, k, v: q.softmax(-1) @ k.mT, qkv(), []),
     "two softmaxes": (lambda q, k, v: (q @ k.mT).softmax(-1).softmax(-1) @ v, qkv(), []),

@@ -68,6 +68,33 @@ LINEAR = {
         [W(L, H * N), W(H, N, 6)],
     ),
     "projection with a bias before": (lambda z, a, c, b: F.linear(F.linear(z, a, c), b), [W(12, L), W(12), W(6, 12)]),
+    "conv1d": (lambda z, w, b: F.conv1d(z.mT, w, b), [W(12, L, 1), W(12)]),
+    "conv2d": (lambda z, w: F.conv2d(z.mT.view(B, L, T, 1), w), [W(12, L, 1, 1)]),
+    # heads projected one by one
+    "heads stacked": (lambda z, a, b: torch.stack([z @ a, z @ b], 1), [W(L, N), W(L, N, seed=3)]),
+    "heads stacked, bias and scale": (
+        lambda z, a, b, c: torch.stack([z @ a * 0.5, F.linear(z, b, c)], -1),
+        [W(L, N), W(N, L), W(N)],
+    ),
+    "heads unsqueezed and joined": (
+        lambda z, a, b: torch.cat([(z @ a)[:, None], (z @ b)[:, None]], 1),
+        [W(L, N), W(L, N, seed=3)],
+    ),
+    "heads joined, then viewed": (
+        lambda z, a, b, c: torch.cat([z @ a, F.linear(z, b, c)], -1).view(B, T, 2, N).transpose(1, 2),
+        [W(L, N), W(N, L), W(N)],
+    ),
+    "heads joined, then parts": (
+        lambda z, a, b: torch.cat([z @ a, z @ b], -1).view(B, T, 2, N)[..., 1:3],
+        [W(L, N), W(L, N, seed=3)],
+    ),
+    "joined columns projected": (lambda z, a, b, c: torch.cat([z @ a, z @ b], -1) @ c, [W(L, 3), W(L, N), W(3 + N, 5)]),
+    "joined columns in strides": (lambda z, a, b: torch.cat([z @ a, z @ b], -1)[..., 1::2], [W(L, 3), W(L, N)]),
+    "joined columns repeated": (lambda z, a, b: torch.cat([z @ a, z @ b], -1).repeat(1, 1, 2), [W(L, 3), W(L, N)]),
+    "joined along two axes": (
+        lambda z, a, b: torch.cat([torch.stack([z @ a, z @ b], 1), torch.stack([z @ b, z @ a], 1)], -1),
+        [W(L, N), W(L, N, seed=3)],
+    ),
     # axes
     "view, transpose, split": (
         lambda z, w: F.linear(z, w).view(B, T, H, N + 2).transpose(1, 2).split([N, 2], -1)[1],
@@ -103,6 +130,14 @@ LINEAR = {
     "T": (lambda z, w: aten.numpy_T(z.view(-1, L) @ w), [W(L, 6)]),
     "mT": (lambda z, w: aten.mT(z @ w), [W(L, 6)]),
     "swapaxes": (lambda z, w: aten.swapaxes(z @ w, 0, -1), [W(L, 6)]),
+    "movedim": (lambda z, w: aten.movedim((z @ w).view(B, T, 2, 3), [3, 0], [0, 2]), [W(L, 6)]),
+    "moveaxis": (lambda z, w: aten.moveaxis((z @ w).view(B, T, 2, 3), 1, -2), [W(L, 6)]),
+    "tensordot": (lambda z, w: aten.tensordot(z, w, [2], [1]), [W(4, L, 3)]),
+    "tensordot of the weight": (lambda z, w: aten.tensordot(w, z, [1], [2]), [W(4, L, 3)]),
+    "batch norm of features": (
+        lambda z, w, m, v, g, b: F.batch_norm((z @ w).mT, m, v.square(), g, b, False, 0.1, 0.3),
+        [W(L, 6), W(6), W(6), W(6), W(6)],
+    ),
     "expand of a new axis": (lambda z, w: (z @ w)[:, None].expand(B, H, T, 6), [W(L, 6)]),
     "expand with -1": (lambda z, w: (z @ w)[:, :, None].expand(-1, -1, H, -1), [W(L, 6)]),
     "expand of leading axes": (lambda z, w: (z @ w).expand(4, B, T, 6), [W(L, 6)]),
@@ -110,6 +145,8 @@ LINEAR = {
     "repeat": (lambda z, w: (z @ w)[:, None].repeat(1, H, 1, 1), [W(L, 6)]),
     "repeat along features": (lambda z, w: (z @ w).repeat(1, 1, 3), [W(L, 4)]),
     "repeat of leading axes": (lambda z, w: (z @ w).repeat(3, 1, 1, 1), [W(L, 4)]),
+    "tile": (lambda z, w: (z @ w)[:, None].tile(1, H, 1, 1), [W(L, 6)]),
+    "tile of the last axis": (lambda z, w: (z @ w).tile(3), [W(L, 4)]),
     "repeat_interleave": (lambda z, w: (z @ w).view(B, T, 2, 3).repeat_interleave(2, dim=2), [W(L, 6)]),
     "repeat, a bias for each copy, projection": (
         lambda z, b, w: F.linear(z.repeat(1, 1, 2) + b, w),
@@ -250,6 +287,25 @@ def test_two_sources_side_by_side():
     assert [(s.start, s.stop) for s in lmap.segments] == [(0, N), (N, N + 3)]
 
 
+def test_rows_joined_along_the_last_axis():
+    """Channels first: what is joined along the last axis are tokens, which only the projection tells."""
+    lmap = linear_map(trace(lambda a, b, w: w @ torch.cat([a, b], -1)[:, None], [z(B, L, 4), z(B, L, 1)], [W(H, 6, L)]))
+    (piece,) = lmap.pieces
+    assert str(piece.source.target) == "aten.cat.default"
+    assert piece.projected
+
+
+def test_rows_joined_along_two_axes():
+    """Tokens along the last axis, then rows of another tensor below them: each is a source as it was joined."""
+
+    def fn(a, b, c, w):
+        return torch.cat([w @ torch.cat([a, -a], -1), torch.cat([b, c], -1)], 1)
+
+    lmap = linear_map(trace(fn, [z(B, 5, 4), z(B, 2, 4, seed=5), z(B, 2, 4, seed=6)], [W(3, 5)]))
+    assert [s.stop - s.start for s in lmap.segments] == [3, 2]
+    assert {str(p.source.target) for p in lmap.pieces} == {"aten.cat.default"}
+
+
 def test_a_bias_in_float16_is_evaluated_where_it_is_added():
     check(lambda z, w, b: F.linear(z, w) + b.double(), [z()], [W(6, L), W(6).half()])
 
@@ -267,6 +323,12 @@ STOPS = {
     "a factor per sequence": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(B, 1, 1)], []),
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
     "a sum of two sources": ("position_dependent", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
+    "a sum of columns and something else": (
+        "position_dependent",
+        lambda z, w, p, r: torch.cat([z @ w, p], -1) + r,
+        [W(L, 6)],
+        [z(B, T, 4), z(T, 10)],
+    ),
     "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "a sum with the tokens turned": (
         "position_dependent",
@@ -300,8 +362,34 @@ STOPS = {
     "roll": ("token_mixing", lambda z, w: (z @ w).roll(1, 1), [W(L, 6)], []),
     "flip": ("token_mixing", lambda z, w: (z @ w).flip(1), [W(L, 6)], []),
     "conv": ("token_mixing", lambda z, w, c: F.conv1d((z @ w).mT, c, padding=1), [W(L, 6), W(6, 6, 3)], []),
+    "conv of groups": ("token_mixing", lambda z, w, c: F.conv1d((z @ w).mT, c, groups=2), [W(L, 6), W(6, 3, 1)], []),
+    "conv with a stride": (
+        "token_mixing",
+        lambda z, w, c: F.conv1d((z @ w).mT, c, stride=2),
+        [W(L, 6), W(6, 6, 1)],
+        [],
+    ),
+    "conv with a stride and padding": (
+        "token_mixing",
+        lambda z, w, c: F.conv1d((z @ w).mT, c, stride=2, padding=2),
+        [W(L, 6), W(6, 6, 1)],
+        [],
+    ),
+    "maps of two sources stacked": (
+        "token_mixing",
+        lambda z, w, p: torch.stack([z @ w, p @ w], 1),
+        [W(L, 6)],
+        [z(B, T, L, seed=9)],
+    ),
+    "a map and its source stacked": ("token_mixing", lambda z, w: torch.stack([z @ w, z], 1), [W(L, L)], []),
+    "tokens of two sources, one each": (
+        "token_mixing",
+        lambda z, w, p: torch.cat([(z @ w)[:, None], (p @ w)[:, None]], 1),
+        [W(L, 6)],
+        [z(B, T, L, seed=9)],
+    ),
     "gather": ("token_mixing", lambda z, w: (z @ w).index_select(1, torch.tensor([1, 0])), [W(L, 6)], []),
-    "sum over tokens": ("nonlinear", lambda z, w: (z @ w).sum(1), [W(L, 6)], []),
+    "sum over tokens": ("token_mixing", lambda z, w: (z @ w).sum(1), [W(L, 6)], []),
     "einsum that sums tokens": ("token_mixing", lambda z, w: torch.einsum("btl,ln->bn", z, w), [W(L, 6)], []),
     "a part of the tokens": ("unsupported_op", lambda z, w: (z @ w)[:, 1:3], [W(L, 6)], []),
     "one token": ("unsupported_op", lambda z, w: (z @ w)[:, 1], [W(L, 6)], []),

@@ -126,6 +126,7 @@ LAYERS = (
     ("ops",),
     ("codes", "records", "grouping", "report", "program", "options"),
     ("passes",),
+    ("inline", "subclasses"),
     ("latent", "cache_change", "caching"),
     ("emit_cache",),
     ("capture", "emit"),

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mla_compile
 from mla_compile.codes import Code
 from mla_compile.passes.written_softmax import write_softmax
-from tests.modules import MLA, WRITTEN_OUT, exponentials, inputs, padded
-from tests.programs import absorbed, calls, codes, export, optimized, run
+from tests.modules import MLA, WRITTEN_OUT, H, N, V, bmm, exponentials, heads_last, inputs, matmul, padded
+from tests.programs import absorbed, calls, codes, export, optimized, refused, run, seeded
 
 
 class Written(MLA):
-    def __init__(self, core):
-        super().__init__()
+    def __init__(self, core, **options):
+        super().__init__(**options)
         self.written = core
 
     def attend(self, q, k, v, mask):
@@ -38,6 +39,84 @@ def test_rows_without_a_visible_key_are_nan_as_before():
     assert expected.isnan().any()
     assert torch.equal(out.isnan(), expected.isnan())
     assert (out - expected).nan_to_num().abs().max() < 1e-10
+
+
+def divided_last(q, k, v, mask, scale):
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    e = (scores - scores.amax(-1, keepdim=True)).exp()
+    return e @ v / e.sum(-1, keepdim=True)
+
+
+def one_more_in_the_sum(q, k, v, mask, scale):
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return e / (1 + e.sum(-1, keepdim=True)) @ v
+
+
+def multiplied_and_summed(q, k, v, mask, scale):
+    scores = (q[:, :, :, None] * k[:, :, None]).sum(-1) * scale
+    return (scores.masked_fill(~mask, float("-inf")).softmax(-1)[..., None] * v[:, :, None]).sum(-2)
+
+
+def mask_in_the_product(q, k, v, mask, scale, beta=1.0):
+    B, H, S, _ = q.shape
+    mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -1e9).expand(B, H, S, -1).flatten(0, 1)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return (torch.baddbmm(mask, q, k.mT, beta=beta, alpha=scale).softmax(-1) @ v).view(B, H, S, -1)
+
+
+def no_mask_in_the_product(q, k, v, mask, scale):
+    return mask_in_the_product(q, k, v, mask, scale, beta=0.0)
+
+
+def half_a_mask_in_the_product(q, k, v, mask, scale):
+    return mask_in_the_product(q, k, v, mask, 1.0, beta=0.5)
+
+
+OTHER_WORDS = {
+    f.__name__: f
+    for f in (
+        divided_last, one_more_in_the_sum, multiplied_and_summed, mask_in_the_product, no_mask_in_the_product,
+        half_a_mask_in_the_product,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("core", OTHER_WORDS.values(), ids=OTHER_WORDS)
+def test_cores_in_other_words_are_absorbed(core, S, bias):
+    module = Written(core)
+    module.b = torch.nn.Parameter(seeded(H * (N + V), seed=8)) if bias else None
+    absorbed(module, [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])
+
+
+@pytest.mark.parametrize("core", [matmul, heads_last, bmm, exponentials, divided_last])
+def test_a_single_cached_token(core):
+    """The weights are all 1, in every spelling."""
+    absorbed(Written(core), [*inputs(T=1), padded(2, 1, 1) | True])
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_softmax_over_an_axis_of_one_that_is_not_the_keys_is_told(dim):
+    def slip(q, k, v, mask, scale):
+        return (q @ k.mT).softmax(dim) @ v
+
+    module = Written(slip, H=1, L=4)
+    refused(module, [*inputs(L=4), padded(2, 1, 7)], Code.SOFTMAX_AXIS)
+
+
+def test_mixed_heads_between_the_products_are_told():
+    """Talking heads: found, and refused, instead of nothing being said."""
+    mix = seeded(H, H, seed=9)
+
+    def before(q, k, v, mask, scale):
+        return torch.einsum("bhst,gh->bgst", q @ k.mT, mix).softmax(-1) @ v
+
+    def after(q, k, v, mask, scale):
+        return F.linear((q @ k.mT).softmax(-1).transpose(1, 3), mix).transpose(1, 3) @ v
+
+    for core in (before, after):
+        refused(Written(core), [*inputs(), padded(2, 1, 7)], Code.UNSUPPORTED_OP)
 
 
 def test_torch_compile_finds_it():

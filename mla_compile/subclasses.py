@@ -1,0 +1,109 @@
+"""Inputs of a graph that are tensor subclasses (quantized weights): the plain tensors in them become visible.
+
+A subclass that ``torch.compile`` can trace names its plain tensors and can be made of them again. The graph is traced
+over the plain tensors; afterwards they are read from the input by ``getattr``, so that callers pass what they passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mla_compile.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One input that is a subclass, and the names of the inputs that its plain tensors are while it is traced."""
+
+    name: str
+    value: Any
+    parts: tuple[tuple[str, tuple[str, ...], torch.Tensor], ...]  # name, attributes on the way to it, the tensor
+
+
+class _Rebuild:
+    """Makes the subclass of its plain tensors again, and those in it that are subclasses themselves."""
+
+    __name__ = "rebuild"
+
+    def __init__(self, value: Any) -> None:
+        self.kind, self.size, self.stride = type(value), value.size(), value.stride()
+        self.names, self.context = value.__tensor_flatten__()
+        inner = [getattr(value, name) for name in self.names]
+        self.inner = [_Rebuild(v) if is_traceable_wrapper_subclass(v) else None for v in inner]
+        self.count: int = sum([1 if r is None else r.count for r in self.inner])
+
+    def __call__(self, *plain: torch.Tensor) -> Any:
+        values: dict[str, Any] = {}
+        left = list(plain)
+        for name, rebuild in zip(self.names, self.inner, strict=True):
+            count = 1 if rebuild is None else rebuild.count
+            own, left = left[:count], left[count:]
+            values[name] = own[0] if rebuild is None else rebuild(*own)
+        return self.kind.__tensor_unflatten__(values, self.context, self.size, self.stride)
+
+
+def open_subclasses(gm: fx.GraphModule, values: Sequence[Any]) -> tuple[list[Any], list[Opened]]:
+    """``gm``, changed to take plain tensors for each subclass among ``values``; the new values and what was opened."""
+    plain: list[Any] = []
+    opened: list[Opened] = []
+    graph = gm.graph
+    inputs = graph.find_nodes(op="placeholder")
+    body = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    for node, value in zip(inputs, values, strict=True):
+        if not isinstance(value, torch.Tensor) or not is_traceable_wrapper_subclass(value):
+            plain.append(value)
+            continue
+        parts = []
+        with graph.inserting_before(node):
+            for path, tensor in _plain(value):
+                part = graph.placeholder("_".join((node.name, *path)))
+                parts.append((part, path, tensor))
+        with graph.inserting_before(body):
+            whole = graph.call_function(_Rebuild(value), tuple(part for part, *_ in parts))
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+        plain += [tensor for *_, tensor in parts]
+        opened.append(Opened(node.name, value, tuple((part.name, path, tensor) for part, path, tensor in parts)))
+    if opened:
+        gm.recompile()
+    return plain, opened
+
+
+def close_subclasses(graph: fx.Graph, opened: Sequence[Opened], mutated: Sequence[str]) -> None:
+    """The inputs that were opened, and their plain tensors read from them under the names they were traced with."""
+    nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    body = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for one in opened:
+        if any(name in mutated for name, *_ in one.parts):
+            raise CaptureError(f"{one.name} is written to, and is a tensor subclass made of several tensors")
+        with graph.inserting_before(nodes[one.parts[0][0]]):
+            whole = graph.placeholder(one.name)
+        whole.meta["val"] = one.value
+        for name, path, _ in one.parts:
+            part = whole
+            with graph.inserting_before(body):
+                for attribute in path:
+                    part = graph.call_function(getattr, (part, attribute))
+                    part.meta["val"] = getattr(part.args[0].meta["val"], attribute)  # type: ignore[union-attr]
+            old = nodes[name]
+            part.meta = dict(old.meta)
+            old.replace_all_uses_with(part)
+            graph.erase_node(old)
+            part._rename(name)
+
+
+def _plain(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], torch.Tensor]]:
+    """The plain tensors in a subclass with the attributes that lead to them."""
+    names, _ = value.__tensor_flatten__()
+    found: list[tuple[tuple[str, ...], torch.Tensor]] = []
+    for name in names:
+        inner = getattr(value, name)
+        own = (*path, name)
+        found += _plain(inner, own) if is_traceable_wrapper_subclass(inner) else [(own, inner)]
+    return found

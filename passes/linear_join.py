@@ -1,0 +1,116 @@
+"""Joining maps of one source into one map, whose weight holds theirs side by side.
+
+Heads that are projected one by one (a ModuleList, a stack, a cat that is viewed as heads later) read the same rows:
+``[W_1 z, W_2 z] = [W_1, W_2] z``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from mla_compile.passes.atoms import Atom, Axis, axis_size
+from mla_compile.passes.expr import Expr
+from mla_compile.passes.factors import aligned, scaled
+from mla_compile.passes.graph import same, val
+from mla_compile.passes.linear_map import Factor, LinearMap, Piece, Segment, Visit
+
+aten = torch.ops.aten
+
+
+def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
+    """The segments of ``source`` as a single map, where all of them are images of one source by weights."""
+    if source.axis is None:
+        return source
+    piece = side_by_side(source.segments, source.axis, node)
+    return None if piece is None else LinearMap.single(piece)
+
+
+def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
+    """The pieces of one tensor along ``dim`` as one piece; None where they are not images of the same rows."""
+    first = segments[0].piece
+    if first.source is None or first.weight is None:
+        return None
+    pieces: list[Piece] = []
+    for segment in segments:
+        piece = _like(first, segment.piece, dim)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    if any(s.start != before.stop for before, s in pairwise(segments)):
+        return None
+    into = Atom(segments[-1].stop - segments[0].start)
+    widths = [s.stop - s.start for s in segments]
+    weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
+    assert weight is not None
+    bias = _joined([p.bias for p in pieces], [p.axes[dim] for p in pieces], widths, into)
+    axes = tuple((into,) if k == dim else a for k, a in enumerate(first.axes))
+    path = _common_path(pieces, node)
+    return replace(first, axes=axes, weight=weight, bias=bias, scale=1.0, path=path, dtype=val(node).dtype)
+
+
+def joint_of(source: LinearMap) -> fx.Node | None:
+    """Where rows were joined to others, at least one of them as it was: the first node on the way of all of them."""
+    if source.axis is None or all(p.projected for p in source.pieces):
+        return None
+    common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
+    return next((v.node for v in source.pieces[0].path if v.node in common), None)
+
+
+def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
+    """``piece`` in the atoms of ``first`` on all axes but ``dim``, with its scale in its weight."""
+    if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
+        return None
+    tokens = first.source_atoms
+    if any(a in tokens for a in piece.axes[dim]):
+        return None
+    rename: dict[Atom, Atom] = {}
+    for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
+        if k == dim:
+            continue
+        if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
+            return None
+        for x, y in zip(own, other, strict=True):
+            if (x in tokens or y in tokens) and x is not y:
+                return None
+            rename[y] = x
+
+    def renamed(f: Factor | None) -> Factor | None:
+        return None if f is None else Factor(f.expr, tuple(rename.get(a, a) for a in f.atoms))
+
+    weight = renamed(scaled(piece.weight, piece.scale))
+    return replace(piece, weight=weight, bias=renamed(piece.bias), scale=1.0)
+
+
+def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Sequence[int], into: Atom) -> Factor | None:
+    """The factors one after another along their axes ``own``; where one is missing there are zeros."""
+    known = [f for f in factors if f is not None]
+    if not known:
+        return None
+    rest = tuple(dict.fromkeys(a for f, axis in zip(factors, own, strict=True) if f for a in f.atoms if a not in axis))
+    sizes = [int(a.size) for a in rest if isinstance(a.size, int)]
+    dtype = known[0].expr.value.dtype
+    for other in known[1:]:
+        dtype = torch.promote_types(dtype, other.expr.value.dtype)
+    parts: list[Expr] = []
+    for f, axis, width in zip(factors, own, widths, strict=True):
+        if f is None:
+            parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
+            continue
+        expr = aligned(f, (*axis, *rest)).cast(dtype)
+        expr = expr.view([*(int(a.size) if a in f.atoms else 1 for a in axis), *expr.shape[len(axis) :]])
+        full = [*(int(a.size) for a in axis if isinstance(a.size, int)), *sizes]
+        parts.append(expr.call(aten.expand.default, full).view([width, *sizes]))
+    assert all(same(axis_size(a), w) for a, w in zip(own, widths, strict=True))
+    return Factor(parts[0].call(aten.cat.default, parts, 0), (into, *rest))
+
+
+def _common_path(pieces: Sequence[Piece], node: fx.Node) -> tuple[Visit, ...]:
+    common = set.intersection(*({v.node for v in p.path} for p in pieces))
+    last = max((p.path[-1] for p in pieces), key=lambda v: v.contractions)
+    before = (v for v in pieces[0].path if v.node in common and v.contractions < last.contractions)
+    return (*before, replace(last, node=node))

@@ -1,0 +1,146 @@
+"""One mutant: made, compiled, compared with itself, and its verdict with the oracle's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile import pipeline
+from mla_compile.options import Options
+from mla_compile.passes.atoms import axis_size
+from mla_compile.passes.normalize import normalize
+from mla_compile.program import Program
+from mla_compile.runtime import compute
+from tests.adversary.bases import Base, verdicts
+from tests.adversary.mutations import Mutation
+from tests.adversary.oracle import rank
+from tests.adversary.places import Refused, apply, choose, edges
+
+EXACT = 1e-9  # relative to the largest value
+THROUGH_FLOAT32 = 3e-5
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of one mutant; ``rank`` is the oracle's, ``limit`` what a legal one has at the most."""
+
+    name: str
+    place: str
+    edge: str
+    base: str
+    verdict: str
+    code: str
+    rank: int
+    limit: int
+    blame: str = ""
+
+    @property
+    def legal(self) -> bool:
+        return self.rank <= self.limit
+
+
+def mutant(base: Base, mutation: Mutation, rng: random.Random) -> Found:
+    """Makes one mutant of ``base`` and checks it; raises :class:`Refused` where the mutation does not fit."""
+    place = rng.choice(mutation.places)
+    edge = choose(rng, edges(base, place))
+    program = apply(base, edge, mutation.make(rng, base, edge))
+    said = f"{mutation.name} on the {place} of {base.case!r}, past {base.past}, symbolic {base.symbolic}, at {edge}"
+    try:
+        return _checked(base, program, mutation, place, str(edge.node), rng)
+    except AssertionError as error:
+        raise AssertionError(f"{said}: {error}") from error
+
+
+def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge: str, rng: random.Random) -> Found:
+    forms = rng.choice(("absorbed", "absorbed", "auto"))
+    lowering = rng.choice(("op", "aten"))
+    options = Options(forms=forms, fold=base.case.fold, lowering=lowering, codegen="eager")  # type: ignore[arg-type]
+    outcome = pipeline.run(program, options)
+    compare(base, program, outcome.program)
+    reports = outcome.report.sites
+    if not reports and mutation.name in ("rewired", "joined"):
+        raise Refused("no softmax lies between two products any more")
+    assert reports, "an attention that nothing is said about"
+    limit = sum(_width(r) for r in (base.plan.latent, base.plan.rope, base.plan.values)) + 1
+    if place in ("keys", "values", "both", "weights"):
+        found = rank(base, program, limit)
+    else:
+        found = 0
+    plain = program.copy()
+    normalize(plain.gm.graph)
+    for verdict in verdicts(plain) if outcome.absorbed and found else ():
+        if verdict.absorb and verdict.plan is not None:
+            own = sum(_width(r) for r in (verdict.plan.latent, verdict.plan.rope, verdict.plan.values)) + 1
+            have = found if own <= limit else rank(base, program, own)
+            assert have <= own, f"absorbed as rows of {own - 1} values, but the rank of K and V is {have} or more"
+    site = reports[0]
+    if mutation.legal:
+        assert found <= limit, f"the oracle finds a legal mutation illegal: rank {found}, limit {limit}"
+        kept = site.code == "cost_prefill" and forms == "auto"
+        assert site.verdict == "absorbed" or kept, f"{site.verdict} ({site.code}): {site.reason} at {site.blame}"
+    blame = getattr(site.blame, "op", "") or ""
+    return Found(mutation.name, place, edge, repr(base.case), site.verdict, site.code, found, limit, blame)
+
+
+def _width(rows: Any) -> int:
+    return 0 if rows is None else int(axis_size(rows.width))
+
+
+def compare(base: Base, program: Program, rewritten: Program) -> None:
+    """Raises AssertionError where the rewritten program does not return what ``program`` does."""
+    folded = [compute(f, rewritten.weights) for f in rewritten.folds]  # type: ignore[arg-type]
+    for draw, past in ((0, base.past), (1, base.past), (2, base.past + 3), (3, base.past + 1)):
+        if past != base.past and not base.past:
+            continue
+        values = base.inputs(draw, past)
+        if past != base.past and not base.takes(values):
+            continue
+        try:
+            expected = _run(program, values)
+        except (RuntimeError, IndexError):
+            if past == base.past:
+                raise Refused("it does not run") from None
+            continue  # the mutation holds for the traced sizes only
+        actual = _run(rewritten, [*values, *folded])
+        assert len(actual) == len(expected)
+        for k, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            same_numbers(a, e, THROUGH_FLOAT32 if base.case.softmax == "cast" else EXACT, f"output {k} of draw {draw}")
+
+
+@contextlib.contextmanager
+def _reproducible() -> Iterator[None]:
+    """Dropout draws the same numbers every time, and memory that nobody wrote holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(5)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _run(program: Program, values: list[Any]) -> list[Tensor]:
+    with torch.no_grad(), _reproducible():
+        copies = [v.clone() if isinstance(v, Tensor) else v for v in values]
+        return [r.clone() for r in program.gm(*copies) if isinstance(r, Tensor)]
+
+
+def same_numbers(actual: Tensor, expected: Tensor, allowed: float, what: str) -> None:
+    """Raises AssertionError where two tensors differ by more than ``allowed``, or in shape, dtype or NaN."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), what
+    if not expected.is_floating_point():
+        assert torch.equal(actual, expected), what
+        return
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN in other places"
+    finite = expected.isfinite() & actual.isfinite()
+    assert torch.equal(finite, expected.isfinite()), f"{what}: infinite in other places"
+    if finite.any():
+        size = max(float(expected[finite].abs().max()), 1e-6)
+        error = float((actual - expected)[finite].abs().max())
+        assert error <= allowed * size, f"{what}: relative error {error / size:.2e}"

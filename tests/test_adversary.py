@@ -1,0 +1,80 @@
+"""Mutants of legal attentions: never a wrong number, and no keys absorbed that are no image of one row.
+
+Every class of :mod:`tests.adversary.mutations` is a test; it makes mutants of random legal attentions (every second one
+with B = H = S = T = L = N = V) and compares each with itself after the passes. ``MLA_ADVERSARY_CASES`` is how many
+mutants are made in all, ``MLA_ADVERSARY_SEED`` draws others, ``MLA_ADVERSARY_BASES`` is how many attentions they come
+from: ``MLA_ADVERSARY_CASES=2000 MLA_ADVERSARY_BASES=60 MLA_ADVERSARY_SEED=1 pytest tests/test_adversary.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import zlib
+
+import pytest
+
+from mla_compile.codes import Code
+from tests.adversary.aliasing import WRITES, check_write
+from tests.adversary.bases import Base, bases
+from tests.adversary.check import mutant
+from tests.adversary.mutations import MUTATIONS
+from tests.adversary.places import Refused
+from tests.generator import Case
+
+SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
+COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "105"))
+BASES = int(os.environ.get("MLA_ADVERSARY_BASES", "8"))
+TRIES = 30  # draws for one mutant: many steps do not fit many tensors
+
+
+@functools.lru_cache
+def pool() -> tuple[Base, ...]:
+    return tuple(bases(BASES, SEED))
+
+
+@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_mutants(name: str) -> None:
+    rng = random.Random(zlib.crc32(name.encode()) + SEED)
+    wanted = -(-COUNT // len(MUTATIONS))
+    made = 0
+    for _ in range(TRIES * wanted):
+        try:
+            mutant(rng.choice(pool()), MUTATIONS[name], rng)
+        except Refused:
+            continue
+        made += 1
+        if made == wanted:
+            return
+    pytest.fail(f"{made} of {wanted} mutants were made")
+
+
+# Cores, caches and layouts; in the second and the fourth all sizes are equal.
+ALIASED = [
+    Case(T=4, D=5, H=2, L=3, N=2, V=2, core="matmul", scale="scores"),
+    Case(B=3, T=3, D=3, H=3, L=3, N=3, R=3, V=3, chunk=3, up="two", rope="none", scale="argument", mask="keep",
+         cache="index_copy"),
+    Case(T=4, D=5, H=2, L=3, N=2, V=2, join="assign", layout="heads_last", core="einsum_heads_last", mask="fill",
+         cache="slice"),
+    Case(T=2, D=2, H=2, L=2, N=2, V=2, chunk=2, up="raw", bias=True, core="bmm", cache="joint"),
+    Case(T=4, D=5, H=2, L=3, N=2, V=2, join="sum", core="einsum", cache="head_axis"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_in_place(name: str) -> None:
+    """One case each; ``MLA_ADVERSARY_CASES`` of 1000 and more: all of them, with a second step."""
+    write = WRITES[name]
+    fused = write.stage in ("scores", "probs")
+    every = [c for c in ALIASED if not (fused and c.core == "sdpa")]
+    at = zlib.crc32(name.encode()) % len(every)
+    thorough = COUNT >= 1000
+    for case in every if thorough else every[at : at + 1]:
+        report, rank, limit = check_write(case, write, calls=2 if thorough else 1)
+        if write.legal is not None:
+            assert (rank <= limit) == write.legal, f"the oracle finds rank {rank}, limit {limit}"
+        if rank > limit and write.stage != "between":
+            assert report.verdict == "refused", f"{report.verdict} ({report.code})"
+        if (write.legal and write.stage in ("between", "after")) or "before the scores" in name:
+            assert report.code == Code.ABSORBED, report.reason

@@ -1,0 +1,242 @@
+"""Every style of the zoo, through every door: the numbers and the caches stay, and the verdict is the expected one.
+
+Each file of ``tests/zoo`` is a way to write MLA, or something that looks like it (see :mod:`tests.zoo.base`). The doors
+take turns: each style goes through one, for a prompt and 8 decode steps. ``MLA_ZOO=doors pytest tests/test_zoo.py``
+takes each style through all three; ``MLA_ZOO=long`` does that with more seeds, more prompt lengths in a row on one
+compiled module, and both sets of dims at every door. ``-k STYLE`` picks a style.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.codes import CODES, Code
+from mla_compile.errors import MlaCompileWarning
+from mla_compile.records import SiteReport
+from tests.zoo.base import Dims, NoAttention, NotCaptured, NotExported, Outcome, counted
+
+LONG = os.environ.get("MLA_ZOO") == "long"
+ALL_DOORS = LONG or os.environ.get("MLA_ZOO") == "doors"
+DECODE_STEPS = 8
+TOLERANCE = 1e-9
+
+ODD = Dims()
+EQUAL = Dims(B=4, D=4, H=4, L=4, Q=4, N=4, R=4, V=4, seed=1)  # and prompts of 4: axes that could be taken for another
+SEEDS = (0, 1, 2) if LONG else (0,)
+LENGTHS = (4, 1, 9) if LONG else (4,)
+
+_NOT_STYLES = ("base",)
+STYLES = sorted(p.stem for p in (Path(__file__).parent / "zoo").glob("*.py") if p.stem not in _NOT_STYLES)
+OPTIMIZE, COMPILE, EXPORT = (
+    [s for s in STYLES if ALL_DOORS or zlib.crc32(s.encode()) % 3 == door] for door in range(3)
+)  # a hash, so that a new style does not move the others
+Sites = Callable[[], list[SiteReport]]
+
+
+def load(style: str) -> Any:
+    return importlib.import_module(f"tests.zoo.{style}")
+
+
+def through_optimize(module: nn.Module, forms: str) -> tuple[Any, Sites]:
+    fast = mla_compile.optimize(module, codegen="eager", strict=True, forms=forms)
+    return fast, lambda: list(fast.mla_report.sites)
+
+
+def through_backend(module: nn.Module, forms: str) -> tuple[Any, Sites]:
+    before = {id(r): r for r in backend.reports()}
+    compiled = torch.compile(module, backend="mla", options={"codegen": "eager", "strict": True, "forms": forms})
+    return compiled, lambda: [s for r in backend.reports() if id(r) not in before for s in r.sites]
+
+
+@pytest.mark.parametrize("style", OPTIMIZE)
+def test_optimized(style: str) -> None:
+    for dims in variants(ODD, EQUAL):
+        run(load(style), dims, through_optimize, "auto")
+
+
+@pytest.mark.parametrize("style", COMPILE)
+def test_torch_compile(style: str) -> None:
+    """``forms="absorbed"``: the prompt is absorbed too, and what is illegal has no excuse in its price."""
+    expected = load(style).EXPECTED
+    by_price = any(e.verdict == "kept" for e in (expected if isinstance(expected, tuple) else (expected,)))
+    for dims in variants(EQUAL, ODD):
+        run(load(style), dims, through_backend, "auto" if by_price else "absorbed")
+
+
+def variants(*dims: Dims) -> Iterator[Dims]:
+    for seed in SEEDS:
+        for d in dims if LONG else dims[:1]:
+            yield Dims(**{**vars(d), "seed": d.seed + seed})
+
+
+def run(style: Any, dims: Dims, door: Callable[[nn.Module, str], tuple[Any, Sites]], forms: str) -> None:
+    """Sessions of the original and the other one after another, step by step."""
+    torch._dynamo.reset()
+    original, module = style.build(dims).eval(), style.build(dims).eval()
+    expected = counted(style.EXPECTED, dims)
+    if isinstance(style.EXPECTED, NotCaptured):
+        with torch.no_grad(), pytest.raises(Exception, match=style.EXPECTED.reason):  # Dynamo wraps ours, as strict
+            style.session(door(module, forms)[0])(random_inputs(dims, LENGTHS[0])[0])
+        return
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        fast, sites = door(module, forms)
+        for length in LENGTHS:
+            want, got = style.session(original), style.session(fast)
+            inputs = random_inputs(dims, length)
+            compare(style, "prompt", got(inputs[0]), want(inputs[0]))
+            seen = len(sites())
+            for i, x in enumerate(inputs[1:]):
+                where = f"decode step {i} after a prompt of {length}"
+                compare(style, where, got(x), want(x))
+                compare_states(style, where, state(fast, got), state(original, want))
+                new = Counter(str(s.code) for s in sites()[seen:])
+                if length == LENGTHS[0] and i == 0:
+                    assert new == expected, describe(sites()[seen:])
+                assert set(new) <= set(expected), describe(sites()[seen:])
+                seen = len(sites())
+        if not {"absorbed", "kept"} & {CODES[Code(code)].verdict for code in expected}:  # neither is the prompt
+            assert not any(s.verdict == "absorbed" for s in sites()), describe(sites())
+
+
+@pytest.mark.parametrize("style", EXPORT)
+def test_exported(style: str) -> None:
+    """A decode step as it was called, through torch.export."""
+    zoo = load(style)
+    exported_as = getattr(zoo, "EXPORTED", zoo.EXPECTED)
+    for dims in variants(ODD, EQUAL):
+        module, args, kwargs = recorded_step(zoo, dims)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", MlaCompileWarning)
+            if isinstance(exported_as, NotExported):
+                with pytest.raises(Exception, match=exported_as.reason):  # whatever torch raises
+                    torch.export.export(module, args, kwargs)
+                continue
+            fast = mla_compile.optimize(torch.export.export(module, args, kwargs))
+            report = fast.graph_module.meta["mla_report"]
+            got_args, got_kwargs = copy.deepcopy((args, kwargs))
+            loaded = fast.module()
+            torch.manual_seed(dims.seed)
+            got = loaded(*got_args, **got_kwargs)
+            torch.manual_seed(dims.seed)
+            want = module(*args, **kwargs)
+        assert Counter(str(s.code) for s in report.sites) == counted(exported_as, dims), describe(report.sites)
+        compare_states(zoo, "results", dict(tensors(got)), dict(tensors(want)))
+        compare_states(zoo, "inputs", dict(tensors((got_args, got_kwargs))), dict(tensors((args, kwargs))))
+        left = dict(loaded.named_buffers())
+        compare_states(zoo, "buffers", left, {n: b for n, b in module.named_buffers() if n in left})
+
+
+def recorded_step(style: Any, dims: Dims) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The module and its arguments as they were before the third decode step."""
+    module = style.build(dims).eval()
+    calls: list[Any] = []
+
+    def record(_: nn.Module, args: Any, kwargs: Any) -> None:
+        hooks, module._forward_pre_hooks = module._forward_pre_hooks, type(module._forward_pre_hooks)()
+        calls.append(copy.deepcopy((module, args, kwargs)))
+        module._forward_pre_hooks = hooks
+
+    hook = module.register_forward_pre_hook(record, with_kwargs=True)
+    with torch.no_grad():
+        step = style.session(module)
+        for x in random_inputs(dims, 4)[:4]:
+            step(x)
+    hook.remove()
+    found, args, kwargs = calls[-1]
+    found._forward_pre_hooks_with_kwargs.clear()
+    return found, args, kwargs
+
+
+def random_inputs(dims: Dims, length: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * length + dims.seed)
+    counts = [length] + [1] * DECODE_STEPS
+    return [torch.randn(dims.B, n, dims.D, generator=generator, dtype=torch.float64).to(dims.dtype) for n in counts]
+
+
+def compare(style: Any, what: str, got: Tensor, want: Tensor) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), what
+    if want.dtype.is_floating_point and want.dtype.itemsize == 1:
+        got, want = got.view(torch.uint8), want.view(torch.uint8)
+    if not want.numel() or not want.dtype.is_floating_point:
+        assert torch.equal(got, want), what
+        return
+    assert torch.equal(got.isnan(), want.isnan()), f"{what}: NaN in other places"
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num()), f"{what}: other infinities"
+    if finite.any():
+        error = (got[finite] - want[finite]).abs().max() / want[finite].abs().max().clamp(min=1e-12)
+        assert error < getattr(style, "TOLERANCE", TOLERANCE), f"{what}: relative error {error:.1e}"
+
+
+def compare_states(style: Any, what: str, got: dict[str, Any], want: dict[str, Any]) -> None:
+    assert got.keys() == want.keys(), what
+    for name, value in want.items():
+        if isinstance(value, Tensor):
+            compare(style, f"{what}: {name}", got[name], value)
+        else:
+            assert got[name] == value, f"{what}: {name}"
+
+
+def state(module: Any, step: Any) -> dict[str, Any]:
+    """All tensors and numbers that a session leaves: attributes and buffers of the module and what the step carries."""
+    module = getattr(module, "_orig_mod", module)
+    found: dict[str, Any] = {}
+    for prefix, part in module.named_modules():
+        own = {k: v for k, v in vars(part).items() if not k.startswith("_") and k not in _OURS}
+        found.update(tensors({**own, **dict(part.named_buffers(recurse=False))}, prefix))
+    found.update(tensors(getattr(step, "cache", ()), "cache"))
+    return found
+
+
+_OURS = ("forward", "mla_report", "dims", "random", "training", "scale")
+
+
+def tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers within lists, tuples, dicts and the attributes of plain objects."""
+    if isinstance(value, (Tensor, int, float)):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in items:
+            yield from tensors(part, f"{name}.{key}", depth + 1)
+    elif pytree.is_namedtuple_instance(value) or (
+        hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value) and depth < 6
+    ):
+        yield from tensors(vars(value), name, depth + 1)
+
+
+def describe(sites: Any) -> str:
+    return "; ".join(f"{s.code}: {s.reason} [{s.blame.op if s.blame else ''}]" for s in sites) or "no attention found"
+
+
+def test_the_files_are_complete_and_enough() -> None:
+    verdicts = []
+    for style in STYLES:
+        zoo = load(style)
+        assert zoo.__doc__, style
+        assert callable(zoo.build), style
+        several = zoo.EXPECTED if isinstance(zoo.EXPECTED, tuple) else (zoo.EXPECTED,)
+        assert all(isinstance(e, (Outcome, NoAttention, NotCaptured)) for e in several), style
+        best = min((e.verdict for e in several), key=["absorbed", "kept", "refused", "not_mla", "none"].index)
+        verdicts.append("legal" if best == "refused" and getattr(zoo, "LEGAL", False) else best)
+    count = Counter(verdicts)
+    legal = count["absorbed"] + count["kept"] + count["legal"]
+    assert legal >= 40
+    assert count["refused"] + count["not_mla"] + count["none"] >= 20
+    assert count["absorbed"] >= 0.85 * legal, count

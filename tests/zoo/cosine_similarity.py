@@ -1,0 +1,16 @@
+"""Keys and queries are scaled to length one (cosine attention). Illegal for K."""
+
+import torch.nn.functional as F
+
+from tests.zoo.base import Refused, Usual, carried
+
+EXPECTED = Refused("position_dependent")
+
+
+class Attention(Usual):
+    def attend(self, q, k, v):
+        return super().attend(10 * F.normalize(q, dim=-1), F.normalize(k, dim=-1), v)
+
+
+build = Attention
+session = carried

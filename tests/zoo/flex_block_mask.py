@@ -1,0 +1,20 @@
+"""flex_attention with a block mask made in each call, as torchtitan's models have it. Its blocks are
+values, which may hide more than mask_mod says. Refused."""
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from tests.latent_layer import LatentLayer
+from tests.zoo.base import Refused, carried
+
+EXPECTED = Refused("unsupported_op")
+
+
+class Attention(LatentLayer):
+    def attend(self, q, k, v):
+        S, T = q.shape[-2], k.shape[-2]
+        mask = create_block_mask(lambda b, h, i, j: i + (T - S) >= j, None, None, S, T, device="cpu")
+        return flex_attention(q, k, v, block_mask=mask)
+
+
+build = Attention
+session = carried

@@ -1,0 +1,18 @@
+"""flex_attention over keys that are rotated after the up-projection. Illegal, whatever the score_mod."""
+
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from tests.latent_layer import LatentLayer
+from tests.zoo.base import Refused, carried, rope
+
+EXPECTED = Refused("position_dependent")
+
+
+class Attention(LatentLayer):
+    def attend(self, q, k, v):
+        return flex_attention(q, rope(k, torch.arange(k.shape[-2])), v)
+
+
+build = Attention
+session = carried

@@ -1,0 +1,18 @@
+"""QK-norm per head, applied to the expanded keys. Illegal for K: each key is divided by its own length."""
+
+from tests.zoo.base import Refused, Usual, carried
+
+EXPECTED = Refused("nonlinear")
+
+
+class Attention(Usual):
+    def __init__(self, dims):
+        super().__init__(dims)
+        self.k_norm = self.random.norm(dims.N)
+
+    def join(self, k, r):
+        return super().join(self.k_norm(k), r)
+
+
+build = Attention
+session = carried

@@ -1,0 +1,24 @@
+"""The past is expanded from the cache and the new token from its own latent, by the same weights; the two are joined
+along the tokens. Legal in principle, two images by one matrix; refused, because the
+rows of which K is an image are in no tensor of the graph as one."""
+
+import torch
+
+from tests.zoo.base import Refused, Usual, carried
+
+EXPECTED = Refused("token_mixing")
+LEGAL = True
+
+
+class Attention(Usual):
+    def forward(self, x, c_past, r_past):
+        start = c_past.shape[1]
+        c, r = self.append(x, c_past, r_past)
+        k_past, v_past = self.expand(c_past)
+        k_new, v_new = self.expand(c[:, start:])
+        k, v = torch.cat([k_past, k_new], 2), torch.cat([v_past, v_new], 2)
+        return self.finish(self.attend(self.queries(x, start), self.join(k, r), v)), c, r
+
+
+build = Attention
+session = carried

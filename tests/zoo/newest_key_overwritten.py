@@ -1,0 +1,17 @@
+"""An in-place write after the expansion: the newest key of every head is set to the query ("attend to self"). Illegal:
+that row is no image of the latent."""
+
+from tests.zoo.base import Refused, Usual, carried
+
+EXPECTED = Refused("token_mixing")
+
+
+class Attention(Usual):
+    def attend(self, q, k, v):
+        k = k.clone()
+        k[:, :, -1] = q[:, :, -1]
+        return super().attend(q, k, v)
+
+
+build = Attention
+session = carried

@@ -1,0 +1,18 @@
+"""torchao's float8 weight-only quantization: weights are tensor subclasses. Legal."""
+
+import pytest
+
+from tests.latent_layer import LatentLayer
+from tests.zoo.base import Absorbed, carried
+
+quantization = pytest.importorskip("torchao.quantization")
+EXPECTED = Absorbed()
+
+
+def build(dims):
+    layer = LatentLayer(dims)
+    quantization.quantize_(layer, quantization.Float8WeightOnlyConfig())
+    return layer
+
+
+session = carried
