@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.arrange import Sizes, arrange
+from mla_compile.passes.arrange import Sizes, arrange, spread
 from mla_compile.passes.atoms import Atom, flatten
 from mla_compile.passes.factors import letters
 from mla_compile.passes.graph import Builder, val
@@ -82,7 +82,8 @@ class _Writer:
             probs = call(aten.masked_fill.Scalar, probs, empty, 0.0)
         outer = (*site.lead, *site.queries)
         axes = (*((a,) for a in outer), site.keys)
-        return arrange(self.builder, self.sizes, probs, axes, [(a,) for a in self.atoms])
+        probs = arrange(self.builder, self.sizes, probs, axes, [(a,) for a in self.atoms])
+        return spread(self.builder, self.sizes, probs, self.atoms)
 
     def output(self, probs: fx.Node) -> tuple[Operand, fx.Node]:
         site = self.site

@@ -66,12 +66,12 @@ def test_values_alone(core):
     one_side(rotated(core=core, bias=True), [*inputs(S=3), causal(3, 7)], "values", Code.POSITION_DEPENDENT)
 
 
-@pytest.mark.parametrize("core", EXACT)
+@pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last"])
 def test_keys_alone(core):
     one_side(squashed(core=core, bias=True), [*inputs(S=3), causal(3, 7)], "keys", Code.NONLINEAR)
 
 
-@pytest.mark.parametrize("up", ["joint", "block", "two", "per_head", "lora"])
+@pytest.mark.parametrize("up", ["joint", "per_head", "lora"])
 def test_up_projections_make_only_what_is_kept(up):
     outcome = one_side(rotated(up=up, V=9), inputs(), "values", Code.POSITION_DEPENDENT)
     assert no_expansion(outcome.program, H, 7, N + 9)
@@ -79,25 +79,22 @@ def test_up_projections_make_only_what_is_kept(up):
     assert no_expansion(outcome.program, H, 7, 9)
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul", "einsum", "heads_last"])
-@pytest.mark.parametrize("lowering", ["op", "aten"])
+@pytest.mark.parametrize(("core", "lowering"), [("sdpa", "op"), ("heads_last", "op"), ("matmul", "aten")])
 def test_rotary_keys_of_every_head(core, lowering):
     program = absorbed(PerHead(core=core, bias=True), [*per_head(S=3), padded(2, 3, 7)], lowering=lowering)
     assert no_expansion(program, H, 7, N)
     assert calls(program).count(OP) == (lowering == "op")
 
 
-@pytest.mark.parametrize("E", [2, 4])
 @pytest.mark.parametrize("make", [rotated, squashed, PerHead])
-@pytest.mark.parametrize("core", ["sdpa", "matmul"])
+@pytest.mark.parametrize(("core", "E"), [("sdpa", 2), ("matmul", 4)])
 def test_sizes_that_are_all_equal(core, make, E):
     r = seeded(E, E, E, E, seed=4) if make is PerHead else seeded(E, E, E, seed=4)
     data = [seeded(E, E, modules.D, seed=1), seeded(E, E, E, seed=2), r, causal(E, E)]
     absorbed(make(H=E, L=E, N=E, R=E, V=E, core=core), data)
 
 
-@pytest.mark.parametrize("make", [rotated, squashed])
-@pytest.mark.parametrize("core", ["sdpa", "matmul"])
+@pytest.mark.parametrize(("make", "core"), [(rotated, "sdpa"), (squashed, "matmul")])
 def test_everything_symbolic(core, make):
     module = make(core=core)
     program = absorbed(module, [*inputs(2, 3, 9), causal(3, 9, lead=(2, 1))], SYMBOLIC)
@@ -112,8 +109,9 @@ def test_rotary_keys_of_every_head_symbolic():
         assert_equal(module, program, per_head(B, S, T))
 
 
-@pytest.mark.parametrize("make", [rotated, squashed])
-@pytest.mark.parametrize("core", ["sdpa", "matmul", "in_float64"])
+@pytest.mark.parametrize(
+    ("make", "core"), [(rotated, "sdpa"), (squashed, "sdpa"), (squashed, "matmul"), (rotated, "in_float64")]
+)
 def test_queries_that_see_no_key(core, make):
     class Core(MLA):
         def spoil(self, k, v):
@@ -371,9 +369,8 @@ def test_the_report_on_rotary_keys_of_every_head():
     assert (site.cache_values_expanded, site.cache_values_latent) == (H * (N + R + V), L + H * R)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [rotated, squashed, PerHead])
-@pytest.mark.parametrize("core", ["sdpa", "matmul"])
+@pytest.mark.parametrize(("core", "dtype"), [("sdpa", torch.bfloat16), ("matmul", torch.float16)])
 def test_lower_precision_is_no_worse_than_the_original(core, make, dtype):
     module = make(core=core).to(dtype)
     exact = copy.deepcopy(module).double()

@@ -18,7 +18,7 @@ from mla_compile import capture, pipeline
 from mla_compile.options import Options
 from mla_compile.report import SiteReport
 from tests.adversary.check import EXACT, same_numbers
-from tests.adversary.oracle import rank_of
+from tests.adversary.oracle import BOTH, rank_of
 from tests.generated_module import GeneratedMLA
 from tests.generator import Case
 
@@ -154,10 +154,13 @@ class Aliased(GeneratedMLA):
         return probs
 
 
-def check_write(case: Case, write: Write, calls: int, forms: str = "absorbed") -> tuple[SiteReport, int, int]:
+def check_write(
+    case: Case, write: Write, calls: int, forms: str = "absorbed"
+) -> tuple[SiteReport, dict[tuple[str, ...], int], int]:
     """Runs one call or several, the first after ``case.T`` random tokens, rewritten and in eager mode.
 
-    Returns the report of the last call, the rank of K and V that the oracle finds, and the largest that is legal;
+    Returns the report of the last call, the ranks of K and V together and of each that the oracle finds, and the
+    largest that is legal;
     raises AssertionError where results, inputs or caches differ.
     """
     module, eager = Aliased(case, write), Aliased(case, write)
@@ -179,7 +182,8 @@ def check_write(case: Case, write: Write, calls: int, forms: str = "absorbed") -
                 same_numbers(a, e, EXACT, f"{what} {k} after {done} tokens")
         states = [list(r[1 : 1 + len(past)]) for r in (got, expected)]
     limit = case.L + case.R + 1
-    return report, rank_of(_keys_and_values(case, write), limit), limit
+    ranks = {sides: rank_of(_sides(case, write, sides), limit) for sides in (BOTH, *((s,) for s in BOTH))}
+    return report, ranks, limit
 
 
 def _caches(*modules: Aliased) -> list[list[Tensor]]:
@@ -216,12 +220,13 @@ def _compiled(module: Aliased, values: list[Tensor], forms: str) -> tuple[Callab
     return capture.to_plain_graph_module(outcome.program), site
 
 
-def _keys_and_values(case: Case, write: Write) -> Iterator[Tensor]:
-    """[K | V] of random first calls, one line per token."""
+def _sides(case: Case, write: Write, sides: Sequence[str]) -> Iterator[Tensor]:
+    """[K | V] of random first calls, or one of them, one line per token."""
     module = Aliased(case, write)
     for draw in range(400):
         x = torch.randn(case.B, case.T, case.D, generator=torch.Generator().manual_seed(draw), dtype=torch.float64)
         with torch.no_grad():
             _call(module, [x, torch.arange(case.T), *_keep(case, 0, case.T), *module.empty_state()])
         assert module.seen is not None
-        yield torch.cat([t.transpose(1, 2).flatten(2).flatten(0, 1) for t in module.seen], 1)
+        seen = [t for side, t in zip(BOTH, module.seen, strict=True) if side in sides]
+        yield torch.cat([t.transpose(1, 2).flatten(2).flatten(0, 1) for t in seen], 1)

@@ -76,9 +76,11 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
     normalize(plain.gm.graph)
     for verdict in verdicts(plain) if outcome.absorbed and found else ():
         if verdict.absorb and verdict.plan is not None:
-            own = sum(_width(r) for r in (verdict.plan.latent, verdict.plan.rope, verdict.plan.values)) + 1
-            have = found if own <= limit else rank(base, program, own)
-            assert have <= own, f"absorbed as rows of {own - 1} values, but the rank of K and V is {have} or more"
+            plan = verdict.plan
+            own = sum(_width(r) for r in plan.rows) + 1
+            sides = [side for side, terms in (("keys", plan.keys), ("values", plan.vals)) if terms]
+            have = found if own <= limit and len(sides) == 2 else rank(base, program, own, sides)
+            assert have <= own, f"{sides} absorbed as rows of {own - 1} values, but their rank is {have} or more"
     site = reports[0]
     if mutation.legal:
         assert found <= limit, f"the oracle finds a legal mutation illegal: rank {found}, limit {limit}"
@@ -89,7 +91,7 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
 
 
 def _width(rows: Any) -> int:
-    return 0 if rows is None else int(axis_size(rows.width))
+    return 0 if rows is None else int(axis_size((*rows.width, *rows.heads)))
 
 
 def compare(base: Base, program: Program, rewritten: Program) -> None:

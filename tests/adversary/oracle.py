@@ -22,9 +22,20 @@ SPARE = 4  # columns and lines more than the rank that is tested
 NEGLIGIBLE = 1e-9
 
 
-def rank(base: Base, program: Program, limit: int) -> int:
-    """The rank of [K | V | 1] over the tokens of random calls; at most ``limit + SPARE``."""
-    return rank_of((rows(base, program, base.inputs(draw)) for draw in range(400)), limit)
+BOTH = ("keys", "values")
+
+
+def rank(base: Base, program: Program, limit: int, sides: Sequence[str] = BOTH) -> int:
+    """The rank of [K | V | 1], or of one of the sides, over the tokens of random calls; at most ``limit + SPARE``.
+
+    One side by itself may have any of the two for its heads, batch and heads: what is one for both sides is free there.
+    """
+
+    def found(swapped: bool) -> int:
+        return rank_of((rows(base, program, base.inputs(draw), sides, swapped) for draw in range(400)), limit)
+
+    have = found(False)
+    return have if have <= limit or len(sides) == 2 else min(have, found(True))
 
 
 def rank_of(calls: Iterable[Tensor], limit: int) -> int:
@@ -44,17 +55,24 @@ def rank_of(calls: Iterable[Tensor], limit: int) -> int:
     return int((values > NEGLIGIBLE * values.max()).sum()) if len(values) else 0
 
 
-def rows(base: Base, program: Program, inputs: Sequence[Any]) -> Tensor:
-    """K and V of one call as [tokens of the whole batch, their values in all heads]."""
+def rows(
+    base: Base, program: Program, inputs: Sequence[Any], sides: Sequence[str] = BOTH, swapped: bool = False
+) -> Tensor:
+    """K and V of one call as [tokens of the whole batch, their values in all heads], or one of them.
+
+    ``swapped``: the heads are taken for the batch and the batch for the heads.
+    """
     site = base.plan.site
     values = _Recorder(program.gm, {site.node.name, *(p.node.name for p in site.products if p.node)})
     with torch.no_grad():
         values.run(*inputs)
     parts = []
-    for product in site.products:
+    for product in site.products if "keys" in sides else ():
         user = product.node or site.node
-        parts.append(_lines(values.seen[user.name][_position(user, product.k.node)], product.k, base))
-    parts.append(_lines(values.seen[site.node.name][_position(site.node, site.v.node, last=True)], site.v, base))
+        parts.append(_lines(values.seen[user.name][_position(user, product.k.node)], product.k, base, swapped))
+    if "values" in sides:
+        value = values.seen[site.node.name][_position(site.node, site.v.node, last=True)]
+        parts.append(_lines(value, site.v, base, swapped))
     return torch.cat(parts, 1)
 
 
@@ -79,7 +97,7 @@ def _position(user: fx.Node, operand: fx.Node, last: bool = False) -> int:
     return found[-1 if last else 0]
 
 
-def _lines(value: Tensor, operand: Operand, base: Base) -> Tensor:
+def _lines(value: Tensor, operand: Operand, base: Base, swapped: bool) -> Tensor:
     """An operand of the core as [tokens, values]: batch is outermost, then heads; keys are one of the last two axes."""
     keys = next((d for d, own in enumerate(operand.axes) if own and own == base.plan.site.keys), None)
     rank = value.dim()
@@ -89,4 +107,5 @@ def _lines(value: Tensor, operand: Operand, base: Base) -> Tensor:
     lead = [d for d in range(rank) if d not in (keys, features)]
     value = value.permute(*lead, keys, features)
     value = value.reshape(base.case.B, -1, *value.shape[-2:])
+    value = value.transpose(0, 1) if swapped else value
     return value.transpose(1, 2).flatten(2).flatten(0, 1)

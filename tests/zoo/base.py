@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.codes import CODES, Code
+from mla_compile.records import SiteReport
 
 CAPACITY = 24
 """Tokens that fit into a static cache; no session of the test is longer."""
@@ -202,6 +203,35 @@ class NotMla(Outcome):
 
 
 @dataclass(frozen=True)
+class InPart:
+    """One attention of which only ``sides`` are absorbed (or some of their columns); the rest stays, with ``code``."""
+
+    sides: str
+    code: str
+    verdict = "in part"
+
+    def __post_init__(self) -> None:
+        Code(self.code)
+
+    def counted(self, dims: Dims) -> Counter[str]:
+        return Counter({f"{self.sides}{_KEPT}{self.code}": 1})
+
+
+_KEPT = " in part, kept: "
+
+
+def told(site: SiteReport) -> str:
+    """What became of an attention, in the words in which outcomes are counted."""
+    if not site.parts:
+        return str(site.code)
+    return " and ".join(site.parts) + _KEPT + ", ".join(dict.fromkeys(str(k.code) for k in site.kept))
+
+
+def verdict_of(said: str) -> str:
+    return "absorbed" if _KEPT in said else CODES[Code(said)].verdict
+
+
+@dataclass(frozen=True)
 class NoAttention:
     """Nothing in the graph is a softmax attention, and nothing is reported."""
 
@@ -233,11 +263,11 @@ class NotCaptured:
         return Counter()
 
 
-Expected = Outcome | NoAttention | NotCaptured | tuple[Outcome, ...]
+Expected = Outcome | InPart | NoAttention | NotCaptured | tuple[Outcome | InPart, ...]
 
 
 def counted(expected: Expected, dims: Dims) -> Counter[str]:
-    """Code -> number of attentions."""
+    """Code, or what :func:`told` says of one absorbed in part -> number of attentions."""
     several = expected if isinstance(expected, tuple) else (expected,)
     return sum((e.counted(dims) for e in several), Counter())
 

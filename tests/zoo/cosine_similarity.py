@@ -2,9 +2,9 @@
 
 import torch.nn.functional as F
 
-from tests.zoo.base import Refused, Usual, carried
+from tests.zoo.base import InPart, Usual, carried
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = InPart("values", "position_dependent")
 
 
 class Attention(Usual):

@@ -4,9 +4,9 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.latent_layer import LatentLayer
-from tests.zoo.base import Refused, carried, rope
+from tests.zoo.base import InPart, carried, rope
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = InPart("values", "position_dependent")
 
 
 class Attention(LatentLayer):

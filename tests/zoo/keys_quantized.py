@@ -2,9 +2,9 @@
 rounding is no linear map. Illegal."""
 
 from tests.latent_layer import LatentLayer
-from tests.zoo.base import Refused, carried
+from tests.zoo.base import InPart, carried
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = InPart("values", "position_dependent")
 
 
 class Attention(LatentLayer):

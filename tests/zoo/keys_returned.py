@@ -1,8 +1,8 @@
 """The expanded keys are handed to the caller as well, for inspection. Legal, but they are computed anyway: kept."""
 
-from tests.zoo.base import Carry, Kept, Usual, rows
+from tests.zoo.base import Carry, InPart, Usual, rows
 
-EXPECTED = Kept("keys_used_elsewhere")
+EXPECTED = InPart("values", "keys_used_elsewhere")
 
 
 class Attention(Usual):

@@ -1,9 +1,9 @@
 """A learned absolute position embedding is added to the expanded keys. Illegal for K: the sum has another constant at
 each position."""
 
-from tests.zoo.base import CAPACITY, Refused, Usual, carried
+from tests.zoo.base import CAPACITY, InPart, Usual, carried
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = InPart("values", "position_dependent")
 
 
 class Attention(Usual):

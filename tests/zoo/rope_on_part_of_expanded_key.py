@@ -2,9 +2,9 @@
 
 import torch
 
-from tests.zoo.base import Carry, Refused, Usual, rope, rows
+from tests.zoo.base import Carry, InPart, Usual, rope, rows
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = InPart("values", "position_dependent")
 
 
 class Attention(Usual):

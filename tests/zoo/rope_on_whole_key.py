@@ -4,9 +4,9 @@ Illegal for K: the matrix between query and latent would depend on their distanc
 import torch
 import torch.nn.functional as F
 
-from tests.zoo.base import Carry, Layer, Refused, causal, rope, rows
+from tests.zoo.base import Carry, InPart, Layer, causal, rope, rows
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = InPart("values", "position_dependent")
 
 
 class Attention(Layer):

@@ -3,9 +3,9 @@ Legal for the latent part; the rows would be H*R wider."""
 
 import torch
 
-from tests.zoo.base import Carry, Kept, Usual, rope, rows
+from tests.zoo.base import Carry, InPart, Usual, rope, rows
 
-EXPECTED = Kept("per_head_rope")
+EXPECTED = InPart("keys and values", "per_head_rope")
 
 
 class Attention(Usual):
