@@ -25,6 +25,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_compile.passes.graph import Builder, args_of, packet, same, shape, splice, val
 
 aten = torch.ops.aten
+WRITTEN = "mla_compile_written_flex"
+"""The key in the meta of a node that stands for a fused kernel."""
 _ONE_BLOCK = 1 << 30  # the block size that PyTorch gives a mask without blocks
 
 
@@ -57,6 +59,7 @@ def write_flex(gm: fx.GraphModule, fake_mode: FakeTensorMode | None) -> list[Wri
             if out is None:
                 continue
             (part,) = node.users
+            out.meta[WRITTEN] = True
             out.meta["tensor_meta"] = part.meta.get("tensor_meta")
             part.replace_all_uses_with(out)
             written.append(Written(node.target, args_of(node), dict(node.meta), out))

@@ -21,6 +21,7 @@ from mla_compile.passes.call_sizes import call_sizes
 from mla_compile.passes.cost import Choice, Device, Forms, Part, choose_parts
 from mla_compile.passes.cuts import choose_sources, cut
 from mla_compile.passes.explain_refusal import explain_source, of_queries
+from mla_compile.passes.flex import WRITTEN
 from mla_compile.passes.linear_map import LinearMaps, Stop
 from mla_compile.passes.plan import AbsorbPlan, Rows, make_part_plan, pieces_of
 from mla_compile.passes.residual import is_hidden_state
@@ -126,7 +127,8 @@ def _weighed(
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
-    writes = plan.site.probs is None and not plan.fits_op
+    fused = plan.site.probs is None or WRITTEN in plan.site.node.meta
+    writes = fused and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
         forms=forms,

@@ -161,6 +161,18 @@ def test_groups_of_query_heads():
         absorbed(Grouped(make), [*inputs(S=3), causal(3, 7)])
 
 
+@pytest.mark.parametrize(("make", "core"), [(rotated, "sdpa"), (squashed, "matmul")])
+def test_one_head_of_queries_and_keys_for_all_values(make, core):
+    class One(MLA):
+        def spoil(self, k, v):
+            return make().spoil(k, v)
+
+        def attend(self, q, k, v, mask):
+            return super().attend(q[:, :1], k[:, :1], v, mask)
+
+    absorbed(One(core=core, up="two", bias=True), [*inputs(S=3), causal(3, 7)])
+
+
 def test_probabilities_that_are_returned():
     class Returns(MLA):
         def spoil(self, k, v):
