@@ -1,4 +1,4 @@
-"""flex_attention over keys that are rotated after the up-projection. Illegal, whatever the score_mod."""
+"""flex_attention over keys that are rotated after the up-projection. Illegal for K, whatever the score_mod."""
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention

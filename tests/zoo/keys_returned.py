@@ -1,4 +1,5 @@
-"""The expanded keys are handed to the caller as well, for inspection. Legal, but they are computed anyway: kept."""
+"""The expanded keys are handed to the caller as well, for inspection. Legal, but they are computed anyway:
+only V is absorbed."""
 
 from tests.zoo.base import Carry, InPart, Usual, rows
 

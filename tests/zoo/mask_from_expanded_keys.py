@@ -1,5 +1,5 @@
-"""Padding is recognised by expanded keys that are all zero, as old translation code did. Refused: the absorbed form has
-no keys to look at."""
+"""Padding is recognised by expanded keys that are all zero, as old translation code did. The absorbed form has
+no keys to look at: K stays."""
 
 from tests.zoo.base import InPart, Usual, carried
 

@@ -1,5 +1,5 @@
-"""An in-place write after the expansion: the newest key of every head is set to the query ("attend to self"). Illegal:
-that row is no image of the latent."""
+"""An in-place write after the expansion: the newest key of every head is set to the query ("attend to self"). Illegal
+for K: that row is no image of the latent."""
 
 from tests.zoo.base import InPart, Usual, carried
 

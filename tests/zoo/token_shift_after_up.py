@@ -1,4 +1,5 @@
-"""RWKV's token shift on the expanded keys: each is mixed with the one before. Illegal: a key is no image of one row."""
+"""RWKV's token shift on the expanded keys: each is mixed with the one before. Illegal for K: a key is no image of one
+row."""
 
 import torch.nn.functional as F
 
