@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from mla_compile.passes.cost import default_device
 from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.graph import weight_nodes
-from mla_compile.passes.latent_cache import Past, find_caches, keep_latents
+from mla_compile.passes.judge import judge
+from mla_compile.passes.keep_latents import keep_latents
+from mla_compile.passes.latent_cache import Past, find_caches
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.split_products import split_products
@@ -18,9 +21,31 @@ from mla_compile.program import Program
 def with_latent_cache(captured: Program, assume: bool = False) -> Program:
     """The program with the K and V that its caller keeps replaced by their rows; itself where there are none.
 
-    ``assume``: inputs that hold a cache may be taken to come from this program.
+    Only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in every
+    call. ``assume``: inputs that hold a cache may be taken to come from this program.
     """
-    program = captured.copy()
+    refused: set[str] = set()
+    while True:
+        program = captured.copy()
+        sites = _keep_rows(program, assume, refused)
+        if not sites:
+            return captured
+        graph = program.gm.graph
+        weights = weight_nodes(graph, program.weights)
+        device = default_device("cpu")  # only what is legal is asked for, not what is cheaper
+        maps = LinearMaps(weights, program.fake_mode)
+        verdicts = judge(graph, find_attention(graph, weights), maps, device, "absorbed", "never")
+        # A side that stays would be expanded from its rows in every call.
+        read = (v for v in verdicts if v.absorb and v.plan is not None and v.plan.keys and v.plan.vals)
+        wrong = sites - {v.site.node.name for v in read}
+        if not wrong:
+            program.gm.recompile()
+            return program
+        refused |= wrong
+
+
+def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
+    """Rewrites the caches of all attentions but ``refused``; returns the attentions whose cache was rewritten."""
     graph = program.gm.graph
     normalize(graph)
     weights = weight_nodes(graph, program.weights)
@@ -32,15 +57,14 @@ def with_latent_cache(captured: Program, assume: bool = False) -> Program:
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
     assumed = _own_inputs(program) if assume else []
-    sites = find_attention(graph, weights)
+    sites = [site for site in find_attention(graph, weights) if site.node.name not in refused]
     caches = find_caches(graph, sites, LinearMaps(weights, program.fake_mode), pasts, returned, assumed)
-    if not caches:
-        return captured
-    names = [node.name for node in program.placeholders]
-    program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
-    program.cache.inputs = {name: program.cache.inputs[name] for name in names if name in program.cache.inputs}
-    program.gm.recompile()
-    return program
+    if caches:
+        names = [node.name for node in program.placeholders]
+        program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
+        inputs = program.cache.inputs
+        program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
+    return {kept.site.name for kept in caches}
 
 
 def _pasts(program: Program) -> dict[fx.Node, Past]:

@@ -148,7 +148,8 @@ CODES: dict[Code, CodeInfo] = {
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",
         "the cache holds K and V per head, so the latent of the cached tokens is out of sight",
-        'cache the latent and the rotary key, or let K and V grow by cat from an empty cache (cache="latent" for programs)',
+        "cache the latent and the rotary key, or let K and V grow by cat from an empty cache "
+        '(programs need the option cache="latent" for that)',
     ),
     Code.NOT_MLA: CodeInfo("not_mla", "K and V are no linear image of a narrower latent: plain MHA, GQA or MQA"),
 }

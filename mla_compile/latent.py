@@ -286,8 +286,8 @@ def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], 
         if before is not None:
             return before
     if len(_made) > 256:
-        for old in [k for k, (result, _) in _made.items() if result() is None]:
-            del _made[old]
+        for old in [k for k, (result, _) in list(_made.items()) if result() is None]:
+            _made.pop(old, None)
     made = make(*sources, *how).contiguous()
     _made[key] = weakref.ref(made), tuple(map(weakref.ref, sources))
     return made

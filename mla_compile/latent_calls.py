@@ -11,7 +11,7 @@ from torch import fx
 
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.latent import LatentTensor
-from mla_compile.passes.latent_cache import LatentCache
+from mla_compile.passes.keep_latents import LatentCache
 from mla_compile.program import Program
 from mla_compile.runtime import Call, weight_reader
 

@@ -39,6 +39,9 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
         return Stop(
             site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
         )
+    projected = [p for o in (*(p.k for p in site.products), site.v) for p in maps.map(o.node).pieces if p.projected]
+    if failed.code != "not_mla" and projected and all(p.source in own for p in projected):
+        return Stop(site.node, "not_mla", "K and V are projected from hidden states, which the queries are made of")
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
 
 

@@ -203,14 +203,22 @@ def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
     rows = {plan.latent.node}
     for piece in maps.map(plan.latent.node).pieces:
         if not piece.projected:  # some of the rows of the hidden state, where an attention is local
-            rows |= {visit.node for visit in piece.path}
+            rows |= {node for visit in piece.path for node in _whole(visit.node)}
     queue = [p.q.node for p in plan.site.products]
     for node in queue:
         for piece in pieces_of([maps.map(node)]):
-            if any(visit.node in rows for visit in piece.path):
+            if any(one in rows for visit in piece.path for one in _whole(visit.node)):
                 return True
             queue += _unscaled(piece.source) if piece.source is not None else []
     return False
+
+
+def _whole(node: fx.Node) -> list[fx.Node]:
+    """``node``, and what it is some of the rows of."""
+    found = [node]
+    while packet(found[-1]) in (aten.slice, aten.narrow, aten.select, aten.index_select):
+        found.append(found[-1].args[0])  # type: ignore[arg-type]  # the tensor
+    return found
 
 
 def _unscaled(node: fx.Node) -> list[fx.Node]:

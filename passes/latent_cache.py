@@ -19,18 +19,16 @@ cache converted for it, are to come back as its past.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.arrange import Sizes, arrange
 from mla_compile.passes.cuts import choose_sources
-from mla_compile.passes.graph import Builder, argument, axis, packet, remove_dead_code, shape, val
+from mla_compile.passes.graph import argument, axis, packet, shape, val
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop
 from mla_compile.passes.plan import pieces_of
-from mla_compile.passes.recipe import Ingredient, Recipe, expand, make_recipe
+from mla_compile.passes.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.site import AttentionSite, Operand
 
 aten = torch.ops.aten
@@ -51,9 +49,13 @@ class Past:
 
 @dataclass(frozen=True)
 class Kept:
-    """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it."""
+    """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
+
+    ``site`` is the output of the attention that reads it.
+    """
 
     node: fx.Node
+    site: fx.Node
     recipe: Recipe
     leaves: tuple[fx.Node, ...]
     parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
@@ -62,25 +64,6 @@ class Kept:
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
         return tuple(p for p in self.parts if isinstance(p, fx.Node))
-
-
-@dataclass
-class LatentCache:
-    """What became of the inputs and outputs of a graph.
-
-    Attributes:
-        inputs: placeholders that are gone -> the names of the placeholders of their rows.
-        outputs: index in the flat output -> where in the flat output its rows are; the value at the index is None.
-        recipes: of every such input (by name) and output (by index), with the names of the weights it reads.
-        rows: the names of the placeholders of rows, in order.
-        grows: index in the flat output -> the placeholder that is its past.
-    """
-
-    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    outputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    recipes: dict[str | int, tuple[Recipe, tuple[str, ...]]] = field(default_factory=dict)
-    rows: list[str] = field(default_factory=list)
-    grows: dict[int, str] = field(default_factory=dict)
 
 
 def find_caches(
@@ -103,7 +86,7 @@ def find_caches(
         for operand in (*(p.k for p in site.products), site.v):
             tensors.update(_cached(operand, site, maps, pasts, returned, allowed))
         if tensors and not any(t in found for t in tensors):
-            kept = _keep(tensors, maps, pasts, returned, allowed)
+            kept = _keep(tensors, site.node, maps, pasts, returned, allowed)
             if kept and _saves(kept):
                 found.update((k.node, k) for k in kept)
     return [k for k in found.values() if not _seen_through_a_view(graph, k)]
@@ -164,6 +147,7 @@ def _likely_token_axis(node: fx.Node) -> int:
 
 def _keep(
     tensors: Mapping[fx.Node, int],
+    site: fx.Node,
     maps: LinearMaps,
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
@@ -177,12 +161,12 @@ def _keep(
     kept: list[Kept] = []
     for node, tokens in tensors.items():
         made = {p: at_cuts.map(p) for p in parts[node] if p in new}
-        one = _keep_one(node, tokens, parts[node], made, pasts, returned)
+        one = _keep_one(node, site, tokens, parts[node], made, pasts, returned)
         if one is None:
             return None
         kept.append(one)
         for part, lmap in made.items():  # kept call by call, and joined when it is read
-            own = _keep_one(part, tokens, [part], {part: lmap}, pasts, returned) if part in returned else None
+            own = _keep_one(part, site, tokens, [part], {part: lmap}, pasts, returned) if part in returned else None
             if own is not None and part is not node:
                 kept.append(own)
     return kept
@@ -194,6 +178,7 @@ def _grows(node: fx.Node, pasts: Mapping[fx.Node, Past], assume: set[fx.Node]) -
 
 def _keep_one(
     node: fx.Node,
+    site: fx.Node,
     tokens: int,
     parts: Sequence[fx.Node],
     new: Mapping[fx.Node, LinearMap],
@@ -221,7 +206,7 @@ def _keep_one(
     if len(known) != 1 or len(dtypes) != 1:
         return None
     ((recipe, leaves),) = known
-    return Kept(node, recipe, leaves, tuple(taken), returned.get(node, ()))
+    return Kept(node, site, recipe, leaves, tuple(taken), returned.get(node, ()))
 
 
 def _saves(kept: Sequence[Kept]) -> bool:
@@ -254,134 +239,3 @@ def _seen_through_a_view(graph: fx.Graph, kept: Kept) -> bool:
         if root is kept.node:
             return True
     return False
-
-
-def keep_latents(
-    graph: fx.Graph, caches: Sequence[Kept], pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None
-) -> LatentCache:
-    """Rewrites the graph for ``caches``; its output is one flat tuple, to which the rows are appended."""
-    return _Rewriter(graph, pasts, fake_mode).run(caches)
-
-
-class _Rewriter:
-    def __init__(self, graph: fx.Graph, pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None) -> None:
-        self.graph = graph
-        self.pasts = pasts
-        self.fake_mode = fake_mode
-        self.done = LatentCache()
-        self.inputs: dict[Hashable, fx.Node] = {}
-        self.joined: dict[tuple[fx.Node, ...], fx.Node] = {}
-        self.arranged: dict[fx.Node, fx.Node] = {}
-        self.appended: dict[fx.Node, int] = {}
-
-    def run(self, caches: Sequence[Kept]) -> LatentCache:
-        values: list[object] = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
-        for cache in caches:
-            rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
-            anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
-            builder = Builder(anchor, self.fake_mode)
-            self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
-            expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
-            names = tuple(n.name for n in cache.leaves)
-            for index in cache.outputs:
-                values[index] = None
-                for row in rows:
-                    if row not in self.appended:
-                        self.appended[row] = len(values)
-                        values.append(row)
-                self.done.outputs[index] = tuple(self.appended[row] for row in rows)
-                self.done.recipes[index] = cache.recipe, names
-                if cache.pasts:
-                    self.done.grows[index] = cache.pasts[0].name
-            cache.node.replace_all_uses_with(expanded, lambda user: user.op != "output")
-            for past in cache.pasts:
-                self.done.recipes[past.name] = cache.recipe, names
-        self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
-        remove_dead_code(self.graph)
-        for node in dict.fromkeys(p for c in caches for p in c.pasts):
-            self._let_go(node)
-        remove_dead_code(self.graph)
-        return self.done
-
-    def _let_go(self, node: fx.Node) -> None:
-        """Removes an input; whoever else reads it gets it expanded from its rows."""
-        recipe, weights = self.done.recipes[node.name]
-        by_name = {n.name: n for n in self.graph.find_nodes(op="placeholder")}
-        by_name.update({n.name: n for n in self.graph.find_nodes(op="get_attr")})
-        rows = [by_name[name] for name in self.done.inputs[node.name]]
-        self._read_sizes_from_rows(node, recipe, rows[0])
-        if node.users:
-            builder = Builder(self._after(node), self.fake_mode)
-            node.replace_all_uses_with(expand(recipe, rows, [by_name[name] for name in weights], builder.call))
-        self.graph.erase_node(node)
-
-    def _read_sizes_from_rows(self, node: fx.Node, recipe: Recipe, rows: fx.Node) -> None:
-        """Whoever only asks for the length of K need not have it computed."""
-        for user in list(node.users):
-            if packet(user) is aten.sym_size and (dim := axis(argument(user, 1, "dim"), len(recipe.kinds))) >= 0:
-                own = sum(kind == "row" for kind in recipe.kinds[:dim])
-                if recipe.kinds[dim] == "row":
-                    user.args = (rows, own)
-
-    def _after(self, node: fx.Node) -> fx.Node:
-        """Where something that reads ``node`` may stand."""
-        following: fx.Node = node.next
-        if node.op in ("placeholder", "get_attr"):
-            following = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
-        return following
-
-    def _rows(self, cache: Kept, index: int) -> fx.Node:
-        """All rows of one source: those of the past, then the new ones."""
-        ingredients = next((p for p in cache.parts if not isinstance(p, fx.Node)), None)
-        parts: list[fx.Node] = []
-        for part in cache.parts:
-            if isinstance(part, fx.Node):
-                parts.append(self._past(part, cache, index, ingredients))
-            else:
-                parts.append(self._new(part[index]))
-        key = tuple(parts)
-        if key not in self.joined:
-            builder = Builder(self._after(max(parts)), self.fake_mode)
-            # A copy where nothing is joined: the rows outlive this call and share no memory with anything else.
-            self.joined[key] = (
-                builder.call(aten.cat.default, parts, cache.recipe.token_axis)
-                if len(parts) > 1
-                else parts[0]
-                if not cache.outputs
-                else builder.call(aten.clone.default, parts[0])
-            )
-        return self.joined[key]
-
-    def _new(self, ingredient: Ingredient) -> fx.Node:
-        if ingredient.node not in self.arranged:
-            builder = Builder(self._after(ingredient.node), self.fake_mode)
-            sizes = Sizes(builder, [(ingredient.node, ingredient.axes)])
-            self.arranged[ingredient.node] = arrange(
-                builder, sizes, ingredient.node, ingredient.axes, ingredient.target
-            )
-        return self.arranged[ingredient.node]
-
-    def _past(self, node: fx.Node, cache: Kept, index: int, ingredients: tuple[Ingredient, ...] | None) -> fx.Node:
-        """The placeholder of the rows behind an input."""
-        past = self.pasts.get(node)
-        name: Hashable
-        if past is not None:
-            name, dtype = past.rows[index], past.dtypes[index]
-        else:
-            assert ingredients is not None, "an assumed past is one that grows"
-            # Inputs that grow by the same rows hold the same rows: K and V of one attention.
-            name, dtype = ("grows by", ingredients[index].node), val(ingredients[index].node).dtype
-        if name not in self.inputs:
-            example = val(node)
-            wanted = cache.recipe.row_shape(example.shape, cache.recipe.widths[index])
-            with self.fake_mode or torch.no_grad(), torch.no_grad():
-                fake = torch.empty(wanted, dtype=dtype, device=example.device)
-            with self.graph.inserting_after(list(self.graph.find_nodes(op="placeholder"))[-1]):
-                placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
-            placeholder.meta["val"] = fake
-            self.inputs[name] = placeholder
-            self.done.rows.append(placeholder.name)
-        own = self.done.inputs.get(node.name, ())
-        if len(own) <= index:
-            self.done.inputs[node.name] = (*own, self.inputs[name].name)
-        return self.inputs[name]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import args_of, axis, packet, same, shape
+from mla_compile.passes.graph import args_of, axis, is_tensor, packet, same, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.scores import SOFTMAX, ScoreTracer
@@ -86,11 +86,19 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     def ends(n: fx.Node) -> bool:
         # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
-        return packet(n) in CONTRACTIONS and not any(_holds_scores(x, tracer) for x in n.all_input_nodes)
+        return packet(n) in CONTRACTIONS and not any(
+            _holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x)
+        )
 
     products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
     sums, after = nearest(node, lambda n: n.users, tracer.is_product, ends)
     return (before, after) if products and sums else None
+
+
+def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a product leaves the shape of scores, [batch, heads, queries, keys], as it was."""
+    sizes = shape(node)
+    return len(sizes) > 3 and len(sizes) == len(shape(x)) and all(map(same, sizes, shape(x)))
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:

@@ -128,6 +128,27 @@ def test_a_cache_filled_by_the_original_is_continued_as_it_is():
     assert (got - model(x, mine, 4)).abs().max() < EXACT
 
 
+def test_hidden_states_are_no_latent():
+    """MHA without RoPE caches what is linear in its hidden state; kept instead, that would be expanded in each call."""
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.ModuleList(nn.Linear(D, H * V, bias=False).double() for _ in range(3))
+
+        def forward(self, x, cache, start):
+            b, s, _ = x.shape
+            q, k, v = (w(x).view(b, s, H, V).transpose(1, 2) for w in self.w)
+            k, v = cache.update(0, k, v)
+            y = nn.functional.scaled_dot_product_attention(q, k, v)
+            return y.transpose(1, 2).reshape(b, s, H * V)
+
+    model = Plain().eval().requires_grad_(False)
+    with pytest.warns(MlaCompileWarning, match="not MLA"):
+        mine, theirs = compare(model, compiled(model), calls=(3, 1, 1))
+    assert type(theirs.keys[0]) is type(mine.keys[0]) is torch.Tensor
+
+
 # What others do with the cache.
 
 

@@ -327,7 +327,7 @@ def test_keys_that_enter_the_graph():
         def forward(self, q, k, v):
             return F.scaled_dot_product_attention(q, k, v)
 
-    refused(Inputs(), [seeded(2, H, s, w) for s, w in ((1, N), (7, N), (7, V))], Code.NOT_MLA)
+    refused(Inputs(), [seeded(2, H, s, w) for s, w in ((1, N), (7, N), (7, V))], Code.GRAPH_BREAK)
 
 
 class Heads(nn.Module):
@@ -537,7 +537,7 @@ def test_an_attention_among_some_rows_of_a_hidden_state():
 
 def test_a_softmax_over_one_key_is_no_mystery():
     module = MLA(core="matmul")
-    assert codes(optimized(export(module, inputs(S=1, T=1)))) == []
+    assert codes(optimized(export(module, inputs(S=1, T=1)))) == [Code.ABSORBED]
 
 
 def test_keys_that_a_residual_connection_is_added_to_are_explained():

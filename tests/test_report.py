@@ -196,6 +196,8 @@ def test_json_schema():
         "code": "position_dependent",
         "reason": "aten.mul with cos lies between the up-projection and the scores",
         "form": None,
+        "parts": [],
+        "kept": [],
         "fix": None,
         "blame": {
             "node": "mul_7",

@@ -29,6 +29,17 @@ from mla_compile.errors import MlaCompileWarning
 from mla_compile.records import SiteReport
 from tests.zoo.base import Dims, InPart, NoAttention, NotCaptured, NotExported, Outcome, counted, told, verdict_of
 
+# What torch says of how some styles are written, whoever compiles them.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        "flex_attention called without torch.compile",
+        "`torch.jit.script",
+        "Mismatch dtype between input and weight",
+        "The tensor attribute self.up.weight was assigned during export",
+    )
+]
+
 LONG = os.environ.get("MLA_ZOO") == "long"
 ALL_DOORS = LONG or os.environ.get("MLA_ZOO") == "doors"
 DECODE_STEPS = 8

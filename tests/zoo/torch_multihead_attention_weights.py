@@ -1,13 +1,13 @@
 """F.multi_head_attention_forward that also returns the averaged probabilities, over a latent. Its scores
-are one operator with their mask (baddbmm), which is not taken apart. Refused."""
+are one operator with their mask (baddbmm), which is taken apart. Legal."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.base import Carry, Refused, causal, rows
+from tests.zoo.base import Absorbed, Carry, causal, rows
 
-EXPECTED = Refused("unsupported_op")
+EXPECTED = Absorbed()
 
 
 class Attention(nn.Module):
