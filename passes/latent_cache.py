@@ -166,9 +166,9 @@ def _keep(
             return None
         kept.append(one)
         for part, lmap in made.items():  # kept call by call, and joined when it is read
-            own = _keep_one(part, site, tokens, [part], {part: lmap}, pasts, returned) if part in returned else None
-            if own is not None and part is not node:
-                kept.append(own)
+            if part in returned and part is not node:
+                own = _keep_one(part, site, tokens, [part], {part: lmap}, pasts, returned)
+                kept += [] if own is None else [own]
     return kept
 
 

@@ -199,7 +199,8 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     features = _joinable(sources, dim, rank)
-    if not features and not all(same(shape(x)[dim], 1) for x in inputs):
+    single = all(same(shape(x)[dim], 1) for x in inputs) and all(m.axis in (None, dim) for m in sources)
+    if not features and not single:
         return Stop(node, "token_mixing", "rows of several tensors are joined")
     joined: list[Segment] = []
     offset = 0
