@@ -17,7 +17,7 @@ from torch import fx
 
 from mla_compile.passes.atoms import Atom, Axes, Axis, Split, axis_size, flatten, fresh_axis, regroup, substitute
 from mla_compile.passes.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
-from mla_compile.passes.linear_contract import parse_einsum
+from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.site import MaskTerm, Operand, Product
 
@@ -381,46 +381,3 @@ def align_right(node: fx.Node, axes: Axes) -> Axes:
     """The axes of a tensor that broadcasts against ``axes`` from the right."""
     own = shape(node)
     return tuple(() if same(s, 1) else a for s, a in zip(own, axes[len(axes) - len(own) :], strict=True))
-
-
-def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """A two-operand product as einsum labels: (left, labels), (right, labels), result labels."""
-    op = packet(node)
-    if op is aten.einsum:
-        parsed = parse_einsum(node)
-        operands: Any = args_of(node)[1]
-        if parsed is None or len(operands) != 2:
-            return None
-        (a, b), out = parsed
-        return (operands[0], a), (operands[1], b), out
-    if op is aten.sum:
-        return _multiplied_and_summed(node)
-    if op not in (aten.matmul, aten.bmm, aten.mm):
-        return None
-    left, right = args_of(node)[0], args_of(node)[1]
-    if not is_tensor(left) or not is_tensor(right):
-        return None
-    ra, rb = len(shape(left)), len(shape(right))
-    if ra < 2 or rb < 2:
-        return None
-    batch = "abcdefghijklmnopqrstuvw"[: max(ra, rb) - 2]
-    la = batch[len(batch) - (ra - 2) :] + "xy"
-    lb = batch[len(batch) - (rb - 2) :] + "yz"
-    return (left, la), (right, lb), batch + "xz"
-
-
-def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """``(a * b).sum(dim)``, where one operand is broadcast along some axis and so the sum is no product of equals."""
-    times, dims, kept = args_of(node)[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
-    if packet(times) is not aten.mul or not isinstance(dims, (list, tuple)) or len(dims) != 1:
-        return None
-    left, right = args_of(times)[:2]
-    rank = len(shape(times))
-    if not is_tensor(left) or not is_tensor(right) or not len(shape(left)) == len(shape(right)) == rank:
-        return None
-    dim = axis(dims[0], rank)
-    ones = [(same(a, 1), same(b, 1)) for a, b in zip(shape(left), shape(right), strict=True)]
-    if any(ones[dim]) or not any(a != b for a, b in ones) or val(node).dtype != val(times).dtype:
-        return None
-    labels = "abcdefghijklmnopqrstuvw"[:rank]
-    return (left, labels), (right, labels), labels.replace(labels[dim], "z" if kept else "")
