@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.linear_rules import RULES
+from mla_compile.program import Program
 from tests.programs import error, evaluate, found_reasons, linear_map, seeded, trace
 
 aten = torch.ops.aten
@@ -310,6 +313,28 @@ def test_a_bias_in_float16_is_evaluated_where_it_is_added():
     check(lambda z, w, b: F.linear(z, w) + b.double(), [z()], [W(6, L), W(6).half()])
 
 
+def test_a_chain_deeper_than_the_stack_of_python():
+    def fn(z):
+        for _ in range(sys.getrecursionlimit() // 2):
+            z = -z
+        return z
+
+    check(fn, [z()], [], projected=False)
+
+
+def test_a_split_by_a_size_of_another_input():
+    """The size is an operand of the split, and no tensor."""
+
+    def fn(z, other):
+        return z.split([other.shape[0], z.shape[-1] - other.shape[0]], -1)[0].clone()
+
+    gm = make_fx(fn, tracing_mode="symbolic", pre_dispatch=True)(z(), z(3))
+    gm.graph.output_node().args = ((gm.graph.output_node().args[0],),)
+    fake = next(n for n in gm.graph.find_nodes(op="placeholder")).meta["val"].fake_mode
+    (piece,) = linear_map(Program(gm, weights={}, fake_mode=fake)).pieces
+    assert piece.source.op in ("placeholder", "call_function")
+
+
 STOPS = {
     "rope by cos": ("position_dependent", lambda z, w, p: (z @ w) * p[:, :T], [W(L, 6)], [z(B, T, 6)]),
     "rope by a table of weights": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(T, 1)], []),
@@ -358,6 +383,7 @@ STOPS = {
     ),
     "a number over it": ("position_dependent", lambda z, w: w / z, [W(L)], []),
     "dropout": ("dropout", lambda z, w: F.dropout(z @ w, 0.5, training=True), [W(L, 6)], []),
+    "native dropout": ("dropout", lambda z, w: aten.native_dropout(z @ w, 0.5, True)[0], [W(L, 6)], []),
     "cumsum": ("token_mixing", lambda z, w: (z @ w).cumsum(1), [W(L, 6)], []),
     "roll": ("token_mixing", lambda z, w: (z @ w).roll(1, 1), [W(L, 6)], []),
     "flip": ("token_mixing", lambda z, w: (z @ w).flip(1), [W(L, 6)], []),
