@@ -281,7 +281,8 @@ class Mutation:
 def main() -> None:
     paths, log, *rest = sys.argv[1:]
     plugin = Mutation([ROOT / p for p in paths.split(",")], Path(log).resolve())
-    pytest.main(["-p", "no:cacheprovider", "-p", "no:terminal", "-s", *rest], plugins=[plugin])
+    code = pytest.main(["-p", "no:cacheprovider", "-s", *rest], plugins=[plugin])
+    sys.exit(f"pytest ended with {code!r}, {plugin.failed}" if code else 0)
 
 
 if __name__ == "__main__":

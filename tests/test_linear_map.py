@@ -313,6 +313,13 @@ def test_a_bias_in_float16_is_evaluated_where_it_is_added():
     check(lambda z, w, b: F.linear(z, w) + b.double(), [z()], [W(6, L), W(6).half()])
 
 
+def test_the_way_counts_projections_and_scalings():
+    """What lies between a tensor and X is counted from the source on: a tie between rows is broken by it."""
+    (piece,) = linear_map(trace(lambda z, a, g, b: (z @ a).mT.mT * g * g @ b, [z()], [W(L, 3), W(3), W(3, 5)])).pieces
+    assert [v.contractions for v in piece.path] == [0, 1, 1, 1, 1, 1, 2]
+    assert [v.scalings for v in piece.path] == [0, 0, 0, 0, 1, 2, 2]
+
+
 def test_a_chain_deeper_than_the_stack_of_python():
     def fn(z):
         for _ in range(sys.getrecursionlimit() // 2):
@@ -416,6 +423,8 @@ STOPS = {
     ),
     "gather": ("token_mixing", lambda z, w: (z @ w).index_select(1, torch.tensor([1, 0])), [W(L, 6)], []),
     "sum over tokens": ("token_mixing", lambda z, w: (z @ w).sum(1), [W(L, 6)], []),
+    "sum over tokens and features": ("nonlinear", lambda z, w: (z @ w).sum((1, 2)), [W(L, 6)], []),
+    "the largest of a row": ("unsupported_op", lambda z, w: (z @ w).max(-1)[0], [W(L, 6)], []),
     "einsum that sums tokens": ("token_mixing", lambda z, w: torch.einsum("btl,ln->bn", z, w), [W(L, 6)], []),
     "a part of the tokens": ("unsupported_op", lambda z, w: (z @ w)[:, 1:3], [W(L, 6)], []),
     "one token": ("unsupported_op", lambda z, w: (z @ w)[:, 1], [W(L, 6)], []),
@@ -500,7 +509,9 @@ def test_a_chosen_source_ends_the_walk():
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")
     maps = LinearMaps(weight_nodes(program.gm.graph, program.weights), program.fake_mode)
     assert maps.map(second).pieces[0].source.name == "z_1"
-    lmap = maps.with_stops([first]).map(second)
+    stopped = maps.with_stops([first])
+    lmap = stopped.map(second)
+    assert stopped.reasons == {}, "it ends there because it was told to"
     assert lmap.pieces[0].source is first
     assert not isinstance(lmap, Stop)
 

@@ -92,6 +92,15 @@ RECIPES = {
     "a dequantized weight": (
         lambda c, w, s: heads_first(c, (w.view(H, N, L) * s).reshape(H * N, L)), [c()], [w(H * N, L), w(H, 1, 1)], 2,
     ),
+    "rows of a narrower dtype": (lambda c, w: heads_first(c.double(), w), [c().float()], [w(H * N, L)], 2),
+    "a scale of two": (lambda c, w: heads_first(c, w) * 2, [c()], [w(H * N, L)], 2),
+    "rotary rows, features before tokens": (
+        lambda c, r, w: torch.cat([heads_first(c, w).mT, r.mT[:, None].expand(B, H, R, T)], 2),
+        [c(), seeded(B, T, R)], [w(H * N, L)], 3,
+    ),
+    "heads that share a weight in groups": (
+        lambda c, w: heads_first(c, w)[:, :, None].expand(B, H, 2, T, N), [c()], [w(H * N, L)], 3,
+    ),
     "one token of one batch": (
         lambda c, w: F.linear(c, w).view(1, 1, H, N).transpose(1, 2), [seeded(1, 1, L)], [w(H * N, L)], 2,
     ),
@@ -101,6 +110,11 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_makes_the_tensor_again(name):
     check(*RECIPES[name])
+
+
+@pytest.mark.parametrize(("name", "columns"), [("heads first", 3), ("heads last", 3), ("features before tokens", 2)])
+def test_the_columns_are_the_last_axis_a_weight_makes(name, columns):
+    assert recipe_of(*RECIPES[name])[1][0].columns == columns
 
 
 NO_RECIPE = {
