@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -70,9 +71,9 @@ def transformers() -> Any:
     return library
 
 
-def first_line(error: Exception) -> str:
-    """Kind and first line of somebody else's error."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
+def in_one_line(error: Exception) -> str:
+    """Kind and message of somebody else's error, cut where it goes on for long."""
+    return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
 
 def _parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
@@ -97,7 +98,7 @@ def _parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
     try:
         return config_class.from_dict(raw), notes
     except Exception as error:
-        raise InputError(f"transformers does not read {path}: {first_line(error)}") from error
+        raise InputError(f"transformers does not read {path}: {in_one_line(error)}") from error
 
 
 def _of_architecture(library: Any, raw: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ stay in the list as layers that hand their input on, so that every index means w
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-from mla_compile.config_file import first_line, transformers
+from mla_compile.config_file import in_one_line, transformers
 from mla_compile.errors import InputError
 
 CONTEXT = 64
@@ -48,7 +50,9 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """
     library = transformers()
     text = config.get_text_config()
-    named = getattr(library, next(iter(config.architectures or ()), ""), None)
+    # Some models are in no list of transformers: its classes are named after their configs.
+    usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
+    named = getattr(library, next(iter(config.architectures or ()), usual), None)
     attempts = [
         (library.AutoModelForCausalLM.from_config, part) for part in ((config,) if text is config else (config, text))
     ]
@@ -62,7 +66,7 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
                 model: nn.Module = make(part)
             return model.eval()
         except Exception as error:  # noqa: BLE001  somebody else's model, in which sizes that do not fit fail anywhere
-            errors.append(first_line(error))
+            errors.append(in_one_line(error))
         finally:
             torch.set_default_dtype(before)
     kind = getattr(config, "model_type", "?")
@@ -115,24 +119,48 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
     while True:
         running: list[tuple[str, nn.Module]] = []
         try:
-            with torch.no_grad(), _watched(model, running):
-                ids = torch.zeros(1, context, dtype=torch.long, device="meta")
-                cache = model(input_ids=ids, use_cache=True).past_key_values
-        except Exception as error:
+            with _watched(model, running):
+                cache = _prefill(model, context)
+        except Exception as error:  # noqa: BLE001  somebody else's model, which raises what it likes
             path, module = running[-1] if running else ("", model)
             if not path or isinstance(module, _HandOn) or _holds_attention(module):
-                raise InputError(
-                    f"{type(model).__name__} does not run on the meta device: {first_line(error)}"
-                    + (f" (in {path})" if path else "")
-                ) from error
+                try:
+                    cache = _fake_prefill(model, context)
+                except Exception:  # noqa: BLE001  as above; the first of the two errors is the one to show
+                    raise InputError(
+                        f"{type(model).__name__} does not run on the meta device: {in_one_line(error)}"
+                        + (f" (in {path})" if path else "")
+                    ) from error
+                break
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, _HandOn(module))
             skipped.append(f"{path} ({type(module).__name__})")
-            continue
-        if cache is None:
-            raise InputError(f"{type(model).__name__} returns no cache, so it has no decode step to look at")
-        notes = (f"left out of the trace, because what runs in it depends on values: {', '.join(skipped)}",)
-        return cache, notes if skipped else ()
+        else:
+            break
+    if cache is None:
+        raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to look at")
+    notes = (f"left out of the trace, because what runs in it depends on values: {', '.join(skipped)}",)
+    return cache, notes if skipped else ()
+
+
+def _prefill(model: nn.Module, context: int) -> Any:
+    ids = torch.zeros(1, context, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        return getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+
+
+def _fake_prefill(model: nn.Module, context: int) -> Any:
+    """The same on fake tensors, for code that looks at values unless it sees that it is traced."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copied = copy.deepcopy(model)
+    with mode:
+        cache = _prefill(copied, context)
+    for slot in getattr(cache, "layers", ()):
+        for name, value in vars(slot).items():
+            if isinstance(value, torch.Tensor):
+                setattr(slot, name, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+    return cache
 
 
 @contextmanager

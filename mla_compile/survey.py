@@ -143,6 +143,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
     skeleton.thin(model, layers)
     cache, left_out = skeleton.cached_call(model)
     cached = _cached_layers(cache, layers)
+    notes += _not_counted(cache, cached)
     step = torch.zeros(1, 1, dtype=torch.long, device="meta")
     report = mla_compile.explain(model, input_ids=step, past_key_values=cache, use_cache=True)
     kinds = layers.kinds()
@@ -201,6 +202,21 @@ def _cached_layers(cache: Any, layers: skeleton.Layers) -> tuple[CachedLayers, .
         copies = layers.like.count(i // per_layer) if per_layer else 1
         filled[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] += copies
     return tuple(CachedLayers(*shape, count) for shape, count in filled.items())
+
+
+def _not_counted(cache: Any, cached: Sequence[CachedLayers]) -> tuple[str, ...]:
+    """What a cache holds besides keys and values of every token."""
+    slots = list(getattr(cache, "layers", ()))
+    notes = []
+    full = sum(layer.count for layer in cached)
+    if full < len(slots):
+        notes.append(f"{len(slots) - full} of {len(slots)} layers cache no keys and values; their state is not counted")
+    if any(getattr(slot, "is_sliding", False) for slot in slots):
+        notes.append("layers with a sliding window are counted as if they kept the whole context")
+    more = {n for s in slots for n, v in vars(s).items() if isinstance(v, torch.Tensor) and v.dim() > 2 and v.numel()}
+    if more - {"keys", "values"}:
+        notes.append(f"the cache also holds {', '.join(sorted(more - {'keys', 'values'}))}, which is not counted")
+    return tuple(notes)
 
 
 def _weights(model: nn.Module) -> Weights:

@@ -62,22 +62,14 @@ import torch
 from torch import nn
 from tests.toy import Toy, decode_inputs
 
-class Normed(Toy):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(22)
-
-    def attend(self, x, rows, mask):
-        up = self.up
-        self.up = lambda latent: torch.tanh(up(latent))  # the line a refusal has to show
-        y = super().attend(x, rows, mask)
-        self.up = up
-        return y
+class Up(nn.Linear):
+    def forward(self, latent):
+        return torch.tanh(super().forward(latent))
 
 class Squashed(Toy):
     def __init__(self):
         super().__init__()
-        self.up = nn.Sequential(self.up, nn.Tanh())
+        self.up = Up(self.up.in_features, self.up.out_features)
 
 def refused():
     return Squashed(), decode_inputs()
@@ -208,8 +200,9 @@ def test_a_refusal_shows_the_line(here):
     done = call("python:explained_models:refused")
     assert done.exit_code == 1, done.output
     assert "refused: nonlinear" in done.output
-    assert "activation.py" in done.output
-    assert "torch.tanh" in done.output
+    assert "explained_models.py:8" in done.output
+    assert "return torch.tanh(super().forward(latent))" in done.output
+    assert "nothing is absorbed; the report above says what stands in the way" in done.output
 
 
 def test_a_module_with_its_inputs(here):
@@ -233,7 +226,7 @@ def test_a_module_with_its_inputs(here):
         ({**TINY, "kv_lora_rank": 1e12}, "kv_lora_rank is 1000000000000.0"),
         ({"model_type": "llava", "text_config": {**LLAMA, "vocab_size": 0}}, "text_config: vocab_size is 0"),
         ({**LLAMA, "hidden_size": "many"}, "hidden_size"),
-        ({**LLAMA, "num_attention_heads": 5}, "5"),
+        ({**LLAMA, "num_attention_heads": 5}, "multiple of the number of attention heads"),
         ({"model_type": "vit"}, "no causal language model"),
         ("python:explained_models", "expected python:MODULE:FUNCTION"),
         ("python:explained_models:missing", "cannot be found"),
