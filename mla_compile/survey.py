@@ -7,7 +7,7 @@ the cache it fills. Only how many experts a token takes is not in any weight and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from mla_compile import config_file, skeleton, sources
 from mla_compile.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.report import Report
+from mla_compile.weights import Weights, first_int, text_config, weights_of
 
 # A model in fp8 is traced in bf16: what its code does with scales is its own.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -49,34 +50,6 @@ class CachedLayers:
     def values(self) -> int:
         """Cached values per token and layer."""
         return self.key_heads * self.key_width + self.value_heads * self.value_width
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Parameters, in values.
-
-    Attributes:
-        total: all of them, tied ones once.
-        lookup: the input embedding, of which a token reads one row; 0 where it is the output projection too.
-        experts: all routed experts of all layers.
-        expert_count, expert_top_k: routed experts per layer, and how many of them a token takes on average.
-    """
-
-    total: int
-    lookup: int = 0
-    experts: int = 0
-    expert_count: int = 1
-    expert_top_k: float = 1.0
-
-    @property
-    def dense(self) -> int:
-        """Read by every token: neither routed experts nor the input embedding."""
-        return self.total - self.experts - self.lookup
-
-    @property
-    def active(self) -> int:
-        """Read for one token, routed experts included."""
-        return self.dense + round(self.experts * self.expert_top_k / self.expert_count)
 
 
 @dataclass(frozen=True)
@@ -118,7 +91,7 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
     if args is None:
         return _of_language_model(model.to("meta"), ())
     report = mla_compile.explain(model, *args, **kwargs)
-    return _assemble(model, report, skeleton.Layers("", ()), (), _weights(model), ())
+    return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
 
 
 def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Mapping[str, Any]]:
@@ -139,7 +112,7 @@ def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Map
 
 
 def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
-    layers, weights = skeleton.layers_of(model), _weights(model)
+    layers, weights = skeleton.layers_of(model), weights_of(model)
     skeleton.thin(model, layers)
     cache, left_out = skeleton.cached_call(model)
     cached = _cached_layers(cache, layers)
@@ -167,9 +140,9 @@ def _assemble(
             dims = _with_widths(site.dims, model, site.where.module)
             latent[dims, site.verdict == "absorbed"] += layers.standing_for(site.where.module)
     sites = tuple(LatentSites(dims, count, absorbed) for (dims, absorbed), count in latent.items())
-    config = _config(model)
-    heads = _first(config, ("num_attention_heads", "n_head"))
-    width = next((s.dims.D for s in sites), None) or _first(config, ("hidden_size", "n_embd"))
+    config = text_config(model)
+    heads = first_int(config, ("num_attention_heads", "n_head"))
+    width = next((s.dims.D for s in sites), None) or first_int(config, ("hidden_size", "n_embd"))
     family = _family(sites, cached, heads, report)
     return Survey(type(model).__name__, family, report, sites, cached, weights, heads, width, notes)
 
@@ -217,50 +190,6 @@ def _not_counted(cache: Any, cached: Sequence[CachedLayers]) -> tuple[str, ...]:
     if more - {"keys", "values"}:
         notes.append(f"the cache also holds {', '.join(sorted(more - {'keys', 'values'}))}, which is not counted")
     return tuple(notes)
-
-
-def _weights(model: nn.Module) -> Weights:
-    total = sum(p.numel() for p in model.parameters())
-    lookup = 0
-    if hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings"):
-        owner: Any = model
-        table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
-        if isinstance(table, nn.Module) and (head is None or head.weight is not table.weight):
-            lookup = sum(p.numel() for p in table.parameters())
-    config = _config(model)
-    count = _first(config, ("num_local_experts", "n_routed_experts", "num_experts"))
-    top_k = _first(config, ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"))
-    if not count or not top_k:
-        return Weights(total, lookup)
-    idle = _first(config, ("zero_expert_num",)) or 0  # experts without weights, which a token may take too
-    experts, unused = _expert_values(model, count, idle)
-    return Weights(total - unused, lookup, experts, count, top_k * count / (count + idle))
-
-
-def _expert_values(model: nn.Module, count: int, idle: int) -> tuple[int, int]:
-    """Weights of the routed experts, and those that some code allocates for experts that have none.
-
-    All experts of a layer are one tensor, or a list of as many modules.
-    """
-    used = unused = 0
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            used += sum(p.numel() for p in module.parameters())
-        for p in module.parameters(recurse=False):
-            if p.dim() == 3 and p.shape[0] in (count, count + idle):
-                used += p.numel() // p.shape[0] * count
-                unused += p.numel() // p.shape[0] * (p.shape[0] - count)
-    return used, unused
-
-
-def _config(model: nn.Module) -> Any:
-    """The config of the language model, where there is one."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _first(config: Any, names: Iterable[str]) -> int | None:
-    return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)
 
 
 def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from mla_compile import config_file, skeleton
 from mla_compile.cli import app
-from mla_compile.survey import _weights, survey
+from mla_compile.survey import survey
+from mla_compile.weights import weights_of
 
 CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "configs"
 # Billions of parameters as published, all and per token, with the precision they are published in.
@@ -134,7 +135,7 @@ def test_weights_of_the_published_configs(name):
     """The models built from the configs have as many parameters as their makers say, in all and per token."""
     total, within, active, active_within = PUBLISHED[name]
     config, _ = config_file.read(str(CONFIGS / f"{name}.json"))
-    weights = _weights(skeleton.build(config))
+    weights = weights_of(skeleton.build(config))
     assert abs(weights.total / 1e9 - total) <= within
     # Makers count the input embedding or leave it out.
     assert min(abs((weights.active + lookup) / 1e9 - active) for lookup in (0, weights.lookup)) <= active_within
@@ -147,7 +148,8 @@ def test_every_config_is_one_of_a_model_somebody_published():
 
 def test_layers_that_are_not_traced_count_as_those_they_are_like(here):
     """Five layers of two kinds, under a model type that transformers does not know, shown as text."""
-    done = call(write(TINY), "--dtype", "float32")
+    write(TINY)
+    done = call(".", "--dtype", "float32")
     assert done.exit_code == 0, done.output
     assert "of 5 layers 2 are traced, one of each kind: layer 0 for 2, layer 2 for 3" in done.output
     assert "model type 'kimi_k2' is read as 'deepseek_v3'" in done.output

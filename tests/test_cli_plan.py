@@ -19,7 +19,8 @@ from mla_compile.errors import InputError
 from mla_compile.machines import machine
 from mla_compile.planning import Attention, Request, expressions, floor_seconds, plan
 from mla_compile.report import Report
-from mla_compile.survey import CachedLayers, LatentSites, Survey, Weights
+from mla_compile.survey import CachedLayers, LatentSites, Survey
+from mla_compile.weights import Weights
 
 V3_DIMS = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
 V3_WEIGHTS = Weights(671_026_404_352, 926_679_040, 653_908_770_816, 256, 8.0)

@@ -139,7 +139,7 @@ LAYERS = (
     ("forward", "trace"),
     ("api",),
     ("onnx",),
-    ("sources", "config_file", "machines"),
+    ("sources", "config_file", "machines", "weights"),
     ("__init__",),
     ("skeleton",),
     ("survey",),
