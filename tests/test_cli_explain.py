@@ -198,6 +198,14 @@ def test_grouped_heads_are_named_and_nothing_is_absorbed(here):
     assert "Traceback" not in done.output
 
 
+def test_code_that_looks_at_values_unless_it_is_traced(here):
+    """GPT-2 asks a mask for a value: its prompt runs on fake tensors instead."""
+    sizes = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = survey(write({"model_type": "gpt2", **sizes}))
+    assert model.family == "MHA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
+
+
 def test_a_refusal_shows_the_line(here):
     done = call("python:explained_models:refused")
     assert done.exit_code == 1, done.output
