@@ -13,7 +13,9 @@ from rich.table import Table
 
 import mla_compile
 from mla_compile import demo as demo_
+from mla_compile.cli_explain import explain
 from mla_compile.cli_export import export
+from mla_compile.cli_plan import plan
 from mla_compile.cli_run import run
 from mla_compile.errors import MlaCompileError
 
@@ -27,6 +29,8 @@ _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 
 
+app.command()(explain)
+app.command()(plan)
 app.command()(export)
 app.command()(run)
 

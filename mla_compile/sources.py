@@ -38,18 +38,23 @@ def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
     )
 
 
-def _made_by(source: str) -> torch.nn.Module:
+def call(source: str) -> Any:
+    """What the function that ``python:MODULE:FUNCTION`` names returns; :class:`InputError` where there is none."""
     _, _, rest = source.partition(":")
     module, _, function = rest.partition(":")
     if not module or not function:
         raise InputError(f"{source!r}: expected python:MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        made: Any = getattr(importlib.import_module(module), function)()
+        return getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError) as error:
         raise InputError(f"{source!r} cannot be found: {error}") from error
     finally:
         sys.path.remove(os.getcwd())
+
+
+def _made_by(source: str) -> torch.nn.Module:
+    made = call(source)
     if not isinstance(made, torch.nn.Module):
         raise InputError(f"{source!r} returned {type(made).__name__}, expected an nn.Module")
     return made.eval()

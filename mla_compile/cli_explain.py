@@ -1,0 +1,140 @@
+"""``mla-compile explain``: what would be absorbed in a model, and what that is worth, without its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mla_compile import cli_values
+from mla_compile.errors import MlaCompileError
+from mla_compile.explained import CONTEXTS, Explained, SiteChoice, explained
+from mla_compile.survey import Survey, survey
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+_CONTEXT_NAMES = tuple(f"{T // 1024}k" for T in CONTEXTS)
+
+
+def explain(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION (see above)."
+        ),
+    ],
+    dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(cli_values.BYTES)}.")] = "bf16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Explain a model: what would be absorbed, why not where it would not, and what its cache and its tokens cost.
+
+    It is built from its config on the meta device and a decode step of it is traced: no weights, no download, a few
+    seconds for any size. python:MODULE:FUNCTION names a function that returns a causal language model of transformers,
+    or a module with the inputs of one decode step: (model, args) or (model, args, kwargs).
+
+    Exits with 0 where something is absorbed, 1 where nothing is (also: no Multi-head Latent Attention), 2 for input
+    that cannot be read.
+    """
+    try:
+        name = cli_values.dtype(dtype)
+        with _err.status("tracing a decode step"):
+            result = explained(survey(source, name), name, cli_values.BYTES[name])
+    except (MlaCompileError, OSError) as error:
+        _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+    else:
+        _show(result)
+    if not result.survey.report.absorbed:
+        raise typer.Exit(1)
+
+
+def _show(result: Explained) -> None:
+    model = result.survey
+    weights = model.weights
+    size = f"{_billions(weights.total)} parameters"
+    active = "" if weights.active == weights.total else f", {_billions(weights.active)} of them read for a token"
+    _out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
+    for note in model.notes:
+        _out.print(f"note: {note}", markup=False, soft_wrap=True)
+    _out.print()
+    _out.print(model.report)
+    _out.print()
+    if result.cache:
+        _out.print(_cache_table(result))
+        _say(_own_cache(model))
+    if result.costs:
+        _out.print(_cost_table(result))
+    for choice in result.choices:
+        _say(*_choice_lines(choice))
+    if model.family == "refused":
+        _say("nothing is absorbed; the report above says what stands in the way, and where")
+    elif model.family != "MLA":
+        _say(
+            f"{model.name} is {model.family}, not Multi-head Latent Attention: there is no latent in it to absorb, and "
+            "mla-compile leaves it as it is; `mla-compile plan` says what it costs to serve."
+        )
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        _out.print(line, markup=False, soft_wrap=True)
+
+
+def _cache_table(result: Explained) -> Table:
+    table = Table(title=f"cache in {result.dtype}, with these heads and widths", title_justify="left")
+    table.add_column("kind")
+    table.add_column("of each token", overflow="fold")
+    table.add_column("values per layer", justify="right")
+    for name in _CONTEXT_NAMES:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.cache:
+        sizes = [cli_values.gigabytes(size) for size in row.bytes]
+        table.add_row(row.kind, row.meaning, f"{row.values:,}", *sizes, style="bold green" if row.own else None)
+    return table
+
+
+def _own_cache(model: Survey) -> str:
+    parts = [f"{layer.count} x {layer.values:,}" for layer in model.cached]
+    return f"its own code caches {model.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
+
+
+def _cost_table(result: Explained) -> Table:
+    table = Table(title="one decoded token of one sequence, whole model", title_justify="left")
+    for name in ("form", "", *_CONTEXT_NAMES):
+        table.add_column(name, justify="right" if name in _CONTEXT_NAMES else "left", no_wrap=True)
+    for row in result.costs:
+        table.add_row(row.form, "FLOPs", *(cli_values.scaled(n, "") for n in row.flops))
+        table.add_row("", "bytes", *(cli_values.scaled(n, "B") for n in row.bytes), end_section=True)
+    return table
+
+
+def _choice_lines(choice: SiteChoice) -> list[str]:
+    at = ", ".join(f"{_queries(s)} at {name}" for s, name in zip(choice.break_even, _CONTEXT_NAMES, strict=True))
+    long = _queries(choice.break_even_long)
+    lines = [
+        f"{choice.count} sites with {choice.dims}",
+        f"  break-even: absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})",
+    ]
+    for side in choice.folds:
+        verdict = "pays" if side.pays else "does not pay"
+        lines.append(
+            f"  folding {side.product}: {side.chained:,} weights as they are, {side.folded:,} folded "
+            f"({side.folded / side.chained:.3g} x): {verdict} in bytes"
+        )
+    said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
+    times = f"{cli_values.seconds(choice.chained_s)} chained, {cli_values.seconds(choice.folded_s)} with both folded"
+    return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.4g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _queries(number: float) -> str:
+    return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"

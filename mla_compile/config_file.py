@@ -1,0 +1,108 @@
+"""A Hugging Face config as a stranger hands it over: found, read, and its sizes looked at before anything is built."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import InputError, nearest
+
+LARGEST_SIZE = 2**24
+LARGEST_COUNT = 2**13
+LARGEST_DEPTH = 2**10
+
+_SIZE = re.compile(r"(_size|_dim|_rank|_inner|n_embd|d_model|_embeddings|n_positions)$")
+_COUNT = re.compile(r"(_layers|_layer|_heads|_head|_experts|_per_tok|_topk|_group)$")
+# Widths and counts that may be none: no rotary part, no experts, no dense layers.
+_MAY_BE_ZERO = re.compile(r"rope|rotary|expert|shared|mtp|nextn|dense|topk|group|per_tok|window")
+
+
+def read(source: str) -> tuple[Any, tuple[str, ...]]:
+    """The transformers config in a file or in the directory of a model, and what had to be assumed to read it.
+
+    Nothing is downloaded and no code of the model's directory is run. Raises :class:`InputError`.
+    """
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise InputError(
+            f"{source!r} is no config.json, no directory with one and no python:MODULE:FUNCTION"
+            + ("" if path.exists() else f"; there is no file {path}")
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} holds a {type(raw).__name__}, expected a JSON object with the fields of a config")
+    check_sizes(raw, str(path))
+    return _parse(raw, path)
+
+
+def check_sizes(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse sizes no model has: they would take forever or fail far from their cause. Nested configs are looked at."""
+    for name, value in raw.items():
+        if name.startswith("rope_"):  # factors, not sizes
+            continue
+        if isinstance(value, Mapping):
+            check_sizes(value, f"{where}, {name}")
+            continue
+        size, count = _SIZE.search(name), _COUNT.search(name)
+        if (size is None and count is None) or value is None or isinstance(value, (bool, str, list)):
+            continue
+        least = 0 if _MAY_BE_ZERO.search(name) else 1
+        most = LARGEST_SIZE if size else LARGEST_DEPTH if "layer" in name else LARGEST_COUNT
+        if not isinstance(value, int) or not least <= value <= most:
+            raise InputError(f"{where}: {name} is {value!r}, expected a whole number from {least:,} to {most:,}")
+
+
+def transformers() -> Any:
+    """The library, quiet; :class:`InputError` naming the extra where it is missing."""
+    try:
+        library = import_module("transformers")
+    except ImportError:
+        raise InputError('reading a config needs transformers: pip install "mla-compile[demo]"') from None
+    library.logging.set_verbosity_error()
+    return library
+
+
+def in_one_line(error: Exception) -> str:
+    """Kind and message of somebody else's error, cut where it goes on for long."""
+    return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
+
+
+def _parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
+    library = transformers()
+    known = library.CONFIG_MAPPING
+    kind = raw.get("model_type")
+    notes: tuple[str, ...] = ()
+    if kind is None:
+        raise InputError(f"{path} has no model_type, so it is no config of a transformers model")
+    if kind in known:
+        config_class = known[kind]
+    else:
+        config_class = _of_architecture(library, raw)
+        if config_class is None:
+            raise InputError(
+                f"{path}: transformers {library.__version__} has no model type {kind!r}"
+                f"{nearest(str(kind), known.keys())}; a model with its own code goes in as python:MODULE:FUNCTION"
+            )
+        name = config_class.model_type
+        notes = (f"model type {kind!r} is read as {name!r}, which its architecture {raw['architectures'][0]} is of",)
+        raw = {**raw, "model_type": name}
+    try:
+        return config_class.from_dict(raw), notes
+    except Exception as error:
+        raise InputError(f"transformers does not read {path}: {in_one_line(error)}") from error
+
+
+def _of_architecture(library: Any, raw: Mapping[str, Any]) -> Any:
+    """The config class of the first architecture named, where transformers has it; ``None`` else."""
+    names = raw.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return getattr(getattr(library, str(first), None), "config_class", None)

@@ -1,0 +1,131 @@
+"""The machines ``plan`` knows, from ``devices.json``, and those a user describes in a file of the same fields."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mla_compile.errors import InputError, nearest
+
+_FILE = Path(__file__).with_name("devices.json")
+_SUFFIXES = (".yaml", ".yml", ".json")
+_REQUIRED = ("memory_bytes", "bytes_per_s", "flops_per_s")
+DTYPES = ("fp32", "bf16", "fp16", "fp8")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator, or one socket: figures of its data sheet, and the shares of them that kernels reach.
+
+    Attributes:
+        memory_bytes: of its memory.
+        bytes_per_s: memory bandwidth.
+        flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``).
+        link_bytes_per_s: to the others, in one direction; ``None`` where there is no link.
+        memory_share, compute_share: of bandwidth and peak that a good kernel reaches.
+    """
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    link_bytes_per_s: float | None
+    memory_share: float
+    compute_share: float
+    source: str = ""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a good kernel reads."""
+        return self.bytes_per_s * self.memory_share
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s that a good kernel reaches; a dtype without units of its own is converted and computed in bf16."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["bf16"]) * self.compute_share
+
+
+def machine(name: str) -> Machine:
+    """The machine of that name in ``devices.json``, or the one a YAML or JSON file describes.
+
+    Raises :class:`InputError` for a name nobody knows and a file that does not hold the fields.
+    """
+    table = _table()
+    if name in table["devices"]:
+        return _from_record(table["devices"][name], name)
+    path = Path(name)
+    if path.suffix.lower() in _SUFFIXES:
+        return _from_record(_read(path), str(path))
+    known = ", ".join(table["devices"])
+    raise InputError(
+        f"there is no machine {name!r}{nearest(name.lower(), table['devices'])}; known are {known}; "
+        f"a .yaml or .json file with {', '.join(_REQUIRED)} describes another"
+    )
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return table
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if path.suffix.lower() == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise InputError(f"{path} is no JSON: {error}") from error
+    try:
+        yaml: Any = import_module("yaml")
+    except ImportError:
+        raise InputError(f'{path}: reading YAML needs pyyaml: pip install "mla-compile[demo]", or write JSON') from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def _from_record(record: Any, where: str) -> Machine:
+    if not isinstance(record, Mapping):
+        raise InputError(f"{where} holds a {type(record).__name__}, expected the fields {', '.join(_REQUIRED)}")
+    known = {*_REQUIRED, "name", "link_bytes_per_s", "memory_share", "compute_share", "source"}
+    for field in record:
+        if field not in known:
+            raise InputError(f"{where}: there is no field {field!r}{nearest(str(field), known)}")
+    missing = [field for field in _REQUIRED if field not in record]
+    if missing:
+        raise InputError(f"{where}: missing {', '.join(missing)}")
+    peaks = record["flops_per_s"]
+    if not isinstance(peaks, Mapping) or "bf16" not in peaks or not set(peaks) <= set(DTYPES):
+        raise InputError(f"{where}: flops_per_s is {peaks!r}, expected bf16 and any of {', '.join(DTYPES)}")
+    shares = _table()["attainable"]
+    link = record.get("link_bytes_per_s")
+    return Machine(
+        str(record.get("name", where)),
+        _positive(record["memory_bytes"], f"{where}: memory_bytes"),
+        _positive(record["bytes_per_s"], f"{where}: bytes_per_s"),
+        {dtype: _positive(peak, f"{where}: flops_per_s {dtype}") for dtype, peak in peaks.items()},
+        None if link is None else _positive(link, f"{where}: link_bytes_per_s"),
+        _positive(record.get("memory_share", shares["memory"]), f"{where}: memory_share", 1.0),
+        _positive(record.get("compute_share", shares["compute"]), f"{where}: compute_share", 1.0),
+        str(record.get("source", "")),
+    )
+
+
+def _positive(value: Any, what: str, most: float = 1e21) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # YAML reads 4.8e12 as a string
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= most:
+        raise InputError(f"{what} is {value!r}, expected a number above 0 and at most {most:g}")
+    return number

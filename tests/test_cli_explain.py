@@ -1,0 +1,262 @@
+"""``mla-compile explain`` as a user types it: published sizes, families without a latent, refusals, and bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mla_compile import config_file, skeleton
+from mla_compile.cli import app
+from mla_compile.survey import survey
+from mla_compile.weights import weights_of
+
+CONFIGS = Path(__file__).resolve().parent.parent / "examples" / "configs"
+# Billions of parameters as published, all and per token, with the precision they are published in.
+PUBLISHED = {
+    "deepseek-v2-lite": (15.7, 0.1, 2.4, 0.1),
+    "deepseek-v3": (671.0, 0.5, 37.0, 1.0),
+    "glm-4.7-flash": (30.0, 1.0, 3.0, 0.7),
+    "kimi-k2": (1026.0, 15.0, 32.0, 0.7),
+    "longcat-flash": (560.0, 2.0, 27.0, 1.0),
+    "minicpm3-4b": (4.07, 0.05, 4.07, 0.05),
+    "mistral-small-4": (119.0, 1.0, 6.0, 0.5),
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TINY = {
+    "model_type": "kimi_k2",  # not one of transformers: read by its architecture
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+}
+FACTORY = """
+import torch
+from torch import nn
+from tests.toy import Toy, decode_inputs
+
+class Up(nn.Linear):
+    def forward(self, latent):
+        return torch.tanh(super().forward(latent))
+
+class Squashed(Toy):
+    def __init__(self):
+        super().__init__()
+        self.up = Up(self.up.in_features, self.up.out_features)
+
+def refused():
+    return Squashed(), decode_inputs()
+
+def absorbed():
+    return Toy(), decode_inputs(cached=300)
+
+def bare():
+    return Toy()
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "explained_models.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "explained_models", raising=False)
+    return tmp_path
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, ["explain", *arguments])
+
+
+def write(config: object, name: str = "config.json") -> str:
+    Path(name).write_text(config if isinstance(config, str) else json.dumps(config))
+    return name
+
+
+def test_deepseek_v3(here):
+    """671 billion parameters, none of them allocated: what is absorbed, the cache, the cost of a token, the choices."""
+    done = call(str(CONFIGS / "deepseek-v3.json"), "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["schema"] == "mla_compile.explain/1"
+    assert said["family"] == "MLA"
+    assert said["report"]["counts"]["absorbed"] == 2
+    (site,) = said["sites"]
+    assert site["count"] == 61
+    assert site["dims"] == {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168}
+    assert {row["kind"]: row["values"] for row in said["cache"]} == {"MHA": 40960, "GQA": 2560, "MQA": 320, "MLA": 576}
+    (own,) = [row for row in said["cache"] if row["own"]]
+    assert own["bytes"] == [61 * 576 * 2 * T for T in said["contexts"]]
+    assert said["cached_by_its_code"][0]["values"] == 576
+    (choice,) = said["choices"]
+    assert math.ceil(choice["break_even_long"]) == 171
+    assert not choice["fold"]
+    assert [side["folded"] for side in choice["folds"]] == [1536 * 128 * 512, 128 * 512 * 7168]
+    expanded, absorbed = said["costs"]
+    # A token more costs every layer 2H(L(N+V)+N+R+V) or 2H(2L+R).
+    per_token = [(row["flops"][2] - row["flops"][1]) / (131072 - 32768) / 61 for row in (expanded, absorbed)]
+    assert per_token == [33_636_352, 278_528]
+    # Without context a token takes two FLOPs per weight it reads.
+    assert absorbed["flops"][0] - 61 * 278_528 * 4096 == 2 * said["weights"]["active"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_weights_of_the_published_configs(name):
+    """The models built from the configs have as many parameters as their makers say, in all and per token."""
+    total, within, active, active_within = PUBLISHED[name]
+    config, _ = config_file.read(str(CONFIGS / f"{name}.json"))
+    weights = weights_of(skeleton.build(config))
+    assert abs(weights.total / 1e9 - total) <= within
+    # Makers count the input embedding or leave it out.
+    assert min(abs((weights.active + lookup) / 1e9 - active) for lookup in (0, weights.lookup)) <= active_within
+
+
+def test_every_config_is_one_of_a_model_somebody_published():
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(PUBLISHED)
+    assert all(json.loads(path.read_text())["_source"] for path in CONFIGS.glob("*.json"))
+
+
+def test_layers_that_are_not_traced_count_as_those_they_are_like(here):
+    """Five layers of two kinds, under a model type that transformers does not know, shown as text."""
+    write(TINY)
+    done = call(".", "--dtype", "float32")
+    assert done.exit_code == 0, done.output
+    assert "of 5 layers 2 are traced, one of each kind: layer 0 for 2, layer 2 for 3" in done.output
+    assert "model type 'kimi_k2' is read as 'deepseek_v3'" in done.output
+    assert "5 sites with H=4 L=20 R=6 N=12 V=10 Q=28 D=48" in done.output
+    assert "its own code caches 130 values per token (5 x 26)" in done.output
+    assert "fold verdict" in done.output
+
+
+def test_the_cut_model_says_what_the_whole_one_says(here):
+    model = survey(write(TINY))
+    config, _ = config_file.read("config.json")
+    whole = skeleton.build(config)
+    cache, left_out = skeleton.cached_call(whole)
+    assert not left_out
+    import mla_compile
+
+    report = mla_compile.explain(
+        whole, input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache
+    )
+    assert [s.verdict for s in report.sites] == ["absorbed"] * sum(site.count for site in model.latent)
+    assert {s.dims for s in report.sites} == {s.dims for s in model.report.sites}
+    assert sum(layer.keys.shape[3] + layer.values.shape[3] for layer in cache.layers) == model.cache_values
+
+
+def test_experts_that_depend_on_values_are_left_out_and_named(here):
+    """LongCat loops over the experts that were hit: it has a decode step all the same; empty experts weigh nothing."""
+    sizes = {
+        "num_layers": 2, "vocab_size": 97, "hidden_size": 48, "ffn_hidden_size": 56, "expert_ffn_hidden_size": 24,
+        "num_attention_heads": 4, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3, "kv_lora_rank": 20,
+        "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10, "head_dim": 6,
+    }  # fmt: skip
+    model = survey(write({"model_type": "longcat_flash", **sizes}))
+    assert sum(site.count for site in model.latent if site.absorbed) == 4
+    assert model.cache_values == 4 * 26
+    assert any("left out of the trace" in note and "experts" in note for note in model.notes)
+    assert model.weights.experts == 2 * 6 * 3 * 24 * 48
+    assert model.weights.expert_top_k == 2
+
+
+def test_grouped_heads_are_named_and_nothing_is_absorbed(here):
+    done = call(write(LLAMA))
+    assert done.exit_code == 1, done.output
+    assert "is GQA, not Multi-head Latent Attention" in done.output
+    assert "mla-compile plan" in done.output
+    assert "its own code caches 144 values per token (3 x 48)" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_code_that_looks_at_values_unless_it_is_traced(here):
+    """GPT-2 asks a mask for a value: its prompt runs on fake tensors instead."""
+    sizes = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = survey(write({"model_type": "gpt2", **sizes}))
+    assert model.family == "MHA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
+
+
+def test_a_refusal_shows_the_line(here):
+    done = call("python:explained_models:refused")
+    assert done.exit_code == 1, done.output
+    assert "refused: nonlinear" in done.output
+    assert "explained_models.py:8" in done.output
+    assert "return torch.tanh(super().forward(latent))" in done.output
+    assert "nothing is absorbed; the report above says what stands in the way" in done.output
+
+
+def test_a_module_with_its_inputs(here):
+    done = call("python:explained_models:absorbed", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["sites"][0]["dims"] == {"H": 4, "L": 16, "R": 6, "N": 12, "V": 10, "Q": 32, "D": 32}
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("nowhere.json", "there is no file nowhere.json"),
+        ("empty", "no directory with one"),
+        ("{", "cannot be read as JSON"),
+        ("[1]", "holds a list, expected a JSON object"),
+        ("{}", "has no model_type"),
+        ({**LLAMA, "model_type": "lama"}, "did you mean 'llama'"),
+        ({**LLAMA, "hidden_size": -48}, "hidden_size is -48, expected a whole number from 1"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({**LLAMA, "num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
+        ({**TINY, "kv_lora_rank": 1e12}, "kv_lora_rank is 1000000000000.0"),
+        ({"model_type": "llava", "text_config": {**LLAMA, "vocab_size": 0}}, "text_config: vocab_size is 0"),
+        ({**LLAMA, "hidden_size": "many"}, "hidden_size"),
+        ({**LLAMA, "num_attention_heads": 5}, "multiple of the number of attention heads"),
+        ({"model_type": "vit"}, "no causal language model"),
+        ("python:explained_models", "expected python:MODULE:FUNCTION"),
+        ("python:explained_models:missing", "cannot be found"),
+        ("python:explained_models:number", "returned int, expected an nn.Module"),
+        ("python:explained_models:bare", "without inputs; return (model, args)"),
+    ],
+)
+def test_bad_input_is_one_line(here, source, text):
+    (here / "empty").mkdir()
+    written = isinstance(source, dict) or source[0] in "{["
+    done = call(write(source, "given.json") if written else source)
+    assert done.exit_code == 2, done.output
+    assert text in done.output
+    assert "Traceback" not in done.output
+    assert len([line for line in done.output.splitlines() if line.startswith("error:")]) == 1
+
+
+def test_an_unknown_dtype_and_a_missing_library(here, monkeypatch):
+    done = call(write(LLAMA), "--dtype", "bf61")
+    assert (done.exit_code, "did you mean 'bf16'" in done.output) == (2, True), done.output
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = call(write(LLAMA))
+    assert (done.exit_code, 'pip install "mla-compile[demo]"' in done.output) == (2, True), done.output
