@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mla_compile.errors import InputError
-from mla_compile.passes.recipe import Part, Recipe, evaluate, expand
+from mla_compile.passes.recipe import Part, Recipe, at_once, evaluate, expand
 from mla_compile.program import Program
 
 aten = torch.ops.aten
@@ -136,7 +136,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
     ]  # fmt: skip
     error = 0.0
     for tensor, given in zip(change.inputs, cached, strict=True):
-        again = expand(tensor.recipe, [rows[r] for r in tensor.rows], tensor.leaves, _call)
+        again = expand(tensor.recipe, [rows[r] for r in tensor.rows], tensor.leaves, at_once)
         one = _relative(again.double() - given.double(), given.double())
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(given.dtype).eps
         if not one <= allowed:
@@ -172,7 +172,7 @@ def _equations(tensor: CachedTensor, index: int, given: torch.Tensor) -> tuple[t
         if part.rows == index:
             b = given.double()
             if part.bias is not None:
-                own = evaluate(part.bias, tensor.leaves, _call, {}).double()
+                own = evaluate(part.bias, tensor.leaves, at_once, {}).double()
                 whole = [own.shape[k] if k != recipe.columns else columns for k in range(own.dim())]
                 b = b.narrow(recipe.columns, start, columns) - own.expand(whole)
             else:
@@ -189,7 +189,7 @@ def _matrix(part: Part, heads: Sequence[int], leaves: Sequence[torch.Tensor]) ->
     if part.weight is None:
         matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
         return matrix.expand(*heads, part.width, part.width)
-    matrix = evaluate(part.weight, leaves, _call, {}).double()
+    matrix = evaluate(part.weight, leaves, at_once, {}).double()
     for k, there in enumerate(part.heads):
         if not there:
             matrix = matrix.unsqueeze(k)
@@ -204,7 +204,3 @@ def _solve(equations: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tens
 
 def _relative(difference: torch.Tensor, of: torch.Tensor) -> float:
     return float(difference.norm() / of.norm().clamp_min(torch.finfo(torch.float64).tiny))
-
-
-def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)

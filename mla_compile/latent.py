@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mla_compile.errors import StaleWeightError
-from mla_compile.passes.recipe import Recipe, expand
+from mla_compile.passes.recipe import Recipe, at_once, expand
 
 aten = torch.ops.aten
 
@@ -43,7 +43,7 @@ class _Cell:
         self.check()
         assert self.recipe is not None
         with torch.no_grad():
-            made: torch.Tensor = expand(self.recipe, rows, self.leaves, _apply)
+            made: torch.Tensor = expand(self.recipe, rows, self.leaves, at_once)
         return made.contiguous()
 
     def settle(self) -> torch.Tensor:
@@ -60,10 +60,6 @@ class _Cell:
                 "a weight was changed after this cache was filled: its rows were made for the old weights; start with "
                 'an empty cache, or compile with the option cache="expanded"'
             )
-
-
-def _apply(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)
 
 
 def _version(tensor: torch.Tensor) -> int:

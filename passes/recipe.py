@@ -240,6 +240,11 @@ def _apply(op: Any, args: Any, kwargs: Any, leaves: dict[fx.Node, int], node: fx
     return stop if stop is not None else Apply(op, given, named)
 
 
+def at_once(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The :data:`Call` that computes."""
+    return op(*args, **kwargs)
+
+
 def expand(recipe: Recipe, rows: Sequence[Any], leaves: Sequence[Any], call: Call) -> Any:
     """K: computed from tensors, or added to a graph, depending on what ``call`` does with an operator."""
     memo: dict[Formula, Any] = {}
