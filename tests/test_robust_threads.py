@@ -72,6 +72,9 @@ def test_two_threads_compile_two_models_each_with_its_own_options() -> None:
 
 
 def in_child(fast: Any, model: Any, answers: Any) -> None:
+    # The pool of OpenMP stayed with the parent, and torch's own batched product waits for it for ever (its DataLoader's
+    # workers do the same). Nothing of ours may wait for what the parent had.
+    torch.set_num_threads(1)
     with torch.no_grad():
         errors = []
         for inputs in (decode_inputs(), decode_inputs(batch=3, cached=30)):  # compiled before the fork, and after it
@@ -91,7 +94,14 @@ def test_a_forked_process_runs_what_was_compiled_and_compiles_more() -> None:
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     child = context.Process(target=in_child, args=(fast, model, answers), daemon=True)
-    child.start()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # a pool of OpenMP that the child lacks, whatever the machine and the environment give
+    try:
+        with torch.no_grad():
+            fast(*decode_inputs())
+        child.start()
+    finally:
+        torch.set_num_threads(threads)
     error, absorbed = answers.get(timeout=120)
     child.join(timeout=30)
     assert child.exitcode == 0
