@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from mla_compile.onnx import Session, generate
 from tests import models
 
 STEPS = 24
+# How caches in place differ: rows alone, layers with a state, two sites in a layer, the keys of an indexer.
+IN_PLACE = ("minicpm3", "kimi_linear", "longcat_flash", "deepseek_v32")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def test_portable_graphs_give_the_tokens_of_generate(exported, family):
     assert [n.op_type for n in attention] == ["DecodeAttention"] * models.FAMILIES[family].mla_sites
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.FAMILIES if os.environ.get("MLA_ONNX") == "all" else IN_PLACE)
 def test_caches_in_place_give_the_tokens_of_generate(exported, family):
     """The decode graph reads the prompt too."""
     check_tokens(*exported(family, "inplace", prefill=False))
