@@ -83,10 +83,12 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
     if isinstance(model, (torch.export.ExportedProgram, fx.GraphModule)) and arguments:
         raise OptionError(f"there is no option {', '.join(arguments)}; options: {', '.join(Options.names())}")
     if isinstance(model, torch.export.ExportedProgram):
-        return pipeline.run(capture.from_exported(model), options).report
+        return pipeline.run(capture.from_exported(model), options, draw=True).report
     if isinstance(model, fx.GraphModule):
         return pipeline.run(
-            capture.from_graph_module(model, _flat_inputs(model, example_inputs) if example_inputs else None), options
+            capture.from_graph_module(model, _flat_inputs(model, example_inputs) if example_inputs else None),
+            options,
+            draw=True,
         ).report
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise InputError(

@@ -128,7 +128,7 @@ class Compiler:
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
             name = str(gm.meta.get("dynamo_compile_id", ""))
-            outcome = pipeline.run(program, self.options, name)
+            outcome = pipeline.run(program, self.options, name, draw=self.explain_only)
             try:
                 folds = self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
             except WeightError:

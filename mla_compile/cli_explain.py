@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from mla_compile import cli_values
+from mla_compile import cli_values, page
 from mla_compile.errors import MlaCompileError
 from mla_compile.explained import CONTEXTS, Explained, SiteChoice, explained
-from mla_compile.survey import Survey, survey
+from mla_compile.survey import survey
 
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
@@ -28,6 +29,7 @@ def explain(
         ),
     ],
     dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(cli_values.BYTES)}.")] = "bf16",
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Explain a model: what would be absorbed, why not where it would not, and what its cache and its tokens cost.
@@ -41,8 +43,11 @@ def explain(
     """
     try:
         name = cli_values.dtype(dtype)
+        target = None if html is None else page.checked(html)
         with _err.status("tracing a decode step"):
             result = explained(survey(source, name), name, cli_values.BYTES[name])
+            if target is not None:
+                page.write(result, target, _title(source))
     except (MlaCompileError, OSError) as error:
         _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -50,15 +55,27 @@ def explain(
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
         _show(result)
+    if target is not None:
+        _err.print(f"wrote {target}", markup=False, soft_wrap=True)
     if not result.survey.report.absorbed:
         raise typer.Exit(1)
+
+
+def _title(source: str) -> str:
+    """What the argument calls the model: the config's or the directory's name, or the function's."""
+    path = Path(source)
+    if source.startswith("python:"):
+        return source.removeprefix("python:")
+    return path.absolute().parent.name if path.name == "config.json" else path.absolute().stem
 
 
 def _show(result: Explained) -> None:
     model = result.survey
     weights = model.weights
-    size = f"{_billions(weights.total)} parameters"
-    active = "" if weights.active == weights.total else f", {_billions(weights.active)} of them read for a token"
+    size = f"{cli_values.amount(weights.total)} parameters"
+    active = (
+        "" if weights.active == weights.total else f", {cli_values.amount(weights.active)} of them read for a token"
+    )
     _out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
     for note in model.notes:
         _out.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -67,7 +84,7 @@ def _show(result: Explained) -> None:
     _out.print()
     if result.cache:
         _out.print(_cache_table(result))
-        _say(_own_cache(model))
+        _say(model.own_cache())
     if result.costs:
         _out.print(_cost_table(result))
     for choice in result.choices:
@@ -99,11 +116,6 @@ def _cache_table(result: Explained) -> Table:
     return table
 
 
-def _own_cache(model: Survey) -> str:
-    parts = [f"{layer.count} x {layer.values:,}" for layer in model.cached]
-    return f"its own code caches {model.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
-
-
 def _cost_table(result: Explained) -> Table:
     table = Table(title="one decoded token of one sequence, whole model", title_justify="left")
     for name in ("form", "", *_CONTEXT_NAMES):
@@ -130,10 +142,6 @@ def _choice_lines(choice: SiteChoice) -> list[str]:
     said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
     times = f"{cli_values.seconds(choice.chained_s)} chained, {cli_values.seconds(choice.folded_s)} with both folded"
     return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]
-
-
-def _billions(number: int) -> str:
-    return f"{number / 1e9:.4g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
 def _queries(number: float) -> str:

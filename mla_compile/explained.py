@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mla_compile.dims import Dims
+from mla_compile.facts import Survey
 from mla_compile.passes import cost, formulas
 from mla_compile.passes.formulas import Form
-from mla_compile.survey import Survey
 
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
@@ -94,7 +94,7 @@ class Explained:
 def explained(model: Survey, dtype: str, element_bytes: int) -> Explained:
     """The tables of one model, its weights and its cache at ``element_bytes`` per value."""
     return Explained(
-        model, dtype, element_bytes, _cache(model, element_bytes), _costs(model, element_bytes),
+        model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent),
     )  # fmt: skip
 
@@ -133,30 +133,40 @@ def _values(formula: Any, letters: dict[str, float], groups: int) -> int:
     return int(formula.subs({getattr(formulas, name): size for name, size in {**letters, "G": groups}.items()}))
 
 
-def _costs(model: Survey, element: int) -> tuple[TokenCost, ...]:
+def token_costs(model: Survey, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
+    """A decoded token at each context: as it is, or expanded and absorbed. Without weights, of the attentions alone."""
     active = model.weights.active
     if not model.latent:
         if model.heads is None or not model.cached:
             return ()
         per_token = sum(2 * model.heads * (c.key_width + c.value_width) * c.count for c in model.cached)
-        flops = tuple(2 * active + per_token * T for T in CONTEXTS)
-        moved = tuple(element * (active + model.cache_values * T) for T in CONTEXTS)
+        flops = tuple(2 * active + per_token * T for T in contexts)
+        moved = tuple(element * (active + model.cache_values * T) for T in contexts)
         return (TokenCost("as it is", flops, moved),)
     # The forms count the up-projections of K and V themselves: each uses them in its own way.
-    rest = active - sum(site.count * site.dims.H * site.dims.L * (site.dims.N + site.dims.V) for site in model.latent)
+    rest = active - model.over_sites(lambda d: d.H * d.L * (d.N + d.V)) if model.weights.total else 0
     forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
     return tuple(
         TokenCost(
             name,
-            tuple(2 * rest + _all_sites(model, formulas.flops(form), T=T) for T in CONTEXTS),
-            tuple(element * rest + _all_sites(model, formulas.moved_bytes(form), T=T, E=element) for T in CONTEXTS),
+            tuple(2 * rest + _all_sites(model, formulas.flops(form), T=T) for T in contexts),
+            tuple(element * rest + _all_sites(model, formulas.moved_bytes(form), T=T, E=element) for T in contexts),
         )
         for name, form in forms
     )
 
 
+def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """FLOPs of one attention's call by its number of queries, expanded and absorbed."""
+    forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
+    return tuple(
+        (name, tuple(int(formulas.evaluate(formulas.flops(form), dims, B=1, S=S, T=T)) for S in queries))
+        for name, form in forms
+    )
+
+
 def _all_sites(model: Survey, expression: Any, **letters: float) -> int:
-    return sum(s.count * int(formulas.evaluate(expression, s.dims, B=1, S=1, **letters)) for s in model.latent)
+    return model.over_sites(lambda dims: int(formulas.evaluate(expression, dims, B=1, S=1, **letters)))
 
 
 def _choice(dims: Dims, count: int, element: int) -> SiteChoice:

@@ -33,10 +33,12 @@ from torch import fx
 from mla_compile.caching import with_latent_cache
 from mla_compile.codes import Code
 from mla_compile.dims import Dims
+from mla_compile.drawing import SiteDrawing
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.absorb import Absorbed, absorb
 from mla_compile.passes.cost import Part, default_device
+from mla_compile.passes.draw import Sketch
 from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.flex import restore_flex, write_flex
 from mla_compile.passes.fold import fold
@@ -52,7 +54,7 @@ from mla_compile.passes.split_products import split_products
 from mla_compile.passes.unfollowed import unfollowed
 from mla_compile.passes.verify import Check, check_site, key_of
 from mla_compile.passes.written_softmax import write_softmax
-from mla_compile.program import Program
+from mla_compile.program import Program, copy_graph
 from mla_compile.records import PassRecord
 from mla_compile.report import Report
 
@@ -109,12 +111,19 @@ class _Clock:
 
 
 def run(
-    program: Program, options: Options, name: str = "", *, frozen: bool = False, own_cache: bool = False
+    program: Program,
+    options: Options,
+    name: str = "",
+    *,
+    frozen: bool = False,
+    own_cache: bool = False,
+    draw: bool = False,
 ) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
 
     ``frozen``: its weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
-    ``cache="latent"``, inputs that hold K and V are taken to come from the program itself.
+    ``cache="latent"``, inputs that hold K and V are taken to come from the program itself. ``draw``: the report keeps
+    each attention as a drawing.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -124,7 +133,7 @@ def run(
     base = program if options.cache != "latent" else with_latent_cache(program, own_cache)
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
     while True:
-        outcome, checks = _run_once(base, options, name, failed, frozen, kept)
+        outcome, checks = _run_once(base, options, name, failed, frozen, kept, draw)
         new = {node: check.problem for node, check in checks.items() if check.problem is not None}
         if not new:
             return outcome
@@ -134,7 +143,13 @@ def run(
 
 
 def _run_once(
-    base: Program, options: Options, name: str, failed: Mapping[str, str], frozen: bool, kept: PassRecord
+    base: Program,
+    options: Options,
+    name: str,
+    failed: Mapping[str, str],
+    frozen: bool,
+    kept: PassRecord,
+    draw: bool,
 ) -> tuple[Outcome, dict[str, Check]]:
     program = base.copy()
     graph = program.gm.graph
@@ -158,6 +173,7 @@ def _run_once(
     ]
     chosen = [v for v in verdicts if v.absorb]
     absorbing = {v.site.node for v in chosen}
+    sketch = Sketch(copy_graph(graph), {n.name for n in weights}) if draw else None
     clock.run("restore_flex", lambda: restore_flex(graph, flex, absorbing), int)
     before = copy.deepcopy(graph) if options.verify and chosen else None
     rewritten = clock.run("absorb", lambda: _absorb_all(program, chosen), len)
@@ -169,6 +185,9 @@ def _run_once(
         site_report(i, v, checks.get(v.site.node.name), folded.get(v.site.node.name)) for i, v in enumerate(verdicts)
     ]
     reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]
+    if sketch is not None:
+        pictures = _drawn(sketch, verdicts, rewritten) + [sketch.unfollowed(*found) for found in lost]
+        reports = [replace(report, drawing=drawn) for report, drawn in zip(reports, pictures, strict=True)]
     alone = [pair for v in chosen for pair in v.narrowed]
     clock.run("narrow", lambda: narrow(alone, weights, program.fake_mode), int)
     if options.lowering == "aten":
@@ -179,6 +198,12 @@ def _run_once(
     variants = tuple(_site_cost(v) for v in chosen if v.by_call)
     report = Report(tuple(reports), graph=name, passes=tuple(clock.records))
     return Outcome(program, report, len(chosen), variants, base), checks
+
+
+def _drawn(sketch: Sketch, verdicts: list[Verdict], rewritten: list[Absorbed]) -> list[SiteDrawing]:
+    now = {absorbed.plan.site.node.name: absorbed.out for absorbed in rewritten}
+    names = [verdict.site.node.name for verdict in verdicts]
+    return [sketch.rewritten(v, now[n]) if n in now else sketch.left(v) for v, n in zip(verdicts, names, strict=True)]
 
 
 def _verify(rewritten: list[Absorbed], before: fx.Graph, program: Program) -> dict[str, Check]:

@@ -22,15 +22,15 @@ from typing import Any, Literal, get_args
 import sympy
 
 from mla_compile.errors import InputError
+from mla_compile.facts import Survey
 from mla_compile.machines import Machine
 from mla_compile.passes import formulas
 from mla_compile.passes.formulas import B, E, G, H, L, R, T
-from mla_compile.survey import Survey
+from mla_compile.quantities import BYTES
 
 SCHEMA = "mla_compile.plan/1"
 Layout = Literal["replicated", "context", "data"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 P, C = sympy.symbols("P C", positive=True)  # machines that share a model; machines that share a context
 K, V_ = sympy.symbols("K V", positive=True)  # widths of a key and of a value head, where nothing is latent

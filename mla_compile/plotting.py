@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import InputError
+from mla_compile.facts import Survey
 from mla_compile.machines import Machine
 from mla_compile.planning import Request, plan
-from mla_compile.survey import Survey
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
 USERS = tuple(2**i for i in range(11))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mla_compile.codes import Code, Verdict
 from mla_compile.dims import Dims
+from mla_compile.drawing import SiteDrawing
 
 VERDICTS: tuple[Verdict, ...] = ("absorbed", "kept", "refused", "not_mla")
 
@@ -78,6 +79,7 @@ class SiteReport:
         parts: the sides that are absorbed (``keys``, ``values``), empty for the whole attention.
         kept: of an attention absorbed in part, what is not, and why.
         notes: anything else worth a line.
+        drawing: its nodes before and after, from ``explain``; neither compared nor part of the JSON.
     """
 
     index: int
@@ -101,6 +103,7 @@ class SiteReport:
     parts: tuple[str, ...] = ()
     kept: tuple[KeptPart, ...] = ()
     notes: tuple[str, ...] = ()
+    drawing: SiteDrawing | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
@@ -109,7 +112,8 @@ class SiteReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, every field present; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
-        record = dataclasses.asdict(self)
+        record = dataclasses.asdict(dataclasses.replace(self, drawing=None))
+        del record["drawing"]
         record["code"] = str(self.code)
         record["notes"], record["parts"] = list(self.notes), list(self.parts)
         record["kept"] = [{**dataclasses.asdict(k), "code": str(k.code)} for k in self.kept]

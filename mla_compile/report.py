@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,16 @@ class Report:
     def not_mla(self) -> int:
         """Attention sites that are plain MHA, GQA or MQA."""
         return self._count("not_mla")
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
+        """Write one self-contained page: the sites drawn (by ``explain``), cache, costs, refusals.
+
+        ``dtype``, of weights and cache, is one of fp32, bf16, fp16 and fp8. A file that is there stays until the new
+        one is whole. Raises :class:`InputError` for a path that cannot be written.
+        """
+        from mla_compile.page import write_report
+
+        write_report(self, path, title=title, dtype=dtype)
 
     @property
     def seconds(self) -> float:
@@ -149,14 +160,14 @@ class Report:
         parts: list[RenderableType] = [Text(f"mla_compile: {self.summary()}", style="bold")]
         for group in grouped(self.sites):
             head = Text("\n")
-            head.append(_headline(group.site), style=f"bold {_STYLES[group.site.verdict]}")
+            head.append(headline(group.site), style=f"bold {_STYLES[group.site.verdict]}")
             head.append(f"  {group.where}")
             if len(group.sites) > 1:
                 head.append(f"  ({len(group.sites)} sites)", style="dim")
             rows = Table.grid(padding=(0, 2))
             rows.add_column(style="dim", no_wrap=True)
             rows.add_column(overflow="fold")
-            for label, value in _rows(group):
+            for label, value in rows_of(group):
                 rows.add_row(label, Text(value))
             parts += [head, Padding(rows, (0, 0, 0, 2))]
         if self.messages:
@@ -167,14 +178,15 @@ class Report:
         return sum(site.verdict == verdict for site in self.sites)
 
 
-def _headline(site: SiteReport) -> str:
+def headline(site: SiteReport) -> str:
+    """The verdict, with the form or the code."""
     if site.verdict == "absorbed":
         words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
         return f"absorbed ({', '.join(words)})" if words else "absorbed"
     return _WORDS[site.verdict] if site.verdict == "not_mla" else f"{_WORDS[site.verdict]}: {site.code}"
 
 
-def _rows(group: SiteGroup) -> Sequence[tuple[str, str]]:
+def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     """Label and value of every line below a headline; what is not known is left out."""
     site = group.site
     rows = [("source", _source(site.where)), ("why", site.reason)]

@@ -93,20 +93,46 @@ def thin(model: nn.Module, layers: Layers) -> None:
         return
     modules = model.get_submodule(layers.path)
     assert isinstance(modules, nn.ModuleList)
+    returned = {first: _Returned() for first in dict.fromkeys(layers.like)}
+    for first, what in returned.items():
+        if layers.like.count(first) > 1:
+            what.watch(modules[first])
     for i, first in enumerate(layers.like):
         if i != first:
-            modules[i] = _HandOn(modules[i])
+            modules[i] = _HandOn(modules[i], returned[first])
+
+
+class _Returned:
+    """How many values a layer returns beside its hidden states, in a tuple; ``None`` where it returns a tensor.
+
+    Seen when the layer runs for the first time. All copies of a model share it.
+    """
+
+    def __init__(self) -> None:
+        self.others: int | None = None
+
+    def watch(self, layer: nn.Module) -> None:
+        self.handle = layer.register_forward_hook(self._look)
+
+    def _look(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        self.others = len(output) - 1 if isinstance(output, tuple) else None
+        self.handle.remove()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Returned:
+        return self
 
 
 class _HandOn(nn.Module):
-    """Returns its first argument; plain attributes of the layer it replaces stay readable."""
+    """Returns its first argument, as the layer it stands for would; plain attributes of that layer stay readable."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
         super().__init__()
         vars(self).update(_plain(layer))
+        self.returned = returned or _Returned()
 
-    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return hidden_states
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        others = self.returned.others
+        return hidden_states if others is None else (hidden_states, *[None] * others)
 
 
 def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What a model is made of, as far as decoding is concerned: its attention sites, its cache, its weights.
+"""Looking at a model for :mod:`mla_compile.facts`: its attention sites, its cache, its weights.
 
 All of it is read off the model itself, traced on the meta device: sizes from its weights and its graph, the cache from
 the cache it fills. Only how many experts a token takes is not in any weight and comes from the config.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,63 +18,12 @@ import mla_compile
 from mla_compile import config_file, skeleton, sources
 from mla_compile.dims import Dims
 from mla_compile.errors import InputError
+from mla_compile.facts import CachedLayers, Family, LatentSites, Survey
 from mla_compile.report import Report
 from mla_compile.weights import Weights, first_int, text_config, weights_of
 
 # A model in fp8 is traced in bf16: what its code does with scales is its own.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-Family = Literal["MLA", "MHA", "GQA", "MQA", "refused", "no attention"]
-"""``refused``: sites that are not proved to be MLA, and not proved to be anything else either."""
-
-
-@dataclass(frozen=True)
-class LatentSites:
-    """``count`` attention sites of the same sizes that read one latent row per token."""
-
-    dims: Dims
-    count: int
-    absorbed: bool
-
-
-@dataclass(frozen=True)
-class CachedLayers:
-    """``count`` layers whose cache holds the same: heads and width of both tensors, in values per token."""
-
-    key_heads: int
-    key_width: int
-    value_heads: int
-    value_width: int
-    count: int
-
-    @property
-    def values(self) -> int:
-        """Cached values per token and layer."""
-        return self.key_heads * self.key_width + self.value_heads * self.value_width
-
-
-@dataclass(frozen=True)
-class Survey:
-    """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown."""
-
-    name: str
-    family: Family
-    report: Report
-    latent: tuple[LatentSites, ...]
-    cached: tuple[CachedLayers, ...]
-    weights: Weights
-    heads: int | None = None
-    width: int | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def cache_values(self) -> int:
-        """Values per token that this model's own code caches, all layers."""
-        return sum(layer.values * layer.count for layer in self.cached)
-
-    @property
-    def head_values(self) -> int:
-        """Weights into and out of the heads of the latent sites, as far as their widths are known."""
-        return sum(site.count * _head_values(site.dims) for site in self.latent)
 
 
 def survey(source: str, dtype: str = "bf16") -> Survey:
@@ -135,16 +84,16 @@ def _assemble(
     notes: tuple[str, ...],
 ) -> Survey:
     latent: Counter[tuple[Dims, bool]] = Counter()
-    for site in report.sites:
+    copies = tuple(layers.standing_for(site.where.module) for site in report.sites)
+    for site, count in zip(report.sites, copies, strict=True):
         if site.dims is not None:
-            dims = _with_widths(site.dims, model, site.where.module)
-            latent[dims, site.verdict == "absorbed"] += layers.standing_for(site.where.module)
+            latent[_with_widths(site.dims, model, site.where.module), site.verdict == "absorbed"] += count
     sites = tuple(LatentSites(dims, count, absorbed) for (dims, absorbed), count in latent.items())
     config = text_config(model)
     heads = first_int(config, ("num_attention_heads", "n_head"))
     width = next((s.dims.D for s in sites), None) or first_int(config, ("hidden_size", "n_embd"))
     family = _family(sites, cached, heads, report)
-    return Survey(type(model).__name__, family, report, sites, cached, weights, heads, width, notes)
+    return Survey(type(model).__name__, family, report, sites, cached, weights, heads, width, notes, copies)
 
 
 def _family(latent: Sequence[LatentSites], cached: Sequence[CachedLayers], heads: int | None, report: Report) -> Family:
@@ -203,8 +152,3 @@ def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
     widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
     Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
     return replace(dims, Q=Q, D=D)
-
-
-def _head_values(dims: Dims) -> int:
-    into, out = dims.Q or 0, dims.D or 0
-    return dims.H * (into * (dims.N + dims.R) + dims.L * (dims.N + dims.V) + dims.V * out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -70,7 +71,19 @@ def _why_not(
         return CaptureError(f"{name} cannot be captured without values: {_first_line(error)}")
     except Exception as plain:  # noqa: BLE001  it is the user's model that runs here and raises what it likes
         return InputError(f"{name} does not run on these inputs: {type(plain).__name__}: {_first_line(plain)}")
-    return CaptureError(f"{name} cannot be captured: {type(error).__name__}: {_first_line(error)}")
+    said = f"{name} cannot be captured{_traced_line(error)}: {type(error).__name__}: {_first_line(error)}"
+    if copies is _fake_copies:
+        said += "; torch traces less on the meta device: explain a small model of the kind that has values"
+    return CaptureError(said)
+
+
+def _traced_line(error: Exception) -> str:
+    """The line of the model at which Dynamo gave up, where it says so."""
+    frames = getattr(error, "real_stack", None)
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f" at {'/'.join(frame.filename.replace(os.sep, '/').split('/')[-2:])}:{frame.lineno}, `{frame.line}`"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,33 @@
+"""Quantities as they are shown, and the bytes of a value by dtype."""
+
+from __future__ import annotations
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def amount(number: int) -> str:
+    """Parameters in billions or millions, few of them as they are."""
+    if number < 1e5:
+        return f"{number:,}"
+    return f"{number / 1e9:.4g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in GB (10^9), three digits."""
+    return f"{size / 1e9:,.0f} GB" if size >= 1e11 else f"{size / 1e9:.3g} GB"
+
+
+def scaled(number: float, unit: str) -> str:
+    """A number with three digits and a prefix: ``34.2 GFLOP``."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def seconds(time: float) -> str:
+    """Seconds with three digits and a unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time >= size:
+            return f"{time / size:.3g} {unit}"
+    return f"{time / 1e-9:.3g} ns" if time else "0"
