@@ -66,8 +66,11 @@ class Sketch:
 
     def around(self, node: fx.Node, blame: fx.Node | None) -> SiteDrawing:
         """What leads to ``node`` from the nearest products with weights."""
+        start = self._nodes[node.name]
+        way = _between([self._nodes[blame.name]], start) if blame is not None and blame.name in self._nodes else set()
         draft = _Draft(self.weights, lambda _: True, self._is_projection, blamed=blame.name if blame else "")
-        return SiteDrawing(draft.drawn(self._nodes[node.name]))
+        draft.always = way if len(way) < MOST else set()
+        return SiteDrawing(draft.drawn(start))
 
     def rewritten(self, verdict: Verdict, out: fx.Node) -> SiteDrawing:
         """An attention whose value is ``out`` now; what it no longer needs is out of the graph."""
@@ -90,7 +93,8 @@ class Sketch:
 class _Draft:
     """One drawing in the making: nodes that ``inside`` holds for are entered, the others end it.
 
-    What a node reads for which ``ends_at`` holds is drawn and not entered.
+    What a node reads for which ``ends_at`` holds is drawn and not entered. Nodes in ``always`` are entered though the
+    drawing is full.
     """
 
     weights: Collection[str]
@@ -101,6 +105,7 @@ class _Draft:
     boxes: dict[fx.Node, DrawnNode] = field(default_factory=dict)
     reads: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     ends: set[fx.Node] = field(default_factory=set)
+    always: set[fx.Node] = field(default_factory=set)
     constant: dict[fx.Node, bool] = field(default_factory=dict)
 
     def drawn(self, start: fx.Node) -> Drawing:
@@ -109,9 +114,9 @@ class _Draft:
             node = queue.pop(0)
             if node in self.boxes:
                 continue
-            entered = node is start or self._entered(node)
-            self.boxes[node] = self._box(node, start, entered)
-            self.reads[node] = self._inputs(node) if entered and len(self.boxes) < MOST else []
+            entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
+            self.boxes[node] = self._box(node, entered)
+            self.reads[node] = self._inputs(node) if entered else []
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
@@ -122,19 +127,21 @@ class _Draft:
         return Drawing(tuple(self.boxes[n] for n in order), edges)
 
     def _entered(self, node: fx.Node) -> bool:
-        if node in self.ends and not (_is_view(node) or self._joins_cache(node)):
+        if node in self.ends and not (_is_view(node) or self._shows_cache(node)):
             return False
         if node.op in ("placeholder", "get_attr") or self._is_weight(node):
             return False
-        return self.inside(node) or self._joins_cache(node)
+        return self.inside(node) or self._shows_cache(node)
 
-    def _joins_cache(self, node: fx.Node) -> bool:
-        """Whether it adds new rows to those that came in: then it is shown what the latent rows are made of."""
+    def _shows_cache(self, node: fx.Node) -> bool:
+        """Whether it is a view of new rows joined to those that came in: it is shown what latent rows are made of."""
+        while _is_view(node):
+            node = _viewed(node)
         return packet(node) in _JOINS and any(self._is_cache(n) for n in self._inputs(node))
 
     def _is_cache(self, node: fx.Node) -> bool:
-        while packet(node) in _VIEWS:
-            node = node.all_input_nodes[0]
+        while _is_view(node):
+            node = _viewed(node)
         if node.op != "placeholder" or node.name in self.weights or not is_tensor(node):
             return False
         readers = list(node.users)
@@ -159,7 +166,7 @@ class _Draft:
                 node = parent
         return [n for n in dict.fromkeys(node.all_input_nodes) if is_tensor(n) or _many(n)]
 
-    def _box(self, node: fx.Node, start: fx.Node, entered: bool) -> DrawnNode:
+    def _box(self, node: fx.Node, entered: bool) -> DrawnNode:
         where = locate(node)
         role = self._role(node, entered)
         label = _label(node)
@@ -225,6 +232,12 @@ def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
 def _is_view(node: fx.Node) -> bool:
     """Whether it holds numbers of the one tensor it reads, and no others."""
     return packet(node) in _VIEWS or (node.target is operator.getitem and packet(node.all_input_nodes[0]) in _SPLITS)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The tensor that a view is of."""
+    source = node.all_input_nodes[0]
+    return source.all_input_nodes[0] if node.target is operator.getitem else source
 
 
 def _many(node: fx.Node) -> bool:
