@@ -52,7 +52,8 @@ def compare(wheel: Path) -> None:
     """Every module of the checkout is in the wheel, and nothing else is."""
     expected = {"mla_compile/py.typed"}
     for folder, place in (("mla_compile", ""), ("passes", "mla_compile/"), ("kernels", "mla_compile/")):
-        sources = [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("csrc/*"), *(ROOT / folder).glob("*.json")]
+        data = (*(ROOT / folder).rglob("csrc/*"), *(ROOT / folder).rglob("templates/*"))
+        sources = [*(ROOT / folder).rglob("*.py"), *data, *(ROOT / folder).glob("*.json")]
         expected |= {place + path.relative_to(ROOT).as_posix() for path in sources}
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -43,3 +44,15 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(scope="session")
+def explained_tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A small model in the shape of DeepSeek-V3, five layers of two kinds, as ``explain`` sees it."""
+    from mla_compile.explained import explained
+    from mla_compile.survey import survey
+    from tests.test_cli_explain import TINY
+
+    path = tmp_path_factory.mktemp("tiny") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return explained(survey(str(path)), "bf16", 2)

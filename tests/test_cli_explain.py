@@ -206,6 +206,28 @@ def test_code_that_looks_at_values_unless_it_is_traced(here):
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
 
 
+def falcon(**more: object) -> dict[str, object]:
+    return {"model_type": "falcon", "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, **more}  # fmt: skip
+
+
+def test_layers_that_return_tuples(here):
+    """Falcon's layers return their hidden states in a tuple; one that is not traced does too."""
+    model = survey(write(falcon(multi_query=False, alibi=True)))
+    assert model.family == "MHA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
+
+
+def test_the_line_that_torch_does_not_trace(here):
+    """torch does not index a tensor on the meta device by a list."""
+    done = call(write(falcon(multi_query=True, alibi=False)))
+    assert done.exit_code == 2, done.output
+    assert "FalconForCausalLM cannot be captured at falcon/modeling_falcon.py:" in done.output
+    assert "[-2]" in done.output
+    assert "explain a small model of the kind that has values" in done.output
+    assert len(done.output.splitlines()) == 1
+
+
 def test_a_refusal_shows_the_line(here):
     done = call("python:explained_models:refused")
     assert done.exit_code == 1, done.output

@@ -26,8 +26,7 @@ from mla_compile.facts import facts_of
 from mla_compile.page.layout import GAP_X, place
 from mla_compile.passes.draw import MOST
 from mla_compile.report import Report
-from mla_compile.survey import survey
-from tests.test_cli_explain import FACTORY, LLAMA, TINY
+from tests.test_cli_explain import FACTORY, LLAMA
 from tests.toy import Toy, decode_inputs
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -62,14 +61,6 @@ class Page(HTMLParser):
 
     def marked(self, name: str) -> list[dict[str, str]]:
         return [a for _, a in self.elements if name in a]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A small model in the shape of DeepSeek-V3, five layers of two kinds."""
-    path = tmp_path_factory.mktemp("tiny") / "config.json"
-    path.write_text(json.dumps(TINY))
-    return explained(survey(str(path)), "bf16", 2)
 
 
 @pytest.fixture
@@ -134,9 +125,9 @@ def reaching(drawing: Drawing, end: int) -> set[int]:
     return found
 
 
-def test_every_drawing_is_whole(tiny):
+def test_every_drawing_is_whole(explained_tiny):
     """Edges go one way, everything leads to the last node, and names are names of nodes."""
-    drawings = [d for s in tiny.survey.report.sites for d in (s.drawing.before, s.drawing.after)]
+    drawings = [d for s in explained_tiny.survey.report.sites for d in (s.drawing.before, s.drawing.after)]
     assert len(drawings) == 4
     for drawing in drawings:
         assert all(source < reader for source, reader in drawing.edges)
@@ -154,23 +145,23 @@ def test_drawings_are_neither_compared_nor_in_the_json():
     assert again.sites[0].drawing is None
 
 
-def test_the_charts_hold_the_numbers_of_the_report(tiny):
-    found = Page(page.render(tiny, "tiny"))
+def test_the_charts_hold_the_numbers_of_the_report(explained_tiny):
+    found = Page(page.render(explained_tiny, "tiny"))
     bars = {a["data-name"]: float(a["data-value"]) for a in found.all("g") if a.get("class", "").startswith("bar")}
-    assert bars == {row.kind: row.values for row in tiny.cache}
+    assert bars == {row.kind: row.values for row in explained_tiny.cache}
     points = [(float(a["data-at"]), float(a["data-value"])) for a in found.all("circle")]
-    wanted = [(T, value) for row in tiny.costs for T, value in zip(CONTEXTS, row.flops, strict=True)]
-    wanted += [(T, value) for row in tiny.costs for T, value in zip(CONTEXTS, row.bytes, strict=True)]
+    wanted = [(T, value) for row in explained_tiny.costs for T, value in zip(CONTEXTS, row.flops, strict=True)]
+    wanted += [(T, value) for row in explained_tiny.costs for T, value in zip(CONTEXTS, row.bytes, strict=True)]
     assert points[: len(wanted)] == wanted
     assert len(points) == len(wanted) + 6  # the chart over queries
-    for row in tiny.cache:
+    for row in explained_tiny.cache:
         assert f"{row.values:,}" in found.texts
     assert len(found.all("svg", role="img")) == 4 + 2  # charts, and one site before and after
     assert sum(a.get("id", "").endswith("-d") for a in found.all("desc")) == 6
 
 
-def test_layers_count_as_what_they_stand_for(tiny):
-    text = page.render(tiny, "tiny")
+def test_layers_count_as_what_they_stand_for(explained_tiny):
+    text = page.render(explained_tiny, "tiny")
     assert "All 5 attentions are decoded in absorbed form: 26 values per token and layer" in text
     assert "\N{MULTIPLICATION SIGN} 5 layers" in text
     assert "kv_b_proj.weight" in text
@@ -215,8 +206,8 @@ def test_text_is_only_text(here, monkeypatch):
     assert any("</title><script>alert(3)</script>" in text for text in found.texts)
 
 
-def test_nothing_comes_from_elsewhere(tiny):
-    text = page.render(tiny, "tiny")
+def test_nothing_comes_from_elsewhere(explained_tiny):
+    text = page.render(explained_tiny, "tiny")
     assert not re.search(r"https?:|//|@import|<script|<link|javascript:", text)
     assert set(re.findall(r"url\((.)", text)) == {"#"}
     assert len(text.encode()) < 100_000

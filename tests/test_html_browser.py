@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -11,8 +10,6 @@ import mla_compile
 from mla_compile import page
 from mla_compile.explained import explained
 from mla_compile.facts import facts_of
-from mla_compile.survey import survey
-from tests.test_cli_explain import TINY
 from tests.test_html import Long
 from tests.toy import decode_inputs
 
@@ -26,11 +23,10 @@ ARGUMENTS = [
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
+def pages(tmp_path_factory, explained_tiny):
     """An absorbed model with everything a page can have, and a refusal with a large drawing."""
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "config.json").write_text(json.dumps(TINY))
-    page.write(explained(survey(str(folder / "config.json")), "bf16", 2), folder / "absorbed.html", "absorbed")
+    page.write(explained_tiny, folder / "absorbed.html", "absorbed")
     report = mla_compile.explain(Long(), *decode_inputs(cached=300))
     page.write(explained(facts_of(report, "Long"), "fp32", 4), folder / "refused.html", "A" * 90)
     return folder
