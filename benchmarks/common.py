@@ -1,4 +1,4 @@
-"""What the benchmarks share: models at real sizes with random weights, what the machine is, timing in turns, tables.
+"""What the benchmarks share: models at real sizes with random weights, what the machine does at best, tables.
 
 Importing this module sets quiet OpenMP threads, so import it before torch.
 """
@@ -11,11 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads disturb 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are built from configs, nothing is downloaded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import datetime
 import json
-import platform
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mla_compile
 from mla_compile.dims import Dims
+from mla_compile.measuring import Times as Times
+from mla_compile.measuring import available_bytes as available_bytes
+from mla_compile.measuring import in_turns as in_turns
+from mla_compile.measuring import machine as machine_without_transformers
+from mla_compile.measuring import median_ratio as median_ratio
+from mla_compile.measuring import timed as timed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,38 +97,6 @@ def machine() -> dict[str, Any]:
     return {**machine_without_transformers(), "transformers": transformers.__version__}
 
 
-def machine_without_transformers() -> dict[str, Any]:
-    """The same for what does not import transformers, which takes seconds."""
-    return {
-        "cpu": _cpu_name(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mla_compile": mla_compile.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def available_bytes() -> int:
-    """Memory that can be taken now without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
 def read_bandwidth(gib: float = 1.0, rounds: int = 5) -> float:
     """Bytes/s at which this process reads memory: the fastest of a sum, a maximum and a matrix-vector product."""
     rows = int(gib * 2**30 / 4 / 8192)
@@ -141,56 +110,6 @@ def matmul_rate(dtype: torch.dtype, size: int = 1024, rounds: int = 8) -> float:
     """FLOP/s of a square matrix product in ``dtype`` in this process, the fastest of some."""
     a = torch.randn(size, size).to(dtype)
     return 2.0 * size**3 / min(timed(lambda: a @ a) for _ in range(rounds))
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def in_turns(
-    calls: dict[str, Callable[[], float]], rounds: int, budget_s: float, least: int = 3
-) -> dict[str, list[float]]:
-    """Seconds that each of ``calls`` reports, taken in turns, so that a disturbance meets all of them.
-
-    Stops after ``rounds``, or once ``budget_s`` is spent and every call has been taken ``least`` times.
-    """
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + budget_s
-    for index in range(rounds):
-        if index >= least and time.perf_counter() > end:
-            break
-        for name, call in calls.items():
-            times[name].append(call())
-    return times
-
-
-@dataclass(frozen=True)
-class Times:
-    """Median, best and quartiles of one variant, in milliseconds."""
-
-    median: float
-    best: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Times:
-        """From at least one measurement."""
-        ms = sorted(1e3 * s for s in seconds)
-        low, _, high = statistics.quantiles(ms, n=4) if len(ms) > 1 else (ms[0],) * 3
-        return cls(statistics.median(ms), ms[0], low, high, len(ms))
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
-
-
-def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """Median of a/b over the rounds: what was measured side by side is compared side by side."""
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:

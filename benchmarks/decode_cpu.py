@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,42 +42,24 @@ from common import (
 import torch  # isort: skip  # after common, which sets the environment
 from torch import Tensor, nn
 
+from mla_compile.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
+
 VARIANTS = ("eager", "inductor", "mla")
-TOLERANCE = {"float32": 1e-4, "bfloat16": 8e-2, "float16": 2e-2}  # logits, relative to their largest value
-WARM_UP = (97, 98, 99)  # contexts that settle the graph of a decode step: static, then symbolic, then the same again
 
 
-class Bench:
-    """One model in one dtype, its variants and a pool of random latents to fill caches with."""
+class Bench(DecodeSteps):
+    """One model in one dtype, its variants, and caches that grow or have their full length."""
 
     def __init__(self, args: argparse.Namespace, name: str, dtype: str) -> None:
-        self.args, self.name, self.dtype = args, name, dtype
+        self.args, self.name, self.dtype_name = args, name, dtype
         torch._dynamo.reset()
-        self.longest = max([*args.contexts, args.prefill, *WARM_UP]) + 1
-        self.model = build(name, DTYPES[dtype], args.layers, self.longest + 16)
-        self.calls: dict[str, Callable[..., Any]] = {"eager": self.model}
-        for variant in args.variants:
-            if variant != "eager":
-                self.calls[variant] = torch.compile(self.model, backend=variant)
+        longest = max([*args.contexts, args.prefill, *WARM_UP]) + 1
+        model = build(name, DTYPES[dtype], args.layers, longest + 16)
         d = MODELS[name].dims
-        generator = torch.Generator().manual_seed(3)
-        shape = (args.batch, 1, self.longest)
-        self.pool = [
-            tuple(torch.randn(*shape, width, generator=generator).to(DTYPES[dtype]) for width in (d.L, d.R))
-            for _ in range(args.layers)
-        ]
-
-    # Caches.
-
-    def dynamic(self, tokens: int) -> Any:
-        """A cache that grows by concatenation, holding ``tokens`` tokens."""
-        from transformers import DynamicCache
-
-        cache: Any = DynamicCache(config=self.model.config)
-        for layer, (latent, rope) in zip(cache.layers, self.pool, strict=True):
-            layer.lazy_initialization(latent, rope)
-            layer.keys, layer.values = latent[:, :, :tokens].contiguous(), rope[:, :, :tokens].contiguous()
-        return cache
+        calls = variants(model, ["eager", *(v for v in args.variants if v != "eager")])
+        super().__init__(
+            model, calls, [(1, d.L, 1, d.R)] * args.layers, batch=args.batch, longest=longest, dtype=DTYPES[dtype]
+        )
 
     def static(self, tokens: int) -> Any:
         """A cache with room for one token more than it holds."""
@@ -90,29 +71,6 @@ class Bench:
             layer.keys[:, :, :tokens].copy_(latent[:, :, :tokens])
             layer.values[:, :, :tokens].copy_(rope[:, :, :tokens])
         return cache
-
-    def inputs(self, tokens: int, cache: Any) -> dict[str, Any]:
-        """What generate() passes for one new token after ``tokens``."""
-        static = hasattr(cache.layers[0], "cumulative_length")
-        if static:
-            for layer in cache.layers:
-                layer.cumulative_length.fill_(tokens)
-        batch = self.args.batch
-        mask = torch.ones(batch, tokens + 1, dtype=torch.long) if static else None
-        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
-            torch.full((batch, 1), 7), next_sequence_length=1, past_key_values=cache, attention_mask=mask,
-            position_ids=torch.full((batch, 1), tokens), use_cache=True,
-        )  # fmt: skip
-        return prepared
-
-    # Measurements.
-
-    def step(self, variant: str, tokens: int, cache: Any = None) -> tuple[float, Tensor]:
-        """Seconds and logits of one decode step."""
-        inputs = self.inputs(tokens, self.dynamic(tokens) if cache is None else cache)
-        start = time.perf_counter()
-        result = self.calls[variant](**inputs)
-        return time.perf_counter() - start, result.logits
 
     def prefill(self, variant: str, tokens: int) -> tuple[float, Tensor]:
         """Seconds and logits of a prompt of ``tokens`` tokens on an empty cache."""
@@ -128,13 +86,13 @@ class Bench:
         """Whether one layer's K and V, and the copies that eager makes of them, fit in half of the free memory."""
         d = MODELS[self.name].dims
         values = self.args.batch * tokens * d.H * (3 * (d.N + d.V) + 2 * d.R)
-        return bool(values * DTYPES[self.dtype].itemsize < available_bytes() / 2)
+        return bool(values * self.dtype.itemsize < available_bytes() / 2)
 
     def measure(self, kind: str, tokens: int) -> dict[str, Any]:
         """All variants in turns; raises SystemExit where their logits differ."""
         variants = list(self.calls) if self.fits(tokens) else ["mla"]
         row: dict[str, Any] = {
-            "model": self.name, "dtype": self.dtype, "kind": kind, "context": tokens, "layers": self.args.layers,
+            "model": self.name, "dtype": self.dtype_name, "kind": kind, "context": tokens, "layers": self.args.layers,
             "batch": self.args.batch, "skipped": [v for v in self.calls if v not in variants],
         }  # fmt: skip
         cache = self.static(tokens) if kind == "static" else None
@@ -161,14 +119,12 @@ class Bench:
         return row
 
     def _agree(self, kind: str, tokens: int, logits: dict[str, Tensor]) -> dict[str, float]:
-        first, *others = logits
-        reference = logits[first]
-        errors = {v: float((logits[v] - reference).abs().max() / reference.abs().max()) for v in others}
+        errors, allowed = differences(logits), TOLERANCE[self.dtype]
         for variant, error in errors.items():
-            if not error <= TOLERANCE[self.dtype]:
+            if not error <= allowed:
                 raise SystemExit(
-                    f"{self.name} {self.dtype} {kind} {tokens}: {variant} differs from {first} by {error:.1e}, "
-                    f"allowed {TOLERANCE[self.dtype]:.0e}; nothing is timed on wrong results"
+                    f"{self.name} {self.dtype_name} {kind} {tokens}: {variant} differs from {next(iter(logits))} by "
+                    f"{error:.1e}, allowed {allowed:.0e}; nothing is timed on wrong results"
                 )
         return errors
 
@@ -177,7 +133,7 @@ class Bench:
         embeddings = {m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)}
         tied = self.model.get_output_embeddings().weight
         read = [p for p in self.model.parameters() if p not in embeddings or p is tied]
-        d, width = MODELS[self.name].dims, DTYPES[self.dtype].itemsize
+        d, width = MODELS[self.name].dims, self.dtype.itemsize
         rows = self.args.layers * self.args.batch * (tokens + 1)
         weights = sum(p.numel() * p.element_size() for p in read) / self.args.bandwidth
         cache = rows * (d.L + d.R) * width / self.args.bandwidth

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mla_compile import cli_values, page
-from mla_compile.errors import MlaCompileError
+from mla_compile.cli_common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside
 from mla_compile.explained import CONTEXTS, Explained, SiteChoice, explained
 from mla_compile.survey import survey
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 _CONTEXT_NAMES = tuple(f"{T // 1024}k" for T in CONTEXTS)
 
 
@@ -30,7 +26,7 @@ def explain(
     ],
     dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(cli_values.BYTES)}.")] = "bf16",
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Explain a model: what would be absorbed, why not where it would not, and what its cache and its tokens cost.
 
@@ -41,24 +37,21 @@ def explain(
     Exits with 0 where something is absorbed, 1 where nothing is (also: no Multi-head Latent Attention), 2 for input
     that cannot be read.
     """
-    try:
+    with ending():
         name = cli_values.dtype(dtype)
         target = None if html is None else page.checked(html)
-        with _err.status("tracing a decode step"):
+        with err.status("tracing a decode step"):
             result = explained(survey(source, name), name, cli_values.BYTES[name])
             if target is not None:
                 page.write(result, target, _title(source))
-    except (MlaCompileError, OSError) as error:
-        _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        print_json(result.to_dict())
     else:
         _show(result)
     if target is not None:
-        _err.print(f"wrote {target}", markup=False, soft_wrap=True)
+        say_aside(f"wrote {target}")
     if not result.survey.report.absorbed:
-        raise typer.Exit(1)
+        raise typer.Exit(NEGATIVE)
 
 
 def _title(source: str) -> str:
@@ -76,31 +69,26 @@ def _show(result: Explained) -> None:
     active = (
         "" if weights.active == weights.total else f", {cli_values.amount(weights.active)} of them read for a token"
     )
-    _out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
+    out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
     for note in model.notes:
-        _out.print(f"note: {note}", markup=False, soft_wrap=True)
-    _out.print()
-    _out.print(model.report)
-    _out.print()
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    out.print()
+    out.print(model.report)
+    out.print()
     if result.cache:
-        _out.print(_cache_table(result))
-        _say(model.own_cache())
+        out.print(_cache_table(result))
+        say(model.own_cache())
     if result.costs:
-        _out.print(_cost_table(result))
+        out.print(_cost_table(result))
     for choice in result.choices:
-        _say(*_choice_lines(choice))
+        say(*_choice_lines(choice))
     if model.family == "refused":
-        _say("nothing is absorbed; the report above says what stands in the way, and where")
+        say("nothing is absorbed; the report above says what stands in the way, and where")
     elif model.family != "MLA":
-        _say(
+        say(
             f"{model.name} is {model.family}, not Multi-head Latent Attention: there is no latent in it to absorb, and "
             "mla-compile leaves it as it is; `mla-compile plan` says what it costs to serve."
         )
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        _out.print(line, markup=False, soft_wrap=True)
 
 
 def _cache_table(result: Explained) -> Table:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from mla_compile.errors import MlaCompileError
+from mla_compile.cli_common import AsJson, ending, err, print_json, say
+from mla_compile.errors import ExportError, InputError
 from mla_compile.onnx.profile import PROFILES
-
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 
 
 def export(
@@ -33,26 +29,30 @@ def export(
     random_weights: Annotated[
         int | None, typer.Option(metavar="SEED", help="Build the model from its config with random weights.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report to this file.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Export a model to ONNX, decoding in absorbed form.
 
-    Exits with 1 where the model cannot be read or exported; nothing is written then.
+    Exits with 0 when it is written, 1 where the model cannot be exported, 2 for input that cannot be used; nothing is
+    written then.
     """
-    from mla_compile.onnx.export import export_onnx  # on use: numpy and the extra onnx
-    from mla_compile.sources import load
+    with ending():
+        from mla_compile.onnx.export import export_onnx, require_packages  # on use: numpy and the extra onnx
+        from mla_compile.sources import load
 
-    try:
-        with _err.status("reading the model") as status:
+        try:
+            require_packages()
+        except ExportError as error:
+            raise InputError(str(error)) from None
+        if directory.exists() and not overwrite:
+            raise InputError(f"{directory} exists; pass --overwrite to replace it, or choose another path")
+        with err.status("reading the model") as status:
             model = load(source, random_weights=random_weights)
             exported = export_onnx(
                 model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, verify=verify,
                 overwrite=overwrite, progress=status.update,
             )  # fmt: skip
-        if json_file is not None:
-            json_file.write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")
-    except (MlaCompileError, OSError) as error:
-        _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    _out.print(exported.text(), markup=False, soft_wrap=True)
-    _out.print(f"written to {exported.directory}", markup=False, soft_wrap=True)
+    if as_json:
+        print_json(exported.to_dict())
+    else:
+        say(exported.text(), f"written to {exported.directory}")

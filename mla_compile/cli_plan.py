@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import sympy
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mla_compile import cli_values, planning
-from mla_compile.errors import InputError, MlaCompileError
+from mla_compile.cli_common import NEGATIVE, AsJson, ending, err, out, print_json, say
+from mla_compile.errors import InputError
 from mla_compile.machines import machine as machine_named
 from mla_compile.planning import Plan, Request
 from mla_compile.survey import survey
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 _MOST_CONTEXT, _MOST_USERS, _MOST_MACHINES = 2**27, 2**24, 2**13
 _NAMES = {
     "replicated": "cache replicated",
@@ -41,7 +38,7 @@ def plan(
     reserve: Annotated[float, typer.Option(help="Share of memory kept free for everything else.")] = 0.1,
     show_formulas: Annotated[bool, typer.Option("--formulas", help="Also print the formulas.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it over context and users: a .svg or .png file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan decoding: weights, cache per user, users that fit, the floor of a step's time, and what bounds it.
 
@@ -50,7 +47,7 @@ def plan(
 
     Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
     """
-    try:
+    with ending():
         weight_dtype = cli_values.dtype(dtype)
         if not 0 <= reserve < 1:
             raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
@@ -68,25 +65,21 @@ def plan(
             from mla_compile.plotting import check  # on use: the extra plot
 
             check(plot)
-        with _err.status("reading the model's sizes"):
+        with err.status("reading the model's sizes"):
             model = survey(source)
         result = planning.plan(model, machine, request)
         if plot is not None:
             from mla_compile.plotting import draw
 
             draw(model, machine, request, plot)
-    except (MlaCompileError, OSError) as error:
-        _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     texts = formula_lines(result, any(a.latent for a in planning.attentions(model))) if show_formulas else []
     if as_json:
-        typer.echo(json.dumps(result.to_dict() | ({"formulas": texts} if texts else {}), indent=2, allow_nan=False))
+        print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
     else:
         _show(result)
-        for line in texts:
-            _out.print(line, markup=False, soft_wrap=True)
+        say(*texts)
     if not result.fits:
-        raise typer.Exit(1)
+        raise typer.Exit(NEGATIVE)
 
 
 def formula_lines(result: Plan, latent: bool) -> list[str]:
@@ -109,7 +102,7 @@ def _show(result: Plan) -> None:
     if request.cache_dtype != request.weight_dtype:
         dtypes += f", cache in {request.cache_dtype}"
     memory, compute = f"{machine.memory_share:.0%}", f"{machine.compute_share:.0%}"
-    _say(
+    say(
         f"{result.model} ({result.family}) on {where}, {dtypes}: {request.users:,} users of {request.context:,} tokens",
         *(f"note: {note}" for note in result.notes),
         f"floors at {memory} of the data sheet's bandwidth and {compute} of its FLOP/s",
@@ -120,27 +113,22 @@ def _show(result: Plan) -> None:
     for name in names:
         table.add_column(name, justify="right")
     rows = result.layouts
-    say, gigabytes = cli_values.seconds, cli_values.gigabytes
+    time, gigabytes = cli_values.seconds, cli_values.gigabytes
     table.add_row("weights per GPU", *(gigabytes(r.weight_bytes) for r in rows))
     table.add_row("cache of a user on a GPU", *(gigabytes(r.cache_bytes_per_user) for r in rows))
     table.add_row("users that fit", *(f"{r.most_users:,}" for r in rows))
     table.add_row("users per GPU", *(f"{r.most_users / request.tp:,.4g}" for r in rows))
     fits = ("[green]yes[/]" if r.fits else "[red]no[/]" for r in rows)
     table.add_row(f"{request.users:,} users fit", *fits, end_section=True)
-    table.add_row("attention: reading the cache", *(say(r.cache_memory_s) for r in rows))
-    table.add_row("attention: arithmetic", *(say(r.attention_compute_s) for r in rows))
-    table.add_row("the rest: reading weights", *(say(r.weight_memory_s) for r in rows))
-    table.add_row("the rest: arithmetic", *(say(r.weight_compute_s) for r in rows))
-    table.add_row("links", *(say(r.network_s) for r in rows), end_section=True)
-    table.add_row("floor of a decode step", *(say(r.step_s) for r in rows), style="bold")
+    table.add_row("attention: reading the cache", *(time(r.cache_memory_s) for r in rows))
+    table.add_row("attention: arithmetic", *(time(r.attention_compute_s) for r in rows))
+    table.add_row("the rest: reading weights", *(time(r.weight_memory_s) for r in rows))
+    table.add_row("the rest: arithmetic", *(time(r.weight_compute_s) for r in rows))
+    table.add_row("links", *(time(r.network_s) for r in rows), end_section=True)
+    table.add_row("floor of a decode step", *(time(r.step_s) for r in rows), style="bold")
     table.add_row("bound on tokens/s", *(f"{r.tokens_per_s:,.0f}" for r in rows))
     table.add_row("bound on tokens/s per GPU", *(f"{r.tokens_per_s / request.tp:,.0f}" for r in rows))
     table.add_row("bottleneck", *(r.bottleneck for r in rows))
-    _out.print(table)
+    out.print(table)
     if machine.source:
-        _say(f"figures of the machine: {machine.source}")
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        _out.print(line, markup=False, soft_wrap=True)
+        say(f"figures of the machine: {machine.source}")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from mla_compile.errors import MlaCompileError
+from mla_compile.cli_common import AsJson, ending, print_json, say_aside
+from mla_compile.errors import InputError
 
 if TYPE_CHECKING:
     from mla_compile.onnx.generation import Generation
     from mla_compile.onnx.session import Session
 
-_err = Console(stderr=True, highlight=False)
+
+_MOST_TOKENS = 2**24
 
 
 def run(
@@ -32,17 +32,19 @@ def run(
     ] = None,
     library: Annotated[str, typer.Option(help="Native library: a file, auto or none.")] = "auto",
     verify_files: Annotated[bool, typer.Option(help="Compare the hash of every file first.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Generate token ids with an exported model.
 
     New ids go to stdout as they come: one line for one prompt; for several a line per step, a column per prompt and -
     in the column of one that has ended. Everything else goes to stderr.
 
-    Exits with 1 where the model or its options cannot be used.
+    Exits with 0 when it generated, 2 where the model or its options cannot be used.
     """
-    prompts = [_ids(text) for text in prompt_ids]
-    try:
+    with ending():
+        prompts = [_ids(text) for text in prompt_ids]
+        if max_new_tokens > _MOST_TOKENS:
+            raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
         # On use: they need the extra onnx, without which the other commands run.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
@@ -55,30 +57,21 @@ def run(
             library=None if library == "none" else library,
             verify_files=verify_files,
         )
-        _err.print(f"{', '.join(session.providers)}; {session.decision}", markup=False, soft_wrap=True)
+        say_aside(f"{', '.join(session.providers)}; {session.decision}")
         steps = Generation(session, prompts, max_new_tokens=max_new_tokens, sampling=sampling)
-        outcome = _stream(session, prompts, steps)
-        if json_file is not None:
-            json_file.write_text(json.dumps(outcome, indent=2, allow_nan=False) + "\n")
-    except ImportError as error:
-        _err.print(f'error: {error.name} is not installed: pip install "mla-compile[onnx]"', style="red", markup=False)
-        raise typer.Exit(1) from None
-    except (MlaCompileError, OSError) as error:
-        # One line, also where the message is one of onnxruntime's, which may have several.
-        _err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        outcome = _stream(session, prompts, steps, quiet=as_json)
+    if as_json:
+        print_json(outcome)
 
 
 def _ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is no list of whole numbers such as 1,2,3", param_hint="--prompt-ids"
-        ) from None
+        raise InputError(f"--prompt-ids is {text!r}, expected whole numbers such as 1,2,3") from None
 
 
-def _stream(session: Session, prompts: list[list[int]], steps: Generation) -> dict[str, Any]:
+def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, quiet: bool) -> dict[str, Any]:
     rows: list[list[int]] = [[] for _ in prompts]
     times = [time.perf_counter()]
     for tokens in steps:
@@ -86,12 +79,14 @@ def _stream(session: Session, prompts: list[list[int]], steps: Generation) -> di
         for row, token in zip(rows, tokens, strict=True):
             if token is not None:
                 row.append(token)
+        if quiet:
+            continue
         shown = " ".join("-" if token is None else str(token) for token in tokens)
         if len(rows) > 1:
             typer.echo(shown)
         else:
             typer.echo(shown if len(times) == 2 else f" {shown}", nl=False)
-    if len(rows) == 1:
+    if len(rows) == 1 and not quiet:
         typer.echo()
     first, rest = times[1] - times[0], times[-1] - times[1]
     decoded = sum(map(len, rows)) - len(rows)  # the first token of each row is the prompt's
@@ -99,7 +94,7 @@ def _stream(session: Session, prompts: list[list[int]], steps: Generation) -> di
     said = f"prompt: {sum(map(len, prompts))} tokens in {first * 1000:.1f} ms"
     if rate is not None:
         said += f"; decode: {decoded} tokens in {rest * 1000:.1f} ms, {rate:.1f} tokens/s"
-    _err.print(said)
+    say_aside(said)
     return {
         "prompts": prompts,
         "tokens": rows,

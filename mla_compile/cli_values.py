@@ -22,6 +22,11 @@ def count(text: str, what: str, most: int) -> int:
     return number
 
 
+def counts(text: str, what: str, most: int) -> tuple[int, ...]:
+    """Such numbers separated by commas, each once, in order. Raises :class:`InputError`."""
+    return tuple(sorted({count(part, what, most) for part in text.split(",")}))
+
+
 def dtype(text: str) -> str:
     """``fp32``, ``bf16``, ``fp16`` or ``fp8``, also by the long name. Raises :class:`InputError`."""
     name = _LONG.get(text.lower(), text.lower())

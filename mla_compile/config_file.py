@@ -27,6 +27,15 @@ def read(source: str) -> tuple[Any, tuple[str, ...]]:
 
     Nothing is downloaded and no code of the model's directory is run. Raises :class:`InputError`.
     """
+    raw, path = read_raw(source)
+    return parse(raw, path)
+
+
+def read_raw(source: str) -> tuple[dict[str, Any], Path]:
+    """The fields of the config in a file or in the directory of a model, and where they stand, with sizes checked.
+
+    Raises :class:`InputError`.
+    """
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -36,12 +45,12 @@ def read(source: str) -> tuple[Any, tuple[str, ...]]:
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InputError(f"{path} holds a {type(raw).__name__}, expected a JSON object with the fields of a config")
     check_sizes(raw, str(path))
-    return _parse(raw, path)
+    return raw, path
 
 
 def check_sizes(raw: Mapping[str, Any], where: str) -> None:
@@ -76,7 +85,8 @@ def in_one_line(error: Exception) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
 
-def _parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
+def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
+    """The transformers config that these fields stand for, and what had to be assumed; ``path`` is for messages."""
     library = transformers()
     known = library.CONFIG_MAPPING
     kind = raw.get("model_type")

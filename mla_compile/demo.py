@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import mla_compile
-from mla_compile.errors import InputError, MlaCompileError
+from mla_compile.errors import InputError, NothingToCompareError
+from mla_compile.measuring import available_bytes
 from mla_compile.report import Report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,9 +153,11 @@ def stages(settings: Settings) -> int:
 def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     """Build, optimize, compare and time; ``progress`` is told the name of each stage as it begins.
 
-    Raises :class:`MlaCompileError` when transformers is not installed or nothing was absorbed. Tokens that differ are
-    no error here: see :attr:`Agreement.ok`.
+    Raises :class:`InputError` when transformers is not installed or the memory is too small, and
+    :class:`NothingToCompareError` when nothing was absorbed. Tokens that differ are no error here: see
+    :attr:`Agreement.ok`.
     """
+    _check_memory(settings)
     progress("building the model")
     model = build(settings)
     progress("optimizing it")
@@ -177,11 +180,23 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     return Outcome(settings, report, agreement, tuple(timings), precision_ratio)
 
 
+def _check_memory(settings: Settings) -> None:
+    """Roughly: 14 million weights a layer, K and V of 16 heads with eager's copies of them, and three caches."""
+    longest = max(settings.contexts)
+    values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
+    needed, free = values * DTYPES[settings.dtype].itemsize, available_bytes()
+    if needed > 0.8 * free:
+        raise InputError(
+            f"{settings.layers:,} layers and {longest:,} tokens take about {needed / 2**30:,.1f} GiB, and "
+            f"{free / 2**30:,.1f} GiB of memory are free; ask for fewer"
+        )
+
+
 def _precision(report: Report | None) -> float | None:
     """The worst ratio of a report on compiled graphs; raises where they hold no absorbed site."""
     if report is None or not report.absorbed:
         found = "no graph with attention was compiled" if report is None else report.summary()
-        raise MlaCompileError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
+        raise NothingToCompareError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
     return max((site.precision_ratio for site in report.sites if site.precision_ratio is not None), default=None)
 
 
@@ -190,7 +205,7 @@ def build(settings: Settings) -> Any:
     try:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     except ImportError as error:
-        raise MlaCompileError(
+        raise InputError(
             'the demo builds its model with transformers, which cannot be imported; pip install "mla-compile[demo]"'
         ) from error
     torch.manual_seed(0)

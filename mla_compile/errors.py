@@ -46,6 +46,10 @@ class ModelFileError(MlaCompileError, RuntimeError):
     """An exported model, one of its files, or a native library that cannot be used here."""
 
 
+class NothingToCompareError(MlaCompileError):
+    """The demo or the benchmark has no figures to give: nothing was absorbed, or results differ."""
+
+
 class MlaCompileWarning(UserWarning):
     """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: results are right, speed is not."""
 

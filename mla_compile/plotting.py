@@ -1,7 +1,8 @@
-"""The plot of ``mla-compile plan``: the floor of a step over the context, and tokens per second over the users."""
+"""The plots of ``mla-compile plan`` (floors over the context, tokens per second over the users) and of ``bench``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from mla_compile.errors import InputError
 from mla_compile.facts import Survey
 from mla_compile.machines import Machine
+from mla_compile.measuring import Times
 from mla_compile.planning import Request, plan
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
@@ -59,3 +61,21 @@ def _lines(
         axes.plot(
             [x for x, _ in fitting], [y for _, y in fitting], "o-", ms=3, color=color, label=_LABELS[first.layout]
         )
+
+
+def draw_times(title: str, rows: Mapping[int, Mapping[str, Times]], path: Path) -> None:
+    """Write medians over the context, one line for each variant; bars from the 10th to the 90th percentile."""
+    figure: Any = import_module("matplotlib.figure").Figure(figsize=(6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for variant in dict.fromkeys(name for times in rows.values() for name in times):
+        points = [(context, times[variant]) for context, times in rows.items() if variant in times]
+        medians = [t.median for _, t in points]
+        spread = [[t.median - t.p10 for _, t in points], [t.p90 - t.median for _, t in points]]
+        axes.errorbar(
+            [context for context, _ in points], medians, yerr=spread, fmt="o-", ms=3, capsize=3, label=variant
+        )
+    axes.set(xlabel="cached tokens", ylabel="one decode step, ms", title=title, xscale="log", yscale="log")
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path)

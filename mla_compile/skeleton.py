@@ -43,8 +43,8 @@ class Layers:
         return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
 
 
-def build(config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The causal language model of a config, with weights of ``dtype`` on the meta device.
+def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
+    """The causal language model of a config, with weights of ``dtype``: none on the meta device, else random ones.
 
     A config of several parts gives its text part where that is a model by itself. Raises :class:`InputError`.
     """
@@ -62,7 +62,7 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
         part.dtype = dtype
         torch.set_default_dtype(dtype)
         try:
-            with torch.device("meta"):
+            with torch.device(device):
                 model: nn.Module = make(part)
             return model.eval()
         except Exception as error:  # noqa: BLE001  somebody else's model, in which sizes that do not fit fail anywhere

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 
 import torch
 
+from mla_compile import config_file
 from mla_compile.errors import InputError
+from mla_compile.measuring import available_bytes
 
 
 def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
@@ -21,6 +22,8 @@ def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
     it has none. ``python:MODULE:FUNCTION``: what the function returns; modules are also looked for in the current
     directory. Raises :class:`InputError` for a source that is none of these or cannot be loaded.
     """
+    if random_weights is not None and not 0 <= random_weights < 2**63:
+        raise InputError(f"the seed of random weights is {random_weights}, expected a whole number from 0 to 2^63 - 1")
     if source.startswith("python:"):
         return _made_by(source)
     path = Path(source)
@@ -46,11 +49,17 @@ def call(source: str) -> Any:
         raise InputError(f"{source!r}: expected python:MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)()
+        make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{source!r} cannot be found: {error}") from error
+    except Exception as error:  # the user's module, which raises what it likes
+        raise InputError(f"{source!r} cannot be imported: {config_file.in_one_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
+    try:
+        return make()
+    except Exception as error:  # the user's function
+        raise InputError(f"{source!r} raised {config_file.in_one_line(error)}") from error
 
 
 def _made_by(source: str) -> torch.nn.Module:
@@ -72,15 +81,19 @@ def _pretrained(directory: Path) -> torch.nn.Module:
 
 
 def _from_config(path: Path, seed: int) -> torch.nn.Module:
-    transformers = _transformers()
+    config, _ = config_file.read(str(path))
+    make = _transformers().AutoModelForCausalLM.from_config
     try:
-        json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}") from error
-    torch.manual_seed(seed)
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.device("meta"):
+            size = sum(p.numel() * p.element_size() for p in make(config).parameters())
+        if size > 0.8 * (free := available_bytes()):
+            raise InputError(
+                f"the weights of {path} take {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free"
+            )
+        torch.manual_seed(seed)
+        model: torch.nn.Module = make(config)
+    except InputError:
+        raise
     except Exception as error:  # as above: sizes that do not fit each other fail anywhere in the model's code
         raise InputError(f"transformers does not build a model from {path}: {_first_line(error)}") from error
     return model.eval()

@@ -34,13 +34,18 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
     """
     if not source.startswith("python:"):
         config, notes = config_file.read(source)
-        return _of_language_model(skeleton.build(config, _DTYPES[dtype]), notes)
+        return survey_config(config, dtype, notes)
     made = sources.call(source)
     model, args, kwargs = _parts(made, source)
     if args is None:
         return _of_language_model(model.to("meta"), ())
     report = mla_compile.explain(model, *args, **kwargs)
     return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
+
+
+def survey_config(config: Any, dtype: str = "bf16", notes: tuple[str, ...] = ()) -> Survey:
+    """Survey the causal language model of a transformers config. Raises :class:`InputError`."""
+    return _of_language_model(skeleton.build(config, _DTYPES[dtype]), notes)
 
 
 def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Mapping[str, Any]]:

@@ -189,17 +189,17 @@ def test_the_command_with_a_batch_and_json(tmp_path: Path):
     eos = rows[1][2]
     rows = [toy.greedy([3, 5, 7], 6, eos=[eos]), toy.greedy([1], 6, eos=[eos])]
     model = str(toy.build(tmp_path / "model", eos_token_ids=(eos,)))
-    found = tmp_path / "run.json"
-    result = _cli(
+    arguments = (
         *(model, "--prompt-ids", "3,5,7", "--prompt-ids", "1", "--max-new-tokens", "6", "--provider", "cpu"),
-        *("--json", str(found), "--no-verify-files", "--library", "none"),
+        *("--no-verify-files", "--library", "none"),
     )
+    result = _cli(*arguments)
     assert result.exit_code == 0, result.output
     shown = [line.split() for line in result.stdout.splitlines()]
     for row, tokens in enumerate(rows):
         column = [line[row] for line in shown]
         assert column == [*map(str, tokens), *["-"] * (len(shown) - len(tokens))]
-    record = json.loads(found.read_text())
+    record = json.loads(_cli(*arguments, "--json").stdout)
     assert record["tokens"] == rows
     assert record["providers"] == ["CPUExecutionProvider"]
     assert record["library"] is None
@@ -214,7 +214,7 @@ def test_the_command_answers_what_cannot_be_done_in_one_line(tmp_path: Path):
         ((str(model), "--prompt-ids", "1", "--provider", "gpu"), "provider 'gpu' is not in this onnxruntime"),
     ):
         result = _cli(*arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert isinstance(result.exception, SystemExit)
         (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
         assert says in line

@@ -1,0 +1,108 @@
+"""What all commands share: where they print, how they end, and the bar that says how far they are.
+
+Results go to stdout, everything else to stderr. Exit codes are in :data:`EXIT_CODES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from mla_compile.errors import ExportError, MlaCompileError, NothingToCompareError, VerificationError
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+OK, NEGATIVE, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = (
+    "Every command exits with 0 when it did what it was asked, 1 when the answer is no (nothing is absorbed, results "
+    "differ, it does not fit, it cannot be exported), 2 for input that cannot be used, and 130 when it is interrupted."
+)
+# An answer about a model, and not about what was typed.
+_ANSWERS = (ExportError, NothingToCompareError, VerificationError)
+_EXTRAS = {
+    "matplotlib": "plot",
+    "numpy": "onnx",
+    "onnx": "onnx",
+    "onnx_ir": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "transformers": "demo",
+}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead.")]
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Turns an error that is not ours into one line on stderr and an exit code."""
+    try:
+        yield
+    except _ANSWERS as error:
+        raise failed(error, NEGATIVE) from None
+    except (MlaCompileError, OSError) as error:
+        raise failed(error, BAD_INPUT) from None
+    except ImportError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise failed(f'{error.name} is not installed: pip install "mla-compile[{extra}]"', BAD_INPUT) from None
+    except MemoryError as error:
+        raise failed(f"there is not enough memory: {error}", BAD_INPUT) from None
+    except KeyboardInterrupt:
+        raise failed("interrupted", INTERRUPTED) from None
+
+
+def failed(error: object, code: int) -> typer.Exit:
+    """Say what went wrong in one line, also where the message has several; the exit to raise."""
+    err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
+    return typer.Exit(code)
+
+
+def print_json(record: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(record, indent=2, allow_nan=False))
+
+
+def say(*lines: str) -> None:
+    """Lines on stdout as they are."""
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def say_aside(*lines: str) -> None:
+    """Lines on stderr as they are."""
+    for line in lines:
+        err.print(line, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Stages]:
+    """A bar on stderr for ``total`` stages, each named as it begins."""
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        yield Stages(bar, total)
+
+
+class Stages:
+    """Called with the name of a stage as it begins."""
+
+    def __init__(self, bar: Progress, total: int) -> None:
+        self._bar, self._task, self._begun = bar, bar.add_task("", total=total), False
+
+    def __call__(self, stage: str) -> None:
+        """The one before it has ended."""
+        self._bar.update(self._task, description=stage, advance=int(self._begun))
+        self._begun = True

@@ -1,0 +1,111 @@
+"""Decode steps of a causal language model of transformers, as generate() takes them, on caches of random rows.
+
+No prompt is run to fill a cache: attention takes as long on random rows, and a prompt of 100,000 tokens would take
+longer than everything that is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WARM_UP = (97, 98, 99)
+"""Contexts that settle the graph of a decode step: static, then symbolic, then the same again."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
+"""Logits may differ by that much, relative to the largest."""
+
+
+def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dict[str, Callable[..., Any]]:
+    """The model as it is (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
+
+    Without Inductor (``codegen="eager"``) the compiled ones run the graphs that they would have given to it.
+    """
+    from mla_compile.backend import mla
+
+    made: dict[str, Callable[..., Any]] = {}
+    for name in names:
+        if name == "eager":
+            made[name] = model
+        elif name == "inductor":
+            made[name] = torch.compile(model, backend=codegen)
+        else:  # not by its name: a checkout that is not installed has no entry point
+            made[name] = torch.compile(model, backend=mla, options={"codegen": codegen})
+    return made
+
+
+class DecodeSteps:
+    """A model, what is to be compared, and a pool of random rows that caches are cut from.
+
+    Args:
+        model: in eval mode, on its device.
+        calls: what runs a step, by name.
+        slots: heads and width of K, heads and width of V, for each slot of the cache.
+        longest: tokens that the longest cache will hold.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        calls: Mapping[str, Callable[..., Any]],
+        slots: Sequence[tuple[int, int, int, int]],
+        *,
+        batch: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model, self.calls, self.batch = model, calls, batch
+        self.dtype, self.device = dtype, device or torch.device("cpu")
+        self._synchronize: Callable[[], None] = torch.get_device_module(self.device).synchronize  # nothing on a CPU
+        generator = torch.Generator(self.device).manual_seed(3)
+
+        def rows(heads: int, width: int) -> Tensor:
+            return torch.randn(
+                batch, heads, longest, width, generator=generator, dtype=torch.float32, device=self.device
+            ).to(dtype)
+
+        self.pool = [(rows(h, w), rows(h2, w2)) for h, w, h2, w2 in slots]
+
+    def dynamic(self, tokens: int) -> Any:
+        """A cache that grows by concatenation, holding ``tokens`` tokens."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache(config=self.model.config)
+        for layer, (keys, values) in zip(cache.layers, self.pool, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys[:, :, :tokens].contiguous(), values[:, :, :tokens].contiguous()
+        return cache
+
+    def inputs(self, tokens: int, cache: Any) -> dict[str, Any]:
+        """What generate() passes for one new token after ``tokens``."""
+        static = hasattr(cache.layers[0], "cumulative_length")
+        if static:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(tokens)
+        shape, device = (self.batch, 1), self.device
+        mask = torch.ones(self.batch, tokens + 1, dtype=torch.long, device=device) if static else None
+        prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
+            torch.full(shape, 7, device=device), next_sequence_length=1, past_key_values=cache, attention_mask=mask,
+            position_ids=torch.full(shape, tokens, device=device), use_cache=True,
+        )  # fmt: skip
+        return prepared
+
+    def step(self, variant: str, tokens: int, cache: Any = None) -> tuple[float, Tensor]:
+        """Seconds and logits of one decode step, from an idle device to an idle one."""
+        inputs = self.inputs(tokens, self.dynamic(tokens) if cache is None else cache)
+        self._synchronize()
+        start = time.perf_counter()
+        result = self.calls[variant](**inputs)
+        self._synchronize()
+        return time.perf_counter() - start, result.logits
+
+
+def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest difference of each from the first, relative to the first's largest."""
+    (_, reference), *others = logits.items()
+    return {name: float((x - reference).abs().max() / reference.abs().max()) for name, x in others}

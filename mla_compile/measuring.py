@@ -1,0 +1,112 @@
+"""Measuring: what the machine is, calls taken in turns, and what is said about a list of times."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_compile.version import __version__
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on: processor, threads, versions, the date."""
+    return {
+        "cpu": _cpu_name(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mla_compile": __version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def available_bytes(device: torch.device | None = None) -> int:
+    """Memory that can be taken now: of a CUDA device, or of the machine without swapping."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], float]],
+    rounds: int,
+    budget_s: float,
+    least: int = 3,
+    times: dict[str, list[float]] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds that each of ``calls`` reports, taken in turns, so that a disturbance meets all of them.
+
+    Stops after ``rounds``, or once ``budget_s`` is spent and every call has been taken ``least`` times. ``times`` is
+    filled on the way, for a caller who may be interrupted.
+    """
+    times = {} if times is None else times
+    times.update({name: [] for name in calls})
+    end = time.perf_counter() + budget_s
+    for index in range(rounds):
+        if index >= least and time.perf_counter() > end:
+            break
+        for name, call in calls.items():
+            times[name].append(call())
+    return times
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median, best, quartiles and outer deciles of one variant, in milliseconds."""
+
+    median: float
+    best: float
+    low: float
+    high: float
+    count: int
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Times:
+        """From at least one measurement."""
+        ms = sorted(1e3 * s for s in seconds)
+        if len(ms) == 1:
+            return cls(ms[0], ms[0], ms[0], ms[0], 1, ms[0], ms[0])
+        low, _, high = statistics.quantiles(ms, n=4)
+        tenths = statistics.quantiles(ms, n=10, method="inclusive")  # within what was measured, however few
+        return cls(statistics.median(ms), ms[0], low, high, len(ms), tenths[0], tenths[-1])
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}-{self.high:.2f}]"
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """Median of a/b over the rounds: what was measured side by side is compared side by side."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
