@@ -13,14 +13,21 @@ nothing at import. Importing the package registers its ops, so that a saved grap
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# A checkout keeps passes/ and kernels/ beside this package, a wheel inside it; both are imported as mla_compile.*.
+# A checkout keeps passes/ and kernels/ beside this package, a wheel inside it; both are imported as mla_compile.*. The
+# checkout itself does not go into __path__: the package would be found in itself, and TORCH_LOGS, which walks through
+# all of a package, would never end.
 _here = Path(__file__).resolve().parent
-if not (_here / "passes").is_dir():
-    __path__.append(str(_here.parent))
+for _name in () if (_here / "passes").is_dir() else ("kernels", "passes"):
+    _spec = ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
+    _spec.submodule_search_locations = [str(_here.parent / _name)]
+    sys.modules[_spec.name] = globals()[_name] = module_from_spec(_spec)
 
 from mla_compile.errors import (  # noqa: E402  (the search path above comes first)
     CaptureError,

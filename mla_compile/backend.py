@@ -7,6 +7,7 @@ nothing heavy until a graph arrives.
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections import deque
@@ -148,6 +149,7 @@ class Compiler:
         if self.explain_only:
             return None
         tell(outcome.report)
+        _trace(outcome.report)
         if self.on_report is not None:
             self.on_report()
         return _Rewritten(program, outcome, folds) if outcome.absorbed or outcome.base is not program else None
@@ -252,10 +254,22 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
 
 
 def tell(report: Report) -> None:
-    """One INFO line about a graph; a warning where it has attention and nothing was absorbed."""
+    """One INFO line about a graph, all of it for DEBUG; a warning where it has attention and nothing was absorbed."""
     logger.info("%s", report.summary())
+    logger.debug("%s", report)
     if report.sites and not report.absorbed and not _all_kept_by_choice(report):
         _warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
+
+
+def _trace(report: Report) -> None:
+    """The report as an artifact of this compilation, for tlparse; nothing unless torch writes a trace."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
+        payload_fn=lambda: json.dumps(report.to_dict(), indent=1),
+    )
 
 
 def _all_kept_by_choice(report: Report) -> bool:
