@@ -126,13 +126,15 @@ def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
     if not parts:
         raise InputError(f"{source} has none of {', '.join(_DEPTH)}, so it cannot be cut to {layers} layers")
     part = dict(parts[0])
-    (depth, *_) = [part[name] for name in _DEPTH if name in part]
+    depth = next(part[name] for name in _DEPTH if name in part)
+    if not isinstance(depth, int):
+        raise InputError(f"{path}: the number of layers is {depth!r}, expected a whole number")
     part |= {name: min(layers, depth) for name in _DEPTH if name in part}
     # One entry for each layer: which attention, which network.
     part |= {n: v[:layers] for n, v in part.items() if isinstance(v, list) and len(v) == depth}
     if depth > layers:
         notes.append(f"{layers} of {depth} layers")
-    if part.get("vocab_size", 0) > VOCABULARY:
+    if isinstance(part.get("vocab_size"), int) and part["vocab_size"] > VOCABULARY:
         notes.append(f"a vocabulary of {VOCABULARY} instead of {part['vocab_size']:,}")
         part["vocab_size"] = VOCABULARY
     part |= {name: None for name in part if name.endswith("_token_id")}
