@@ -16,6 +16,8 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.passes import cost, formulas
+from mla_compile.passes.equalities import canonical
+from mla_compile.passes.graph import size
 from mla_compile.pipeline import SiteCost
 from mla_compile.program import Fold, Program
 
@@ -27,7 +29,7 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence
 
     ``None`` where a size is not known from the inputs, for instance one computed in the graph.
     """
-    gain = _gain(variants)
+    gain = _gain(program, variants)
     symbols = sorted(gain.free_symbols, key=str)
     readers = [_reader(program, symbol) for symbol in symbols]
     if any(reader is None for reader in readers):
@@ -43,18 +45,13 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence
 
 def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
     """The same decision for the sizes the program was traced with; False where one of them is not known."""
-    known: dict[sympy.Expr, int] = {}
-    for node in program.placeholders:
-        value = node.meta["val"]
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            if isinstance(size, torch.SymInt) and size.node.hint is not None:
-                known[size.node.expr] = int(size.node.hint)
-    gain = _gain(variants).subs(known)
+    known = {size(n): int(n.node.hint) for _, _, n in _symbolic_inputs(program) if n.node.hint is not None}
+    gain = _gain(program, variants).subs(known)
     return bool(gain.is_number and gain > 0)
 
 
-def _gain(variants: Sequence[SiteCost]) -> sympy.Expr:
-    """Multiply-adds that absorbing saves over all sites, in the graph's shape symbols."""
+def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
+    """Multiply-adds that absorbing saves over all sites, in the graph's shape symbols as the passes spell them."""
     gain = sympy.Integer(0)
     for site, count in Counter(variants).items():
         dims, sizes = site.dims, {formulas.S: site.S, formulas.T: site.T}
@@ -63,21 +60,25 @@ def _gain(variants: Sequence[SiteCost]) -> sympy.Expr:
         if not site.parts:
             letters = {**sizes, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
             gain += count * site.B * dims.H * formulas.absorption_gain().subs(letters)
-    return gain
+    env = next((n.node.shape_env for _, _, n in _symbolic_inputs(program)), None)
+    return canonical(gain, env)  # guards may have come since the sizes were read
 
 
 def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Sequence[Any]], int] | None:
     """Where in the inputs the value of a shape symbol stands."""
-    values = [node.meta["val"] for node in program.placeholders]
-    for index, value in enumerate(values):
-        if isinstance(value, torch.SymInt) and value.node.expr == symbol:
-            return lambda inputs: int(inputs[index])
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            for axis, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
-                    return lambda inputs: int(inputs[index].shape[axis])
+    for index, axis, value in _symbolic_inputs(program):
+        if size(value) == symbol:
+            return lambda inputs: int(inputs[index] if axis is None else inputs[index].shape[axis])
     return None
+
+
+def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymInt]]:
+    """Symbolic numbers, and after them symbolic axes of tensors: position of the input, axis, value."""
+    values = [node.meta["val"] for node in program.placeholders]
+    numbers = [(i, None, value) for i, value in enumerate(values) if isinstance(value, torch.SymInt)]
+    tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    axes = [(i, axis, n) for i, value in tensors for axis, n in enumerate(value.shape) if isinstance(n, torch.SymInt)]
+    return [*numbers, *axes]
 
 
 def choose_by_call(pays: Callable[[Sequence[Any]], bool], absorbed: Call, expanded: Call) -> Call:

@@ -21,6 +21,7 @@ from mla_compile import pipeline, runtime
 from mla_compile.backend import Compiler, has_attention, mla, reports
 from mla_compile.errors import MlaCompileWarning, OptionError, StaleWeightError, WeightError
 from mla_compile.options import Options
+from mla_compile.passes.graph import size
 from mla_compile.program import Fold, Program
 from tests.toy import Toy, decode_inputs
 
@@ -289,6 +290,28 @@ def test_the_picker_understands_the_shape_expressions_of_torch() -> None:
     unknown = pipeline.SiteCost(site.dims, 2, sympy.Symbol("u0", integer=True), T)
     assert runtime.picker(program, [site, unknown]) is None
     assert not runtime.pays_as_traced(program, [unknown])
+
+
+def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
+    # Two caches of one length are two symbols to torch, as they are after a recompilation.
+    env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=env)
+    earlier, later = (mode.from_tensor(torch.ones(50, 6), static_shapes=False).shape[0] for _ in range(2))
+    queries = mode.from_tensor(torch.ones(50, 7), static_shapes=False)
+    assert earlier + queries.shape[0] == later + queries.shape[0]  # a guard
+    graph = torch.fx.Graph()
+    graph.placeholder("x").meta["val"] = queries
+    graph.placeholder("y").meta["val"] = later  # the older name, which the passes use, is no input
+    graph.output(())
+    program = Program(torch.fx.GraphModule({}, graph))
+    S, T = size(queries.shape[0]), size(later)
+    assert earlier.node.expr == T
+    site = pipeline.SiteCost(pipeline.Dims(H=4, L=16, R=6, N=12, V=10), 2, S, T + S)
+    pays = runtime.picker(program, [site])
+    assert pays is not None
+    assert pays([torch.ones(5, 7), 50])
+    assert not pays([torch.ones(500, 7), 50])
+    assert not runtime.pays_as_traced(program, [site])  # 50 queries
 
 
 def folding(model: Toy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[int]]:
