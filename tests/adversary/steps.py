@@ -137,7 +137,7 @@ def neighbours(rng, x):
     return lambda x: x + 0.5 * x.roll(1, d)
 
 
-@mutation(*ROWS)
+@mutation(*ROWS, codes=(Code.TOKEN_MIXING,))
 def overwritten(rng, x):
     """One entry of an axis is replaced by zeros, by a number, or by its neighbour."""
     d = axis(rng, x, fixed=True)
