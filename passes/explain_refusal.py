@@ -13,6 +13,7 @@ from torch import fx
 from mla_compile.passes.graph import ancestors, args_of, bytes_hint, is_tensor, packet
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
+from mla_compile.passes.plan import make_plan
 from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite
 
@@ -35,6 +36,9 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
             found = None if piece.source is None else _explained(piece.source, maps, own)
             if found is not None:
                 return found
+    whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
+    if failed.code != "not_mla" and isinstance(whole, Stop) and whole.code in ("token_mixing", "position_dependent"):
+        return whole  # by weights alone, which no walk ends at
     if failed.code == "not_mla" and _made_outside(site, maps):
         return Stop(
             site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"

@@ -85,7 +85,9 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
     left, right = maps.map(a), maps.map(b)
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
-        return Stop(node, "position_dependent", "a sum of maps of different sources")
+        projected = all(p.projected for p in (*left.pieces, *right.pieces))
+        code = "too_many_sources" if projected else "position_dependent"
+        return Stop(node, code, "a sum of maps of different sources")
     for m, x in ((left, a), (right, b)):
         if len(shape(x)) != len(shape(node)) or m.axis is not None:
             return Stop(node, "unsupported_op", "a sum of maps with different columns")

@@ -6,7 +6,7 @@
 Every test runs once, traced: that gives the lines of ``passes/`` that it executes. Then each mutant of the module (the
 operators are cosmic-ray's) gets a fork of this very process, in which the module's functions are given the mutant's
 code; the tests that execute the changed line run there, the quickest first, until one fails. What was traced with
-:func:`tests.programs.trace` is traced once. Mutants come in a random order and are appended to the log, so that a run
+:mod:`tests.programs` is traced once. Mutants come in a random order and are appended to the log, so that a run
 may be cut short and taken up again. ``MUTANTS=first:last`` takes a part, ``LINE=number`` the mutants of one line.
 """
 
@@ -161,7 +161,7 @@ class Mutation:
         self.failed = ""
         self.lines: dict[str, set[tuple[str, int]]] = {}
         self.seconds: dict[str, float] = {}
-        self.traced: dict[tuple[str, int], Any] = {}
+        self.traced: dict[tuple[str, int], Any] = {}  # by test and number of the call in it
         self.item, self.calls = "", 0
 
     def pytest_collection_modifyitems(self) -> None:
@@ -169,18 +169,20 @@ class Mutation:
 
     def _trace_once(self) -> None:
         programs = importlib.import_module("tests.programs")
-        trace = programs.trace
+        for name in ("trace", "export"):
+            self._once(getattr(programs, name), name)
 
-        def traced(*args: Any) -> Any:
+    def _once(self, original: Any, name: str) -> None:
+        def traced(*args: Any, **options: Any) -> Any:
             key = self.item, self.calls
             self.calls += 1
             if key not in self.traced:
-                self.traced[key] = trace(*args)
+                self.traced[key] = original(*args, **options)
             return self.traced[key]
 
         for module in list(sys.modules.values()):
-            if vars(module).get("trace") is trace:
-                module.trace = traced  # type: ignore[attr-defined]
+            if vars(module).get(name) is original:
+                setattr(module, name, traced)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:

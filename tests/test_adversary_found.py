@@ -139,3 +139,31 @@ def test_a_number_added_to_the_keys():
 
     outcome = one_side(Shifted(), inputs(), "values", Code.UNSUPPORTED_OP)
     assert "number" in outcome.report.sites[0].kept[0].reason
+
+
+def test_tokens_mixed_by_weights_alone():
+    """No walk ends at it, so nothing was to blame, and the report spoke of rotary keys of every head."""
+
+    class Mixed(MLA):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Parameter(seeded(7, 7))
+
+        def expand(self, c):
+            k, v = super().expand(c)
+            return self.mix @ k, self.mix @ v
+
+    refused(Mixed(), inputs(), Code.TOKEN_MIXING)
+
+
+def test_an_adapter_that_reads_other_rows():
+    """The sum of what two row tensors are projected to was called a factor that depends on the position."""
+
+    class Adapted(MLA):
+        def __init__(self):
+            super().__init__(up="lora")
+
+        def _joint(self, c):
+            return F.linear(c, self.w) + F.linear(F.linear(c.cumsum(1), self.down), self.back)
+
+    refused(Adapted(), inputs(), Code.TOO_MANY_SOURCES)

@@ -1,20 +1,22 @@
 """Writes in place between the latent and the output, in the module's own code: tracing turns them into new values.
 
 The base is :class:`tests.generated_module.GeneratedMLA`; each entry of ``WRITES`` writes at one stage of it. ``legal``
-says what the oracle must find: whether K and V as the attention reads them are still images of one row per token.
+says what the oracle must find: whether K and V as the attention reads them are still images of one row per token; if
+not, it is the code of what the write breaks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile import capture, pipeline
+from mla_compile.codes import Code
 from mla_compile.options import Options
 from mla_compile.report import SiteReport
 from tests.adversary.check import EXACT, same_numbers
@@ -33,7 +35,7 @@ class Write:
 
     stage: str
     run: Callable[..., Any]
-    legal: bool | None = None
+    legal: Literal[True] | Code | None = None
 
 
 def _put(x: Tensor, value: Any, *where: Any) -> None:
@@ -48,12 +50,14 @@ ALL = slice(None)
 WRITES: dict[str, Write] = {
     # Of the latent, or of the cache that it is a view of, when the keys were computed and the values were not.
     "latent scaled after the keys": Write("between", lambda m, c: c.mul_(2.0), True),
-    "latent rolled after the keys": Write("between", lambda m, c: c.copy_(_moved(c)), False),
-    "first row of the latent zeroed after the keys": Write("between", lambda m, c: _put(c, 0.0, ALL, 0), False),
+    "latent rolled after the keys": Write("between", lambda m, c: c.copy_(_moved(c)), Code.TOKEN_MIXING),
+    "first row of the latent zeroed after the keys": Write(
+        "between", lambda m, c: _put(c, 0.0, ALL, 0), Code.TOKEN_MIXING
+    ),
     "last column of the latent zeroed after the keys": Write("between", lambda m, c: _put(c, 0.0, ALL, ALL, -1), True),
-    "latent squashed after the keys": Write("between", lambda m, c: c.tanh_(), False),
+    "latent squashed after the keys": Write("between", lambda m, c: c.tanh_(), Code.NONLINEAR),
     "positions added to the latent after the keys": Write(
-        "between", lambda m, c: c.add_(torch.arange(c.shape[1], dtype=c.dtype)[:, None]), False
+        "between", lambda m, c: c.add_(torch.arange(c.shape[1], dtype=c.dtype)[:, None]), Code.POSITION_DEPENDENT
     ),
     # Of the latent when both are computed: the attention must read what they were computed from.
     "latent zeroed before the scores": Write("joined", lambda m, k, v: m.rows[0].zero_(), True),
@@ -63,30 +67,38 @@ WRITES: dict[str, Write] = {
     # Of the expanded keys and values.
     "keys scaled": Write("rows", lambda m, k, v: k.mul_(1.7), True),
     "keys scaled by out=": Write("rows", lambda m, k, v: torch.mul(k, 2.0, out=k), True),
-    "keys of one token zeroed": Write("rows", lambda m, k, v: _put(k, 0.0, ALL, 0), False),
+    "keys of one token zeroed": Write("rows", lambda m, k, v: _put(k, 0.0, ALL, 0), Code.TOKEN_MIXING),
     "keys of one head zeroed": Write("rows", lambda m, k, v: _put(k, 0.0, ALL, ALL, 0), True),
     "keys of one head are another's": Write("rows", lambda m, k, v: _put(k, k[:, :, 1].clone(), ALL, ALL, 0), True),
-    "keys of one token are the next one's": Write("rows", lambda m, k, v: _put(k, k[:, 1].clone(), ALL, 0), False),
+    "keys of one token are the next one's": Write(
+        "rows", lambda m, k, v: _put(k, k[:, 1].clone(), ALL, 0), Code.TOKEN_MIXING
+    ),
     "one column rotated": Write(
-        "rows", lambda m, k, v: k[..., 0].mul_(torch.arange(k.shape[1], dtype=k.dtype).cos()[:, None]), False
+        "rows",
+        lambda m, k, v: k[..., 0].mul_(torch.arange(k.shape[1], dtype=k.dtype).cos()[:, None]),
+        Code.TOKEN_MIXING,
     ),
     "keys written through a flat view": Write("joined", lambda m, k, v: _flat(k)[:: k.shape[-1] + 1].zero_(), None),
-    "keys masked by their sign": Write("rows", lambda m, k, v: k.masked_fill_(k > 0, 0.0), False),
-    "keys clamped": Write("rows", lambda m, k, v: k.clamp_(-0.3, 0.3), False),
+    "keys masked by their sign": Write("rows", lambda m, k, v: k.masked_fill_(k > 0, 0.0), Code.NONLINEAR),
+    "keys clamped": Write("rows", lambda m, k, v: k.clamp_(-0.3, 0.3), Code.NONLINEAR),
     "values of one token written by index": Write(
-        "rows", lambda m, k, v: v.index_copy_(1, torch.tensor([1]), torch.ones_like(v[:, :1])), False
+        "rows", lambda m, k, v: v.index_copy_(1, torch.tensor([1]), torch.ones_like(v[:, :1])), Code.TOKEN_MIXING
     ),
-    "values accumulated": Write("rows", lambda m, k, v: v.cumsum_(1), False),
-    "values of all tokens are the first one's": Write("rows", lambda m, k, v: v.copy_(v[:, :1].clone()), False),
-    "values scaled by the keys' norm": Write("rows", lambda m, k, v: v.mul_(k.norm(dim=-1, keepdim=True)), False),
+    "values accumulated": Write("rows", lambda m, k, v: v.cumsum_(1), Code.TOKEN_MIXING),
+    "values of all tokens are the first one's": Write(
+        "rows", lambda m, k, v: v.copy_(v[:, :1].clone()), Code.TOKEN_MIXING
+    ),
+    "values scaled by the keys' norm": Write(
+        "rows", lambda m, k, v: v.mul_(k.norm(dim=-1, keepdim=True)), Code.POSITION_DEPENDENT
+    ),
     "keys plus a constant": Write("rows", lambda m, k, v: k.add_(0.5), True),
     "rotary part of the joined keys overwritten": Write("joined", lambda m, k, v: _put(k, 0.3, ..., -1), True),
-    "joined keys of one token zeroed": Write("joined", lambda m, k, v: _put(k, 0.0, ALL, ALL, 0), False),
+    "joined keys of one token zeroed": Write("joined", lambda m, k, v: _put(k, 0.0, ALL, ALL, 0), Code.TOKEN_MIXING),
     "joined keys of two heads swapped": Write(
         "joined", lambda m, k, v: _put(k, k[:, [1, 0]].clone(), ALL, slice(0, 2)), True
     ),
     "joined keys of two tokens swapped": Write(
-        "joined", lambda m, k, v: _put(k, k[:, :, [1, 0]].clone(), ALL, ALL, slice(0, 2)), False
+        "joined", lambda m, k, v: _put(k, k[:, :, [1, 0]].clone(), ALL, ALL, slice(0, 2)), Code.TOKEN_MIXING
     ),
     # Of what comes later: absorbed or not, the numbers stay.
     "scores of the first key lowered": Write("scores", lambda m, s: s[..., 0].sub_(1.0)),

@@ -16,10 +16,12 @@ from mla_compile.options import Options
 from mla_compile.passes.atoms import axis_size
 from mla_compile.passes.normalize import normalize
 from mla_compile.program import Program
+from mla_compile.report import SiteReport
 from mla_compile.runtime import compute
 from tests.adversary.bases import Base, verdicts
 from tests.adversary.mutations import Mutation
-from tests.adversary.oracle import rank
+from tests.adversary.obligations import Obligations, check_codes, said
+from tests.adversary.oracle import attends, claimed_rank, rank
 from tests.adversary.places import Refused, apply, choose, edges
 
 EXACT = 1e-9  # relative to the largest value
@@ -28,17 +30,15 @@ THROUGH_FLOAT32 = 3e-5
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one mutant; ``rank`` is the oracle's, ``limit`` what a legal one has at the most."""
+    """What came of one mutant; ``rank`` is the oracle's where it was asked, a legal one has ``limit`` at the most."""
 
     name: str
     place: str
     edge: str
     base: str
-    verdict: str
-    code: str
+    site: SiteReport
     rank: int
     limit: int
-    blame: str = ""
 
     @property
     def legal(self) -> bool:
@@ -64,30 +64,33 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
     outcome = pipeline.run(program, options)
     compare(base, program, outcome.program)
     reports = outcome.report.sites
-    if not reports and mutation.name in ("rewired", "joined"):
-        raise Refused("no softmax lies between two products any more")
-    assert reports, "an attention that nothing is said about"
-    limit = sum(_width(r) for r in (base.plan.latent, base.plan.rope, base.plan.values)) + 1
-    if place in ("keys", "values", "both", "weights"):
-        found = rank(base, program, limit)
-    else:
-        found = 0
     plain = program.copy()
     normalize(plain.gm.graph)
-    for verdict in verdicts(plain) if outcome.absorbed and found else ():
-        if verdict.absorb and verdict.plan is not None:
-            plan = verdict.plan
-            own = sum(_width(r) for r in plan.rows) + 1
-            sides = [side for side, terms in (("keys", plan.keys), ("values", plan.vals)) if terms]
-            have = found if own <= limit and len(sides) == 2 else rank(base, program, own, sides)
-            assert have <= own, f"{sides} absorbed as rows of {own - 1} values, but their rank is {have} or more"
+    if not reports and not attends(plain):
+        raise Refused("no softmax lies between two products any more")
+    assert reports, "an attention that nothing is said about"
     site = reports[0]
+    limit = sum(_width(r) for r in (base.plan.latent, base.plan.rope, base.plan.values)) + 1
+    of_rows = place in ("keys", "values", "both", "weights")
+    whole = site.verdict == "absorbed" and not site.parts
+    found = rank(base, program, limit) if of_rows and (mutation.legal or not whole) else 0
+    if found > limit and not mutation.legal:
+        breaks = Obligations(base, program).broken()
+        assert any(breaks.values()), f"rank {found} is more than {limit}, but no obligation is broken"
+        check_codes(base, site, breaks, mutation.codes)
+    elif mutation.outside and not of_rows:
+        wrong = [f"{code} ({words})" for _, code, words in said(site) if code not in mutation.outside]
+        assert not wrong, f"{', '.join(wrong)} is said"
+    for verdict in verdicts(plain) if outcome.absorbed else ():
+        if verdict.absorb and verdict.plan is not None:
+            own = sum(_width(r) for r in verdict.plan.rows) + 1
+            have = claimed_rank(base, plain, verdict.plan, own)
+            assert have <= own, f"absorbed as rows of {own - 1} values, but their rank is {have} or more"
     if mutation.legal:
         assert found <= limit, f"the oracle finds a legal mutation illegal: rank {found}, limit {limit}"
         kept = site.code == "cost_prefill" and forms == "auto"
         assert site.verdict == "absorbed" or kept, f"{site.verdict} ({site.code}): {site.reason} at {site.blame}"
-    blame = getattr(site.blame, "op", "") or ""
-    return Found(mutation.name, place, edge, repr(base.case), site.verdict, site.code, found, limit, blame)
+    return Found(mutation.name, place, edge, repr(base.case), site, found, limit)
 
 
 def _width(rows: Any) -> int:

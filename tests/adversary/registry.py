@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from mla_compile.codes import Code
 from mla_compile.passes.graph import val
 from tests.adversary.bases import Base
 from tests.adversary.places import Edge, Edit, choose
@@ -23,35 +25,41 @@ Make = Callable[[random.Random, Tensor], Callable[..., Tensor]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """``make`` draws an edit for one edge of ``places``; ``legal``: absorbed as the base is."""
+    """``make`` draws an edit for one edge of ``places``; ``legal``: absorbed as the base is.
+
+    ``codes`` are true of it on the way of keys and values, besides those of the obligation that a mutant breaks;
+    ``outside`` are those that may be said of it elsewhere, any where there are none.
+    """
 
     name: str
     places: tuple[str, ...]
     make: Callable[[random.Random, Base, Edge], Edit]
     legal: bool = False
+    codes: tuple[Code, ...] = ()
+    outside: tuple[Code, ...] = ()
 
 
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(*places: str, legal: bool = False) -> Callable[[Make], Make]:
+def mutation(*places: str, **more: Any) -> Callable[[Make], Make]:
     """Registers a step ``make(rng, x) -> fn(x)`` under its own name."""
 
     def register(make: Make) -> Make:
         def edit(rng: random.Random, base: Base, edge: Edge) -> Edit:
             return Edit(make(rng, val(edge.node)))
 
-        MUTATIONS[make.__name__] = Mutation(make.__name__, places, edit, legal)
+        MUTATIONS[make.__name__] = Mutation(make.__name__, places, edit, **more)
         return make
 
     return register
 
 
-def wiring(*places: str, legal: bool = False) -> Callable[[Callable[[random.Random, Base, Edge], Edit]], None]:
+def wiring(*places: str, **more: Any) -> Callable[[Callable[[random.Random, Base, Edge], Edit]], None]:
     """Registers a step that needs more of the graph than the tensor on the edge."""
 
     def register(make: Callable[[random.Random, Base, Edge], Edit]) -> None:
-        MUTATIONS[make.__name__] = Mutation(make.__name__, places, make, legal)
+        MUTATIONS[make.__name__] = Mutation(make.__name__, places, make, **more)
 
     return register
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mla_compile.codes import Code
 from mla_compile.passes.graph import is_tensor, val
 from tests.adversary.places import Edit, Refused, choose
 from tests.adversary.registry import ROWS, along, axis, mutation, two_axes, wiring
@@ -136,7 +137,7 @@ def neighbours(rng, x):
     return lambda x: x + 0.5 * x.roll(1, d)
 
 
-@mutation(*ROWS)
+@mutation(*ROWS, codes=(Code.TOKEN_MIXING,))
 def overwritten(rng, x):
     """One entry of an axis is replaced by zeros, by a number, or by its neighbour."""
     d = axis(rng, x, fixed=True)
@@ -211,7 +212,7 @@ def nonlinearity(rng, x):
     return FUNCTIONS[rng.choice(sorted(FUNCTIONS))]
 
 
-@mutation(*ROWS)
+@mutation(*ROWS, codes=(Code.POSITION_DEPENDENT,))
 def norm(rng, x):
     d = axis(rng, x)
     how = rng.choice(("rms", "l2", "softmax", "centred"))
@@ -224,7 +225,7 @@ def norm(rng, x):
     return lambda x: x * torch.rsqrt(x.square().mean(d, keepdim=True) + 1e-6)
 
 
-@mutation(*ROWS, "probs", "scores")
+@mutation(*ROWS, "probs", "scores", outside=(Code.DROPOUT,))
 def dropout(rng, x):
     return lambda x: F.dropout(x, 0.3, training=True)
 
@@ -239,7 +240,7 @@ def input_factor(rng, base, edge):
     return Edit(lambda x, z: x * (1 + z.sum().tanh()), (choose(rng, inputs),))
 
 
-@mutation(*ROWS)
+@mutation(*ROWS, codes=(Code.POSITION_DEPENDENT,))
 def gate(rng, x):
     """A factor computed from the tensor itself, the same along one axis: for every head, token or batch entry."""
     d = axis(rng, x)

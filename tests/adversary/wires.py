@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mla_compile.codes import Code
 from mla_compile.passes.graph import val
 from tests.adversary.places import Edit, Refused, choose, same_shape
 from tests.adversary.registry import ROWS, axis, mutation, wiring
@@ -17,14 +18,14 @@ def rewired(rng, base, edge):
     return Edit(lambda x, other: other.clone(), (choose(rng, same_shape(base, edge)),))
 
 
-@wiring(*ROWS, "queries", "scores", "weights")
+@wiring(*ROWS, "queries", "scores", "weights", codes=(Code.POSITION_DEPENDENT,))
 def joined(rng, base, edge):
     """The sum, the difference or the product with another tensor of the same shape."""
     fn = rng.choice((torch.add, torch.sub, torch.mul))
     return Edit(fn, (choose(rng, same_shape(base, edge)),))
 
 
-@wiring(*ROWS)
+@wiring(*ROWS, codes=(Code.TOKEN_MIXING,))
 def half_of_another(rng, base, edge):
     """The first half of one axis is that of another tensor of the same shape."""
     d = axis(rng, val(edge.node), fixed=True)
@@ -36,7 +37,7 @@ def half_of_another(rng, base, edge):
     return Edit(half, (choose(rng, same_shape(base, edge)),))
 
 
-@wiring("scores")
+@wiring("scores", outside=(Code.MASK_DEPENDS_ON_KEYS,))
 def mask_from_keys(rng, base, edge):
     """The expanded keys or values are added to the scores, one number per key."""
     site = base.plan.site

@@ -1,0 +1,126 @@
+"""Which obligation a mutant breaks, told by what its keys and values do when the rows they come from are changed.
+
+In the legal graph K and V are made of rows, one for each token of each sequence. In the mutant those rows are given
+numbers of our own: K and V may depend on nothing else, on every row alone, and by one affine map for all rows. Nothing
+here uses the analysis of ``passes``, except for where the rows of the *legal* graph are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.codes import Code
+from mla_compile.passes.atoms import flatten
+from mla_compile.passes.plan import Rows
+from mla_compile.program import Program
+from mla_compile.report import SiteReport
+from tests.adversary.bases import Base
+from tests.adversary.oracle import BOTH, by_atoms, recorded, sides
+
+NEGLIGIBLE = 1e-9
+
+TRUE: dict[str, set[Code]] = {
+    "random": {Code.DROPOUT},
+    "nonlinear": {Code.NONLINEAR},
+    "mixed": {Code.TOKEN_MIXING},
+    "sequences mixed": {Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.PER_HEAD_ROPE},
+    "position": {Code.POSITION_DEPENDENT},
+    "elsewhere": set(Code) - {Code.ABSORBED},
+}
+"""The codes that are true where an obligation is broken.
+
+Equal sizes: what reads the rows of another sequence may have batch and heads swapped. What comes from elsewhere than
+the rows may be wide, a hidden state, of every head: any code may be true of it.
+"""
+
+ALWAYS = {Code.UNSUPPORTED_OP, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE}
+"""Nothing is known of an operator; what breaks the obligation makes rows for all heads, and reads the expanded ones."""
+
+
+def said(site: SiteReport) -> list[tuple[str, Code, str]]:
+    """The codes of what is not absorbed, of which side, and in words."""
+    if site.verdict != "absorbed":
+        return [("both", site.code, f"{site.reason} at {site.blame}")]
+    return [(kept.part.split()[-1], kept.code, f"{kept.reason} at {kept.blame}") for kept in site.kept]
+
+
+def check_codes(base: Base, site: SiteReport, breaks: dict[str, set[str]], also: Sequence[Code] = ()) -> None:
+    """Raises AssertionError where the report says of K or V what is not so; ``also``: further codes that are true."""
+    case = base.case
+    of_base = {Code.TOO_MANY_SOURCES} if case.lora else set()  # the same rows by two ways, of which one is changed
+    if case.R and case.D <= case.R:  # what makes the rotary key of the hidden state is an up-projection too
+        of_base |= {Code.POSITION_DEPENDENT, Code.COST_LATENT_WIDE}
+    for side, code, words in said(site):
+        what = breaks[side] if side in breaks else set().union(*breaks.values())
+        true = {*ALWAYS, *of_base, *also}.union(*(TRUE[w] for w in what))
+        assert not what or code in true, f"{code} ({words}) of {side}, but broken is: {', '.join(sorted(what))}"
+
+
+class Obligations:
+    """K and V of a mutant as functions of the rows of its base, [tokens, width] each."""
+
+    def __init__(self, base: Base, program: Program) -> None:
+        self.base, self.program = base, program
+        self.inputs = base.inputs(0)
+        self.values = recorded(base.program, self.inputs)
+        self.shapes = {r: by_atoms(self.values[r.node], r.axes).permute(_order(base, r)).shape for r in base.plan.rows}
+
+    def broken(self) -> dict[str, set[str]]:
+        """The obligations that K and V break, by their names in :data:`TRUE`."""
+        one, other = self._draw(1), self._draw(2)
+        of_one, of_other = self._of(one), self._of(other)
+        count = len(of_one["keys"])
+        tokens = count // self.base.case.B
+        found: dict[str, set[str]] = {}
+        for side in BOTH:
+            found[side] = {"random"} if _differ(self._of(one, seed=1)[side], of_one[side]) else set()
+            if any(_differ(self._of(one, inputs=self.base.inputs(draw))[side], of_one[side]) for draw in (1, 2)):
+                found[side].add("elsewhere")
+            total = self._of({r: one[r] + other[r] for r in one})[side]
+            zero = self._of({r: 0 * one[r] for r in one})[side]
+            if _differ(total + zero, of_one[side] + of_other[side]):
+                found[side].add("nonlinear")
+            for m in range(count):
+                at = torch.arange(count)[:, None] == m
+                some = self._of({r: torch.where(at, other[r], one[r]) for r in one})[side]
+                changed = (some - of_one[side]).abs().amax(1) > NEGLIGIBLE * of_one[side].abs().amax()
+                changed[m] = False
+                found[side] |= {"mixed" if m // tokens == k // tokens else "sequences mixed" for k in changed.nonzero()}
+            # Where every row is by itself it can be told whether all are treated alike.
+            moved = self._of({r: one[r].roll(1, 0) for r in one})[side]
+            if not found[side] & {"mixed", "sequences mixed"} and _differ(moved, of_one[side].roll(1, 0)):
+                found[side].add("position")
+        return found
+
+    def _draw(self, seed: int) -> dict[Rows, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        outer = len(self.base.plan.batch) + len(self.base.plan.site.keys)
+        sizes = {r: (math.prod(s[:outer]), math.prod(s[outer:])) for r, s in self.shapes.items()}
+        return {r: torch.randn(s, generator=generator, dtype=torch.float64) for r, s in sizes.items()}
+
+    def _of(self, rows: dict[Rows, Tensor], inputs: list[Any] | None = None, seed: int = 0) -> dict[str, Tensor]:
+        """K and V as [tokens, values]."""
+        torch.manual_seed(seed)
+        given = {}
+        for r, x in rows.items():
+            order = _order(self.base, r)
+            back = [order.index(k) for k in range(len(order))]
+            given[r.node.name] = x.reshape(self.shapes[r]).permute(back).reshape(self.values[r.node].shape)
+        return sides(self.base, self.program, self.inputs if inputs is None else inputs, given)
+
+
+def _order(base: Base, rows: Rows) -> list[int]:
+    """The axes of ``rows`` by atoms, those of tokens first."""
+    atoms = flatten(rows.axes)
+    outer = (*base.plan.batch, *base.plan.site.keys)
+    return [atoms.index(a) for a in (*outer, *(a for a in atoms if a not in outer))]
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    scale = b.nan_to_num(1.0).abs().amax().clamp(min=1e-6)
+    return bool((a - b).nan_to_num(1.0).abs().amax() > NEGLIGIBLE * scale)
