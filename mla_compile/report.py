@@ -29,7 +29,16 @@ _WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused":
 
 @dataclass(frozen=True)
 class Report:
-    """What became of every attention site of one graph, or of several merged with :meth:`merged`."""
+    """What became of every attention site of one graph, or of several merged with ``merged``.
+
+    ``print`` shows it as text; rich shows it in colour.
+
+    Attributes:
+        sites: one entry for each attention.
+        graph: the names of the graphs.
+        passes: what each pass changed, and how long it took.
+        messages: what concerns no single site.
+    """
 
     sites: tuple[SiteReport, ...]
     graph: str = ""
@@ -83,12 +92,16 @@ class Report:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as strict JSON (no ``NaN`` or ``Infinity``)."""
+        """What ``to_dict`` returns, as strict JSON (no ``NaN`` or ``Infinity``)."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Report:
-        """Inverse of :meth:`to_dict`. Raises :class:`InputError` for anything that is not a report of this schema."""
+        """Inverse of ``to_dict``.
+
+        Raises:
+            InputError: for anything that is not a report of this schema.
+        """
         schema = record.get("schema")
         if schema != SCHEMA:
             raise InputError(f"this is no report that can be read here: schema is {schema!r}, expected {SCHEMA!r}")
