@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mla_compile.codes import CODES, Verdict
+from mla_compile.codes import CODES, Verdict, section
 from mla_compile.errors import InputError
 from mla_compile.grouping import SiteGroup, grouped
 from mla_compile.records import VERDICTS, Location, PassRecord, SiteReport
@@ -211,6 +211,8 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
             rows.append(("because of", _source(kept.blame, with_op=True)))
     if site.verdict != "absorbed":
         rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
+    explained = [*([site.code] if site.verdict in ("kept", "refused") else []), *(kept.code for kept in site.kept)]
+    rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
     for label, before, after, unit in (
