@@ -98,7 +98,8 @@ def decode_static() -> str:
     about = data("decode_cpu_static_32k")
     rows = (
         (
-            NAMES[r["model"]], r["dtype"], r["context"], f"{r['ms']['eager']['median']:.0f}" if "eager" in r["ms"] else "",
+            NAMES[r["model"]], r["dtype"], r["context"],
+            f"{r['ms']['eager']['median']:.0f}" if "eager" in r["ms"] else "",
             f"{r['ms']['mla']['median']:.1f}", f"{r['floor_ms']:.1f}", f"{r['over_floor']:.1f}x",
         )
         for r in about["rows"]
@@ -192,7 +193,7 @@ def support() -> str:
 def _note(c: Mapping[str, Any]) -> str:
     if c["failed"]:
         return f"{c['verdict']}, {c['failed']}"
-    counts = {k: n for k, n in {**c["codes"], **c["parts"]}.items() if k not in ("absorbed", "cost_prefill")}
+    counts = {k: n for k, n in {**c["codes"], **c["parts"]}.items() if k != "absorbed"}
     found = [f"{n} x [`{k}`](refusals.md#{k}), {c['reasons'].get(k, '')}".strip(", ") for k, n in counts.items()]
     return f"{c['verdict']}; {'; '.join(found) or 'no attention site was found'}"
 

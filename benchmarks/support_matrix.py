@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import mla_compile
 from mla_compile import backend
-from mla_compile.report import Report, SiteReport
+from mla_compile.report import SiteReport
 from tests import models
 
 OUT = Path(__file__).parent / "results" / "support_matrix.json"
@@ -59,34 +59,41 @@ def stepped(call: Callable[..., Any], cache: Any, ids: Tensor) -> Tensor:
     return torch.cat([call(token, past_key_values=cache, position_ids=where).logits for token, where in calls], 1)
 
 
-def live(wrap: Callable[[Any], Any], attn: str, kind: str) -> Callable[[str], Cell]:
-    """A way that calls a compiled model, which ``wrap`` makes. Sites are those of the graphs that the steps needed."""
+Sites = Callable[[], Sequence[SiteReport]]
+
+
+def live(wrap: Callable[[Any], tuple[Any, Sites]], attn: str, kind: str) -> Callable[[str], Cell]:
+    """A way that calls a compiled model: ``wrap`` gives it and its sites so far. Those of the steps' graphs count."""
 
     def run(family: str) -> Cell:
         model = models.build(family, attn=attn)
         ids = models.prompt(1, PROMPT + STEPS, 0)["input_ids"]
         cache, own = cache_of(kind, model), cache_of(kind, model)
         expected = torch.cat([prompted(model, cache, ids), stepped(model, cache, ids)], 1)
-        call, start = wrap(model), len(backend.reports())
+        call, sites = wrap(model)
         first = prompted(call, own, ids)
-        middle = len(backend.reports())
+        prompt = sites()
         error = difference(torch.cat([first, stepped(call, own, ids)], 1), expected)
-        prompt, steps = backend.reports()[start:middle], backend.reports()[middle:]
-        # A graph with any number of queries serves both.
-        found = cell((Report.merged(steps or prompt).sites, error), family)
-        return {**found, "prompt": dict(Counter(str(s.code) for s in Report.merged(prompt).sites))}
+        steps = sites()[len(prompt) :] or prompt  # a graph with any number of queries serves both
+        return {**cell((steps, error), family), "prompt": dict(Counter(str(s.code) for s in prompt))}
 
     return run
 
 
-def optimized(model: Any) -> Any:
+def optimized(model: Any) -> tuple[Any, Sites]:
     """The door ``optimize``."""
-    return mla_compile.optimize(model, codegen="eager", verify=False)
+    fast = mla_compile.optimize(model, codegen="eager", verify=False)
+    return fast, lambda: fast.mla_report.sites
 
 
-def compiled(model: Any) -> Any:
-    """The door ``torch.compile(backend="mla")``."""
-    return torch.compile(model, backend="mla", options={"codegen": "eager"})
+def compiled(model: Any) -> tuple[Any, Sites]:
+    """The door ``torch.compile(backend="mla")``, which keeps the newest reports of the process."""
+    before = backend.reports()
+
+    def sites() -> Sequence[SiteReport]:
+        return [s for r in backend.reports() if not any(r is old for old in before) for s in r.sites]
+
+    return torch.compile(model, backend="mla", options={"codegen": "eager"}), sites
 
 
 class Step(nn.Module):
