@@ -68,8 +68,13 @@ class Report:
     def to_html(self, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
         """Write one self-contained page: the sites drawn (by ``explain``), cache, costs, refusals.
 
-        ``dtype``, of weights and cache, is one of fp32, bf16, fp16 and fp8. A file that is there stays until the new
-        one is whole. Raises :class:`InputError` for a path that cannot be written.
+        Args:
+            path: the file. One that is there stays until the new one is whole.
+            title: what the page is about.
+            dtype: of weights and cache: fp32, bf16, fp16 or fp8.
+
+        Raises:
+            InputError: the path cannot be written.
         """
         from mla_compile.page import write_report
 
