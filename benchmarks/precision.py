@@ -2,6 +2,8 @@
 
     python benchmarks/precision.py                        # float32, bfloat16, float16; three models; both lowerings
     python benchmarks/precision.py --models v3 --dtypes bfloat16 --seeds 10 -v
+    python benchmarks/precision.py --dtypes bfloat16 --cores sdpa --lowerings op --folds never,always --heads 16 \
+        --lengths 1024 --seeds 2 --out benchmarks/results/precision_folds.json      # the data of docs/numerics.md
 
 ``--level layer`` (the default) is one attention layer on a cache: query projections, attention, W_o. ``--level site``
 is only what absorption rewrites, from the queries to the output before W_o, where nothing that both forms share hides a
@@ -16,9 +18,11 @@ which cancels).
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile import capture, pipeline
+from mla_compile import capture, pipeline, runtime
 from mla_compile.dims import Dims
 from mla_compile.options import Options
 
@@ -93,14 +97,16 @@ def draw(d: Dims, scale: str, T: int, B: int, layer: bool, generator: torch.Gene
     return x, latent, rope
 
 
-def compiled(module: Attention, inputs: tuple[Tensor, ...], lowering: str) -> Callable[..., Tensor]:
+def compiled(module: Attention, inputs: tuple[Tensor, ...], lowering: str, fold: str) -> Callable[..., Tensor]:
     """The module with its attention absorbed, run without Inductor: the same kernels as in the original."""
     traced = make_fx(module, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
-    options = Options.parse({"lowering": lowering, "forms": "absorbed", "strict": True})
+    options = Options.parse({"lowering": lowering, "forms": "absorbed", "fold": fold, "strict": True})
     outcome = pipeline.run(capture.from_graph_module(traced), options)
     if outcome.absorbed != 1:
         raise SystemExit(f"not absorbed: {outcome.report.summary()}")
-    return capture.to_plain_graph_module(outcome.program)
+    if fold == "always" and not outcome.program.folds:
+        raise SystemExit("nothing was folded: folds need the projections beside the attention, --level layer")
+    return capture.to_plain_graph_module(outcome.program, runtime.folded_values(outcome.program))
 
 
 def error(value: Tensor, truth: Tensor) -> float:
@@ -113,6 +119,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     layer = args.level == "layer"
     for name in args.models:
         d = MODELS[name].dims
+        d = replace(d, H=min(d.H, args.heads or d.H))
         for seed in range(args.seeds):
             for gain in dict.fromkeys(8.0 if layer and s == "sharp" else 1.0 for s in args.scales):
                 base = Attention(d, "sdpa", layer, torch.Generator().manual_seed(seed), gain)
@@ -125,9 +132,9 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                             drawn = draw(d, scale, T, args.batch, layer, torch.Generator().manual_seed(1000 + seed))
                             inputs = tuple(x.to(DTYPES[dtype]) for x in drawn)
                             truth = exact(*(x.double() for x in inputs))
-                            key = {"model": name, "dtype": dtype, "scale": scale, "T": T, "seed": seed}
+                            key = {"model": name, "H": d.H, "dtype": dtype, "scale": scale, "T": T, "seed": seed}
                             for own.core in args.cores:
-                                yield from _rows(key | {"core": own.core}, own, inputs, truth, args.lowerings)
+                                yield from _rows(key | {"core": own.core}, own, inputs, truth, args)
 
 
 def _converted(module: Attention, d: Dims, layer: bool, dtype: torch.dtype) -> Attention:
@@ -138,12 +145,15 @@ def _converted(module: Attention, d: Dims, layer: bool, dtype: torch.dtype) -> A
 
 
 def _rows(
-    key: dict[str, Any], module: Attention, inputs: tuple[Tensor, ...], truth: Tensor, lowerings: list[str]
+    key: dict[str, Any], module: Attention, inputs: tuple[Tensor, ...], truth: Tensor, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     original = error(module(*inputs), truth)
-    for lowering in lowerings:
-        absorbed = error(compiled(module, inputs, lowering)(*inputs), truth)
-        yield key | {"lowering": lowering, "original": original, "absorbed": absorbed, "ratio": absorbed / original}
+    for lowering in args.lowerings:
+        for fold in args.folds:
+            absorbed = error(compiled(module, inputs, lowering, fold)(*inputs), truth)
+            gc.collect()  # graphs are cycles, and hold the folded weights
+            errors = {"original": original, "absorbed": absorbed, "ratio": absorbed / original}
+            yield key | {"lowering": lowering, "fold": fold} | errors
 
 
 def summarize(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[list[str]]:
@@ -171,6 +181,8 @@ def main() -> int:
     parser.add_argument("--cores", type=names(["sdpa", "eager"]), default=["sdpa", "eager"])
     parser.add_argument("--scales", type=names(SCALES), default=list(SCALES))
     parser.add_argument("--lowerings", type=names(["op", "aten"]), default=["op", "aten"])
+    parser.add_argument("--folds", type=names(["never", "always"]), default=["never"], help="always: --level layer")
+    parser.add_argument("--heads", type=int, help="at most so many: the folds of DeepSeek-V3 take 10 GB otherwise")
     parser.add_argument("--lengths", type=words(int), default=[2, 17, 128, 1024])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=1)
@@ -184,9 +196,9 @@ def main() -> int:
     if args.verbose:
         by: tuple[str, ...] = ("dtype", "core", "scale", "T")
         print(table(summarize(rows, by), (*by, *columns)) + "\n")
-    by = ("model", "dtype", "core", "lowering")
+    by = ("model", "dtype", "core", "lowering", *(["fold"] if len(args.folds) > 1 else []))
     print(table(summarize(rows, by), (*by, *columns)))
-    total = summarize(rows, ("dtype",))
+    total = summarize([row for row in rows if row["fold"] == "never"] or rows, ("dtype",))
     print("\n" + table(total, ("dtype", *columns)))
     about = {"benchmark": "precision", "level": args.level, "machine": machine(), "required": [MEDIAN, WORST]}
     write(args.out, about, rows)

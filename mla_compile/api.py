@@ -53,10 +53,14 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
         example_inputs: a tuple of positional or a dict of keyword arguments. A module is then explained with them (on
             fake tensors, nothing is run) before this returns, so that inputs that do not fit and models that cannot
             be captured are found here and ``mla_report`` is filled.
-        **options: fields of :class:`Options` (``verify`` is on by default), options of Inductor, and ``mode``,
-            ``dynamic``, ``fullgraph`` as in ``torch.compile``.
+        **options: fields of ``Options`` (``verify`` is on by default), options of Inductor, and ``mode``, ``dynamic``,
+            ``fullgraph`` as in ``torch.compile``.
 
-    Raises :class:`InputError`, :class:`OptionError`, :class:`CaptureError` or :class:`WeightError`.
+    Raises:
+        InputError: ``obj`` is no model, or the example inputs do not fit it.
+        OptionError: there is no such option, or it has no such value.
+        CaptureError: the model does not become one functional graph.
+        WeightError: a weight has no values that could be used.
     """
     if isinstance(obj, torch.export.ExportedProgram):
         return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
@@ -73,10 +77,22 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
 def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
     """What would be done to a model and why not where it would not, without changing or running it.
 
-    ``example_inputs`` and keyword arguments are those of the model's forward; keywords that are names of
-    :class:`Options` are options. A module is traced on fake tensors: nothing is computed, no cache is written to, and a
-    model on the meta device (one that fits in no memory) is explained like any other. An ExportedProgram needs no
-    inputs, a GraphModule only where its placeholders have no ``meta["val"]``.
+    A module is traced on fake tensors: nothing is computed, no cache is written to, and a model on the meta device (one
+    that fits in no memory) is explained like any other.
+
+    Args:
+        model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
+        *example_inputs: the arguments of its forward; those of a decode step show what happens in decode. An
+            ExportedProgram needs none, a GraphModule only where its placeholders have no ``meta["val"]``.
+        **arguments: keyword arguments of its forward; those that are names of ``Options`` are options.
+
+    Returns:
+        One entry for each attention site. A module that breaks into several graphs has one report for all of them.
+
+    Raises:
+        InputError: ``model`` is no model, or does not run on these inputs.
+        OptionError: an option has no such value.
+        CaptureError: the model does not become a functional graph.
     """
     chosen = {name: arguments.pop(name) for name in Options.names() if name in arguments}
     options = Options.parse(chosen)
@@ -102,12 +118,16 @@ def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: flo
 
     Args:
         optimized: what ``optimize(program, cache="latent")`` returned.
-        cached: K and V of every layer, in the order of the program's old inputs.
+        cached: K [B,H,T,N+R] and V [B,H,T,V] of every layer, with axes and order of the program's old inputs.
         tolerance: largest relative error (2-norm) of K and V as they are made again from the rows; 64 roundings of
             their dtype by default.
 
-    Returns the rows for each of the inputs, and the error. Raises :class:`InputError` for tensors of another shape, for
-    a program without such inputs, and where the tensors cannot have been made by the program's weights.
+    Returns:
+        The rows for each of the inputs ([B,T,L] or [B,T,R] and the like), and the error.
+
+    Raises:
+        InputError: tensors of another shape, a program without such inputs, or tensors that the program's weights
+            cannot have made.
     """
     gm = getattr(optimized, "graph_module", optimized)
     change = getattr(gm, "meta", {}).get("mla_cache")

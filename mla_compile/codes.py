@@ -153,3 +153,11 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.NOT_MLA: CodeInfo("not_mla", "K and V are no linear image of a narrower latent: plain MHA, GQA or MQA"),
 }
+
+
+def section(code: Code | str) -> str:
+    """Where ``code`` is explained, from the top of the repository: the smallest module that has it, and the fix.
+
+    Raises ``ValueError`` for a string that is no code.
+    """
+    return f"docs/refusals.md#{Code(code)}"

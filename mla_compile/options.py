@@ -67,7 +67,9 @@ class Options:
         """Options from a user's mapping on top of ``defaults``.
 
         A name that is not ours but an option of Inductor (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
-        Raises :class:`OptionError` for any other name, with the nearest known one.
+
+        Raises:
+            OptionError: for any other name, with the nearest known one.
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")

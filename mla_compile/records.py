@@ -65,14 +65,17 @@ class SiteReport:
         where: the attention core.
         verdict: ``absorbed``, ``kept``, ``refused`` or ``not_mla``.
         form: the form the site runs in now (``expanded``, ``chained``, ``folded``), ``None`` where that has no meaning.
-        code: stable reason, see :mod:`mla_compile.codes`.
+        code: stable reason; ``mla_compile.codes.section(code)`` is where it is explained.
         reason: the same in words, for this site.
         fix: what the user could change; ``None`` leaves the code's generic advice.
         blame: the node that prevents absorption.
         dims: the sizes, where they were found.
-        cache_values_expanded, cache_values_latent: cached values per token of this layer.
-        decode_flops_before, decode_flops_after: FLOPs of one decode step per context token (2 per multiply-add).
-        decode_bytes_before, decode_bytes_after: bytes moved by one decode step per context token.
+        cache_values_expanded: values cached per token of this layer in the expanded form, H(N+R+V).
+        cache_values_latent: the same as rows, L+R.
+        decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add).
+        decode_flops_after: the same in the absorbed form.
+        decode_bytes_before: bytes moved by one decode step per context token.
+        decode_bytes_after: the same in the absorbed form.
         break_even_S: queries per call up to which the absorbed form is cheaper on a long context; ``inf`` is always.
         precision_ratio: error of the rewritten site over error of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
@@ -123,7 +126,7 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> SiteReport:
-        """Inverse of :meth:`to_dict`; ``TypeError``, ``KeyError`` or ``ValueError`` on anything else."""
+        """Inverse of ``to_dict``; ``TypeError``, ``KeyError`` or ``ValueError`` on anything else."""
         fields = dict(record)
         fields["where"] = Location(**fields["where"])
         fields["blame"] = None if fields["blame"] is None else Location(**fields["blame"])

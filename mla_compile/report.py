@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mla_compile.codes import CODES, Verdict
+from mla_compile.codes import CODES, Verdict, section
 from mla_compile.errors import InputError
 from mla_compile.grouping import SiteGroup, grouped
 from mla_compile.records import VERDICTS, Location, PassRecord, SiteReport
@@ -29,7 +29,16 @@ _WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused":
 
 @dataclass(frozen=True)
 class Report:
-    """What became of every attention site of one graph, or of several merged with :meth:`merged`."""
+    """What became of every attention site of one graph, or of several merged with ``merged``.
+
+    ``print`` shows it as text; rich shows it in colour.
+
+    Attributes:
+        sites: one entry for each attention.
+        graph: the names of the graphs.
+        passes: what each pass changed, and how long it took.
+        messages: what concerns no single site.
+    """
 
     sites: tuple[SiteReport, ...]
     graph: str = ""
@@ -59,8 +68,13 @@ class Report:
     def to_html(self, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
         """Write one self-contained page: the sites drawn (by ``explain``), cache, costs, refusals.
 
-        ``dtype``, of weights and cache, is one of fp32, bf16, fp16 and fp8. A file that is there stays until the new
-        one is whole. Raises :class:`InputError` for a path that cannot be written.
+        Args:
+            path: the file. One that is there stays until the new one is whole.
+            title: what the page is about.
+            dtype: of weights and cache: fp32, bf16, fp16 or fp8.
+
+        Raises:
+            InputError: the path cannot be written.
         """
         from mla_compile.page import write_report
 
@@ -83,12 +97,16 @@ class Report:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """:meth:`to_dict` as strict JSON (no ``NaN`` or ``Infinity``)."""
+        """What ``to_dict`` returns, as strict JSON (no ``NaN`` or ``Infinity``)."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Report:
-        """Inverse of :meth:`to_dict`. Raises :class:`InputError` for anything that is not a report of this schema."""
+        """Inverse of ``to_dict``.
+
+        Raises:
+            InputError: for anything that is not a report of this schema.
+        """
         schema = record.get("schema")
         if schema != SCHEMA:
             raise InputError(f"this is no report that can be read here: schema is {schema!r}, expected {SCHEMA!r}")
@@ -198,6 +216,8 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
             rows.append(("because of", _source(kept.blame, with_op=True)))
     if site.verdict != "absorbed":
         rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
+    explained = [*([site.code] if site.verdict in ("kept", "refused") else []), *(kept.code for kept in site.kept)]
+    rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
     for label, before, after, unit in (

@@ -307,6 +307,16 @@ _TOKEN_MIXING = [
 ]
 
 
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along whatever axis they get
+
+
+def _over_features(node: fx.Node, where: tuple[int, str]) -> bool:
+    """Whether an operator works along the last axis alone."""
+    dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
+    several = dims if isinstance(dims, (list, tuple)) else [dims]
+    return bool(several) and all(isinstance(d, int) and d % rank == rank - 1 for d in several)
+
+
 def _over_rows(node: fx.Node) -> bool:
     """Whether a reduction leaves the last axis alone."""
     dims, rank = argument(node, 1, "dim"), len(shape(args_of(node)[0]))
@@ -325,6 +335,8 @@ def unexplained(node: fx.Node) -> Stop:
         return Stop(node, "token_mixing", f"{name} over another axis than the last")
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
+    if name in _ONE_AXIS and _over_features(node, _ONE_AXIS[name]):
+        return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
     if name in ("view_as_complex", "view_as_real", "mul", "add", "sub", "div"):

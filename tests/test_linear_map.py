@@ -394,6 +394,10 @@ STOPS = {
     "cumsum": ("token_mixing", lambda z, w: (z @ w).cumsum(1), [W(L, 6)], []),
     "roll": ("token_mixing", lambda z, w: (z @ w).roll(1, 1), [W(L, 6)], []),
     "flip": ("token_mixing", lambda z, w: (z @ w).flip(1), [W(L, 6)], []),
+    "flip of tokens and features": ("token_mixing", lambda z, w: (z @ w).flip([1, 2]), [W(L, 6)], []),
+    "cumsum of features": ("unsupported_op", lambda z, w: (z @ w).cumsum(-1), [W(L, 6)], []),
+    "roll of features": ("unsupported_op", lambda z, w: (z @ w).roll(1, 2), [W(L, 6)], []),
+    "flip of features": ("unsupported_op", lambda z, w: (z @ w).flip(-1), [W(L, 6)], []),
     "conv": ("token_mixing", lambda z, w, c: F.conv1d((z @ w).mT, c, padding=1), [W(L, 6), W(6, 6, 3)], []),
     "conv of groups": ("token_mixing", lambda z, w, c: F.conv1d((z @ w).mT, c, groups=2), [W(L, 6), W(6, 3, 1)], []),
     "conv with a stride": (

@@ -102,6 +102,7 @@ refused: position_dependent  model.layers.3.self_attn
                 k = (k * cos) + (rotate(k) * sin)
   to change it  apply RoPE to a separate key shared by all heads and leave the up-projected part
                 unrotated
+  see           docs/refusals.md#position_dependent
   dims          H=128 L=512 R=64 N=128 V=128 Q=1536 D=7168
   cache         40,960 values per token (absorbed: 576)
 

@@ -34,23 +34,29 @@ def export_onnx(
 
     Args:
         model: a causal language model of transformers (its inputs and its cache are wired here); any other module
-            with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule``, also one that :func:`optimize` made,
+            with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule``, also one that ``optimize`` made,
             with ``example_inputs``.
         path: the directory to write. It is there when everything in it was verified, or not at all.
         profile: ``portable`` (opset 21), ``inplace`` (opset 24: caches are buffers written in place), ``genai`` (runs
             under onnxruntime-genai), ``ort-paged`` (com.microsoft PagedAttention, CUDA).
         prefill: also a graph of the expanded form, for prompts, with the same caches.
         dtype: "float32", "float16", "bfloat16"; ``None`` keeps the model's. The model is copied, not converted.
-        example_inputs, dynamic_shapes: as ``args`` (or a dict: ``kwargs``) and ``dynamic_shapes`` of
-            ``torch.export.export``, for a module that is not wired here.
-        fold: as in :func:`optimize`; "auto" multiplies weights ahead where the cost model gains.
+        example_inputs: as ``args`` (or a dict: ``kwargs``) of ``torch.export.export``, for a module that is not wired
+            here.
+        dynamic_shapes: as in ``torch.export.export``, beside ``example_inputs``.
+        fold: as in ``optimize``; "auto" multiplies weights ahead where the cost model gains.
         verify: run prompts and steps through the graphs and through the original before anything is written.
         overwrite: replace a directory that is there, once the new one is complete.
         progress: called with the name of each stage.
 
-    Raises :class:`OptionError` for an option that cannot be, :class:`InputError` for what is no model,
-    :class:`CaptureError` or :class:`ExportError` for a model that cannot be exported or has no attention to absorb,
-    and for a path that cannot be written.
+    Returns:
+        The directory, the profile, the report, and how the graphs were verified.
+
+    Raises:
+        OptionError: an option that cannot be.
+        InputError: ``model`` is no model.
+        CaptureError: the model cannot be traced.
+        ExportError: the model cannot be exported or has no attention to absorb, or the path cannot be written.
     """
     require_packages()
     from mla_compile.onnx import artifact, causal_lm, lm_export, program_export

@@ -1,0 +1,237 @@
+"""The tables of the documentation, written from data and code: run it after either changed.
+
+    python -m benchmarks.pages            # write
+    python -m benchmarks.pages --check    # exit 1 where a page is not what the data says; in CI
+
+A table stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` in README.md or a page of docs/. Everything
+else on the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_compile.codes import CODES, Code
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_BLOCK = re.compile(r"<!-- begin ([^>]+?) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
+NAMES = {"v2lite": "DeepSeek-V2-Lite", "minicpm3": "MiniCPM3", "v3": "DeepSeek-V3"}
+SCALES = ("plain", "sharp", "outlier", "offset")
+WORDS = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
+
+
+def data(name: str) -> dict[str, Any]:
+    """One file of measurements."""
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(str(c) for c in row) + " |" for row in rows)])
+
+
+def where(about: Mapping[str, Any]) -> str:
+    """The machine of a measurement, in a line."""
+    m = about["machine"]
+    words = [m["cpu"], m["isa"], f"{m['threads']} thread{'s' if m['threads'] > 1 else ''}", f"torch {m['torch']}"]
+    words += [f"transformers {m['transformers']}"] if "transformers" in m else []
+    return ", ".join([*words, m["date"][:10]])
+
+
+# The codes of a report.
+
+
+def all_codes() -> str:
+    """Every code with its section."""
+    return table(
+        ("code", "verdict", "meaning"), ((f"[`{c}`](#{c})", WORDS[i.verdict], i.meaning) for c, i in CODES.items())
+    )
+
+
+def one_code(code: str) -> str:
+    """Verdict, meaning and advice of one code, in the words of a report."""
+    info = CODES[Code(code)]
+    return f"**{WORDS[info.verdict]}**: {info.meaning}." + (f"\n\nTo change it: {info.fix}." if info.fix else "")
+
+
+# Measurements.
+
+
+def _decode(rows: Iterable[Mapping[str, Any]], contexts: Sequence[int]) -> str:
+    lines = []
+    for r in (r for r in rows if r["context"] in contexts and r["kind"] == "dynamic"):
+        ms, times = {k: v["median"] for k, v in r["ms"].items()}, r["faster_than"]
+        cells = [f"{ms[k]:.1f}" if k in ms else "" for k in ("eager", "inductor", "mla")]
+        cells += [f"{times[k]:.1f}x" if k in times else "" for k in ("eager", "inductor")]
+        lines.append((NAMES[r["model"]], r["dtype"], r["context"], *cells))
+    return table(
+        ("sizes", "dtype", "cached tokens", "eager ms", "Inductor ms", "mla ms", "vs eager", "vs Inductor"), lines
+    )
+
+
+def _growing() -> list[dict[str, Any]]:
+    return [*data("decode_cpu_dynamic")["rows"], *data("decode_cpu_dynamic_v3")["rows"]]
+
+
+def decode_all() -> str:
+    """Every measured step with a cache that grows."""
+    return _decode(_growing(), sorted({r["context"] for r in _growing()})) + f"\n\n{where(data('decode_cpu_dynamic'))}."
+
+
+def decode_some() -> str:
+    """What the README shows."""
+    return _decode((r for r in _growing() if r["dtype"] == "bfloat16"), (512, 8192))
+
+
+def decode_static() -> str:
+    """Steps with a cache of fixed size, beside the time in which their bytes can be read."""
+    about = data("decode_cpu_static_32k")
+    rows = (
+        (
+            NAMES[r["model"]], r["dtype"], r["context"],
+            f"{r['ms']['eager']['median']:.0f}" if "eager" in r["ms"] else "",
+            f"{r['ms']['mla']['median']:.1f}", f"{r['floor_ms']:.1f}", f"{r['over_floor']:.1f}x",
+        )
+        for r in about["rows"]
+    )  # fmt: skip
+    head = ("sizes", "dtype", "cached tokens", "eager ms", "mla ms", "floor ms", "over the floor")
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
+def op_alone() -> str:
+    """The op against batched products."""
+    about = data("decode_attention_cpu")
+    rows = (
+        (
+            r["B"], r["H"], r["T"], f"{r['L']}+{r['R']}", r["dtype"],
+            *(f"{r[k]['median_ms']:.2f}" if k in r else "" for k in ("op", "bmm")),
+        )
+        for r in about["rows"]
+    )  # fmt: skip
+    head = ("B", "H", "T", "L+R", "dtype", "op ms", "torch.bmm ms")
+    return table(head, rows) + f"\n\n{about['threads']} threads, torch {about['torch']}."
+
+
+def onnx() -> str:
+    """The exported attention core in ONNX Runtime; median [quartiles]."""
+    about = data("onnx_cpu")
+    names = list(dict.fromkeys(k for r in about["rows"] for k in r["times"]))
+    rows = ((r["what"], *(r["times"].get(k, "") for k in names)) for r in about["rows"])
+    return table(("", *(f"{n} ms" for n in names)), rows) + f"\n\n{where(about)}; {about['threads']} thread used."
+
+
+def _median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
+    return statistics.median(r[key] for r in rows)
+
+
+def folds() -> str:
+    """Errors of the three forms of one layer in bfloat16."""
+    about = data("precision_folds")
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for r in about["rows"]:
+        groups.setdefault((r["model"], r["H"], r["scale"]), []).append(r)
+    lines = []
+    for (model, heads, scale), rows in groups.items():
+        chained, folded = ([r for r in rows if r["fold"] == f] for f in ("never", "always"))
+        expanded = _median(chained, "original")
+        errors = [_median(x, "absorbed") for x in (chained, folded)]
+        cells = [f"{e:.2e}" for e in (expanded, *errors)] + [f"{_median(x, 'ratio'):.2f}" for x in (chained, folded)]
+        lines.append((f"{NAMES[model]}, {heads} heads", scale, *cells))
+    head = ("sizes", "inputs", "expanded", "chained", "folded", "chained / expanded", "folded / expanded")
+    lengths, seeds = ({r[k] for r in about["rows"]} for k in ("T", "seed"))
+    tokens = ", ".join(map(str, sorted(lengths)))
+    return table(head, lines) + f"\n\n{tokens} cached tokens, median of {len(seeds)} seeds; {where(about)}."
+
+
+def sites() -> str:
+    """Errors of what absorption rewrites, alone: the median and the worst of all inputs and lengths."""
+    about = data("precision_site")
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for r in about["rows"]:
+        groups.setdefault((r["model"], r["dtype"], r["core"]), []).append(r)
+    rows = (
+        (
+            NAMES[m], t, core, *(f"{_median(g, k):.2e}" for k in ("original", "absorbed")),
+            f"{_median(g, 'ratio'):.2f}", f"{max(r['ratio'] for r in g):.2f}",
+        )
+        for (m, t, core), g in groups.items()
+    )  # fmt: skip
+    head = ("sizes", "dtype", "attention", "original", "absorbed", "median ratio", "worst ratio")
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
+def support() -> str:
+    """One word for each family and way, then what the words hide."""
+    about = data("support_matrix")
+    cells = {(c["family"], c["way"]): c for c in about["rows"]}
+    ways = list(dict.fromkeys(w for _, w in cells))
+    notes: list[str] = []
+    rows = []
+    for family in dict.fromkeys(f for f, _ in cells):
+        row = [f"`{family}`"]
+        for way in ways:
+            c = cells.get((family, way))
+            row.append("" if c is None else c["verdict"])
+            if c is not None and c["verdict"] != "yes":
+                notes.append(f"* `{family}`, {way}: {_note(c)}")
+        rows.append(row)
+    errors = [c["error"] for c in cells.values() if c.get("error") is not None and c["verdict"] != "wrong"]
+    about_line = f"Largest difference of logits over their RMS: {max(errors):.1e}. {where(about)}."
+    return "\n\n".join([table(("family", *ways), rows), *(["\n".join(notes)] if notes else []), about_line])
+
+
+def _note(c: Mapping[str, Any]) -> str:
+    if c["failed"]:
+        return f"{c['verdict']}, {c['failed']}"
+    counts = {k: n for k, n in {**c["codes"], **c["parts"]}.items() if k != "absorbed"}
+    found = [f"{n} x [`{k}`](refusals.md#{k}), {c['reasons'].get(k, '')}".strip(", ") for k, n in counts.items()]
+    return f"{c['verdict']}; {'; '.join(found) or 'no attention site was found'}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "codes": all_codes,
+    **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
+    "decode": decode_all,
+    "decode short": decode_some,
+    "decode static": decode_static,
+    "op": op_alone,
+    "onnx": onnx,
+    "folds": folds,
+    "sites": sites,
+    "support": support,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the data has them now."""
+    return _BLOCK.sub(lambda m: f"<!-- begin {m[1]} -->\n{BLOCKS[m[1]]()}\n<!-- end {m[1]} -->", text)
+
+
+def main() -> int:
+    """Command line; exit code 1 where a page differs and ``--check`` was given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where something is old")
+    check = parser.parse_args().check
+    old = []
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text()
+        if (new := filled(text)) != text:
+            old.append(page.relative_to(ROOT))
+            if not check:
+                page.write_text(new)
+    print(f"{'old' if check else 'written'}: {', '.join(map(str, old)) or 'nothing'}")
+    return int(check and bool(old))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
