@@ -263,7 +263,7 @@ def tell(report: Report) -> None:
 
 def _trace(report: Report) -> None:
     """The report as an artifact of this compilation, for tlparse; nothing unless torch writes a trace."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact",

@@ -17,9 +17,10 @@ from mla_compile import config_file, skeleton
 from mla_compile.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
 from mla_compile.dims import Dims
 from mla_compile.errors import InputError, NothingToCompareError
+from mla_compile.facts import Survey
 from mla_compile.measuring import Times, available_bytes, in_turns, machine, median_ratio
 from mla_compile.report import Report
-from mla_compile.survey import Survey, survey_config
+from mla_compile.survey import survey_config
 
 SCHEMA = "mla_compile.bench/1"
 VARIANTS = ("eager", "inductor", "mla")

@@ -75,10 +75,10 @@ def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Sequence[Any]],
 def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymInt]]:
     """Symbolic numbers, and after them symbolic axes of tensors: position of the input, axis, value."""
     values = [node.meta["val"] for node in program.placeholders]
-    numbers = [(i, None, value) for i, value in enumerate(values) if isinstance(value, torch.SymInt)]
+    found: list[tuple[int, int | None, Any]] = [(i, None, v) for i, v in enumerate(values)]
     tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-    axes = [(i, axis, n) for i, value in tensors for axis, n in enumerate(value.shape) if isinstance(n, torch.SymInt)]
-    return [*numbers, *axes]
+    found += [(i, axis, n) for i, value in tensors for axis, n in enumerate(value.shape)]
+    return [one for one in found if isinstance(one[2], torch.SymInt)]
 
 
 def choose_by_call(pays: Callable[[Sequence[Any]], bool], absorbed: Call, expanded: Call) -> Call:

@@ -136,7 +136,7 @@ def _verdict(model: Survey) -> tuple[Verdict, str]:
     if not total:
         return "not_mla", "There is no attention in this model."
     if not absorbed:
-        worst: Verdict = next(v for v in ("refused", "kept", "not_mla") if counts[v])  # type: ignore[misc]
+        worst: Verdict = next(v for v in ("refused", "kept", "not_mla") if counts[v])
         first = next(site for site in model.report.sites if site.verdict == worst)
         if worst == "not_mla":
             kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
