@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -48,11 +50,14 @@ def rotate(x: Tensor, start: int) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
 
 
-def main() -> None:
-    """Decode one token against 1,000 cached ones, both ways, and print the report."""
+def main(arguments: list[str] | None = None) -> None:
+    """Decode one token against cached ones, both ways, and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=1000, help="cached tokens")
+    given = parser.parse_args(arguments)
     torch.manual_seed(0)
     layer = LatentAttention().eval()
-    x, cache = torch.randn(2, 1, 256), torch.randn(2, 1000, 96 + 16)
+    x, cache = torch.randn(2, 1, 256), torch.randn(2, given.context, 96 + 16)
     fast = mla_compile.optimize(layer)
     with torch.no_grad():
         expected, _ = layer(x, cache)

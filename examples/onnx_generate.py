@@ -5,6 +5,7 @@ The model is tiny and has random weights, so that the example runs anywhere. Nee
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -37,16 +38,19 @@ def tiny_model() -> MiniCPM3ForCausalLM:
     return MiniCPM3ForCausalLM(config).eval()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Export, load, generate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16)
+    given = parser.parse_args(arguments)
     model = tiny_model()
     prompt = torch.randint(2, 256, (1, 12))
-    expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, 12:].tolist()
+    expected = model.generate(prompt, max_new_tokens=given.tokens, do_sample=False)[0, 12:].tolist()
     with tempfile.TemporaryDirectory() as folder:
         done = mla_compile.export_onnx(model, Path(folder) / "model", profile="inplace")
         print(done.verification)
         session = Session(Path(folder) / "model")
-        (tokens,) = generate(session, prompt.tolist(), max_new_tokens=16)
+        (tokens,) = generate(session, prompt.tolist(), max_new_tokens=given.tokens)
     print("tokens: ", tokens)
     print("the same as the original's:", tokens == expected)
 
