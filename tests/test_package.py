@@ -162,7 +162,7 @@ def _modules() -> dict[str, Path]:
     """Every module of the package by its dotted name, wherever its file lies."""
     package = Path(mla_compile.__file__).parent
     found = {f"mla_compile.{p.stem}": p for p in package.glob("*.py")}
-    for folder in ("onnx", "passes", "kernels"):
+    for folder in ("onnx", "page", "passes", "kernels"):
         home = package / folder if (package / folder).is_dir() else package.parent / folder
         found |= {
             ".".join(("mla_compile", folder, *p.relative_to(home).with_suffix("").parts)): p for p in home.rglob("*.py")
