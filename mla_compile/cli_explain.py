@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mla_compile import cli_values, page
+from mla_compile import cli_values
 from mla_compile.cli_common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside
 from mla_compile.explained import CONTEXTS, Explained, SiteChoice, explained
+from mla_compile.page.write import checked, write_page
 from mla_compile.survey import survey
 
 _CONTEXT_NAMES = tuple(f"{T // 1024}k" for T in CONTEXTS)
@@ -39,11 +40,11 @@ def explain(
     """
     with ending():
         name = cli_values.dtype(dtype)
-        target = None if html is None else page.checked(html)
+        target = None if html is None else checked(html)
         with err.status("tracing a decode step"):
             result = explained(survey(source, name), name, cli_values.BYTES[name])
             if target is not None:
-                page.write(result, target, _title(source))
+                write_page(result, target, _title(source))
     if as_json:
         print_json(result.to_dict())
     else:

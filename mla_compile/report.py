@@ -76,7 +76,7 @@ class Report:
         Raises:
             InputError: the path cannot be written.
         """
-        from mla_compile.page import write_report
+        from mla_compile.page.write import write_report
 
         write_report(self, path, title=title, dtype=dtype)
 

@@ -219,8 +219,9 @@ class _Draft:
 def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
     """The nodes on the ways from ``sources`` to ``end``, both included."""
     found: set[fx.Node] = set()
-    before = {end, *ancestors(end)}
-    queue = [n for n in sources if n in before]
+    queue = list(sources)
+    before = {end, *ancestors(end)} if queue else set()
+    queue = [n for n in queue if n in before]
     while queue:
         node = queue.pop()
         if node not in found:

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 import mla_compile
-from mla_compile import page
 from mla_compile.explained import explained
 from mla_compile.facts import facts_of
+from mla_compile.page.write import write_page
 from tests.test_html import Long
 from tests.toy import decode_inputs
 
@@ -26,9 +26,9 @@ ARGUMENTS = [
 def pages(tmp_path_factory, explained_tiny):
     """An absorbed model with everything a page can have, and a refusal with a large drawing."""
     folder = tmp_path_factory.mktemp("pages")
-    page.write(explained_tiny, folder / "absorbed.html", "absorbed")
+    write_page(explained_tiny, folder / "absorbed.html", "absorbed")
     report = mla_compile.explain(Long(), *decode_inputs(cached=300))
-    page.write(explained(facts_of(report, "Long"), "fp32", 4), folder / "refused.html", "A" * 90)
+    write_page(explained(facts_of(report, "Long"), "fp32", 4), folder / "refused.html", "A" * 90)
     return folder
 
 

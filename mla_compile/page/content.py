@@ -142,7 +142,8 @@ def _verdict(model: Survey) -> tuple[Verdict, str]:
             kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
             return worst, f"This is {kind}, not Multi-head Latent Attention: there is no latent to absorb."
         what = "Nothing is absorbed" if worst == "refused" else "Nothing needs to be absorbed"
-        return worst, f"{what}: {_sites(counts[worst])} {_be(counts[worst])} {_WORDS[worst]} ({first.code})."
+        said = f"{_sites(counts[worst])} {_be(counts[worst])} {_WORDS[worst]} ({first.code}): {first.reason}"
+        return worst, f"{what}: {said}."
     gain = _gain(model)
     if absorbed == total:
         who = "The one attention is" if total == 1 else f"All {total} attentions are"
@@ -153,9 +154,9 @@ def _verdict(model: Survey) -> tuple[Verdict, str]:
 
 def _gain(model: Survey) -> str:
     saved = [s for s in model.report.sites if s.verdict == "absorbed" and s.cache_values_latent]
-    if not saved or not saved[0].cache_values_expanded or not saved[0].cache_values_latent:
+    before, after = (saved[0].cache_values_expanded, saved[0].cache_values_latent) if saved else (None, None)
+    if before is None or after is None or before <= after:
         return ""
-    before, after = saved[0].cache_values_expanded, saved[0].cache_values_latent
     return f": {after:,} values per token and layer are read instead of {before:,}, {before / after:.3g} times fewer"
 
 
