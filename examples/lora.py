@@ -37,14 +37,14 @@ class Lora(nn.Module):
 
 
 def tiny_model() -> DeepseekV3ForCausalLM:
-    """DeepSeek-V3's architecture with two small layers."""
+    """DeepSeek-V3's architecture with one small layer."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=256,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
         num_attention_heads=4,
         num_key_value_heads=4,
         q_lora_rank=None,
