@@ -354,7 +354,7 @@ STOPS = {
     "a bias per position": ("position_dependent", lambda z, w, p: z @ w + p, [W(L, 6), W(T, 6)], []),
     "a factor per sequence": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(B, 1, 1)], []),
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
-    "a sum of two sources": ("position_dependent", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
+    "a sum of two sources": ("too_many_sources", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
     "a sum of columns and something else": (
         "position_dependent",
         lambda z, w, p, r: torch.cat([z @ w, p], -1) + r,
@@ -364,7 +364,7 @@ STOPS = {
     "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "a sum with the tokens turned": (
         "position_dependent",
-        lambda z, w: z[:, :2] @ w + (z[:, :2] @ w).transpose(0, 1),
+        lambda z, w: (lambda k: k + k.transpose(0, 1))(z[:, :2] @ w),
         [W(L, 6)],
         [],
     ),
@@ -467,6 +467,28 @@ STOPS = {
         [W(L, 6), W(10, 3)],
         [z(B, T, 4)],
     ),
+    "every other column of two sources": (
+        "unsupported_op",
+        lambda z, w, p: torch.cat([z @ w, p], -1)[..., ::2],
+        [W(L, 6)],
+        [z(B, T, 4)],
+    ),
+    "every other column overwritten": (
+        "unsupported_op",
+        lambda z, w, v: aten.slice_scatter(z @ w, z @ v, 2, 0, 6, 2),
+        [W(L, 6), W(L, 3)],
+        [],
+    ),
+    "a map and a constant stacked": (
+        "token_mixing",
+        lambda z, w, b: torch.stack([z @ w, b.expand(B, T, 6)], 1),
+        [W(L, 6), W(6)],
+        [],
+    ),
+    "a weight from the inputs": ("position_dependent", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
+    "a bias from the inputs": ("unsupported_op", lambda z, w, p: F.linear(z, w, p), [W(6, L)], [z(6)]),
+    "a vector for a weight": ("unsupported_op", lambda z, w: F.linear(z, w), [W(L)], []),
+    "an einsum that sums a weight": ("unsupported_op", lambda z, w: torch.einsum("btl,ln->bt", z, w), [W(L, 6)], []),
     "constants joined": (
         "unsupported_op",
         lambda z, w, b: torch.cat([z @ w, b.expand(B, T, 3)], -1),
