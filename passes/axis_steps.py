@@ -116,6 +116,8 @@ def _copy(node: fx.Node, dim: int, length: int) -> Step | None:
 def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
     """A softmax or a norm, along other axes."""
     rank, over = len(shape(node)), argument(node, 1, "dim")
+    if over is None:
+        return None
     along = [axis(over, rank)] if isinstance(over, int) else list(range(rank - len(over), rank))
     return None if dim in along else _first(node, dim, length)
 
@@ -123,6 +125,8 @@ def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
 def _reshaped(node: fx.Node, dim: int, length: int) -> Step | None:
     """The axis may be the outer factor of one of the operand's axes, or have one of them as its outer factor."""
     x = args_of(node)[0]
+    if val(x).dtype != val(node).dtype:  # a view of the same bytes as other numbers
+        return None
     fresh = fresh_axes(shape(x))
     grouped = regroup(flatten(fresh), shape(node))
     if grouped is None:
@@ -150,8 +154,8 @@ def _permuted(node: fx.Node, dim: int, length: int) -> Step | None:
     elif op is aten.transpose:
         a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
         order[a], order[b] = order[b], order[a]
-    else:
-        order[-2:] = order[:-3:-1]
+    else:  # the last two axes; T of more than two reverses all
+        order = order[::-1] if op is aten.numpy_T else [*order[:-2], *order[:-3:-1]]
     return _reads([(args_of(node)[0], order[dim])], length)
 
 
@@ -165,7 +169,7 @@ def _expanded(node: fx.Node, dim: int, length: int) -> Step | None:
 def _repeated(node: fx.Node, dim: int, length: int) -> Step | None:
     """``repeat_interleave(x, n, dim)``: each position n times."""
     x, times, over = args_of(node)[0], args_of(node)[1], argument(node, 2, "dim")
-    if not isinstance(times, int) or not isinstance(over, int):
+    if not isinstance(times, int) or not isinstance(over, int) or argument(node, 3, "output_size") is not None:
         return None
     if axis(over, len(shape(node))) != dim:
         return _first(node, dim, length)
