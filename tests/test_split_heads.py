@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
+from mla_compile import pipeline
 from mla_compile.codes import Code
+from mla_compile.options import Options
 from mla_compile.passes import split_heads
 from mla_compile.passes.axis_parts import PartMaker
 from mla_compile.report import Report
@@ -239,9 +241,10 @@ def test_an_open_core_and_sides_of_groups():
 def test_precision_and_a_report_that_can_be_stored():
     module = SomeHeads(bias=True).float()
     program = export(module, [d.float() for d in data(B=4, S=9, T=30)])
-    outcome = optimized(program, forms="absorbed", verify=True)
+    outcome = pipeline.run(program, Options.parse({"forms": "absorbed", "lowering": "aten"}, verify=True), draw=True)
     (site,) = outcome.report.sites
     assert site.precision_ratio is not None
+    assert site.drawing is not None
     assert Report.from_dict(json.loads(outcome.report.to_json())).sites == outcome.report.sites
     assert f"{LATENT} only" in str(outcome.report)
     assert f"{DENSE} (graph_break)" in str(outcome.report)
