@@ -51,26 +51,34 @@ class CachedTensor:
 class CacheChange:
     """The inputs and outputs that became rows: each is now a tuple of tensors ``[batch..., tokens, width]``.
 
-    ``dtypes`` are those of the row tensors, by number.
+    ``dtypes`` are those of the row tensors, by number; ``written`` the names of the inputs that the program writes to,
+    buffers of full length. Rows of such a buffer are zeros where nothing was written yet.
     """
 
     inputs: tuple[CachedTensor, ...]
     outputs: tuple[CachedTensor, ...]
     dtypes: tuple[torch.dtype, ...]
+    written: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> tuple[CachedTensor, ...]:
+        """What the program leaves for another one: its outputs, and the buffers that it writes to."""
+        return (*self.outputs, *(t for t in self.inputs if t.name in self.written))
 
     def __str__(self) -> str:
         return "; ".join(
             f"{what} {t.name}: {t.values} values per token are now {t.kept} "
             f"({' + '.join(str(t.recipe.widths[i]) for i in t.holds) or 'its rows are in another one'})"
+            + (", written in place" if t.name in self.written else "")
             for what, tensors in (("input", self.inputs), ("output", self.outputs))
             for t in tensors
         )
 
     def check_filled_by(self, other: CacheChange) -> None:
-        """Raises :class:`InputError` unless the outputs of ``other`` (a prefill program's) may become these inputs."""
-        if len(self.inputs) != len(other.outputs):
-            raise InputError(f"{len(self.inputs)} inputs hold a cache, the other program returns {len(other.outputs)}")
-        for mine, theirs in zip(self.inputs, other.outputs, strict=True):
+        """Raises :class:`InputError` unless what ``other`` (a prefill program) returns or writes fits these inputs."""
+        if len(self.inputs) != len(other.results):
+            raise InputError(f"{len(self.inputs)} inputs hold a cache, the other program returns {len(other.results)}")
+        for mine, theirs in zip(self.inputs, other.results, strict=True):
             same = len(mine.leaves) == len(theirs.leaves) and all(map(torch.equal, mine.leaves, theirs.leaves))
             if mine.recipe != theirs.recipe or mine.holds != theirs.holds or not same:
                 raise InputError(
@@ -114,7 +122,7 @@ def of_program(program: Program, values: Mapping[str, torch.Tensor | None]) -> C
         name = past.name if past is not None else f"output {index - len(program.mutations)}"
         outputs.append(tensor(index, name, rows, holds))
     dtypes = tuple(program.node(name).meta["val"].dtype for name in cache.rows)
-    return CacheChange(tuple(inputs.values()), tuple(outputs), dtypes)
+    return CacheChange(tuple(inputs.values()), tuple(outputs), dtypes, tuple(cache.written))
 
 
 def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -9,7 +11,7 @@ from mla_compile.passes.cost import default_device
 from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.graph import weight_nodes
 from mla_compile.passes.judge import judge
-from mla_compile.passes.keep_latents import keep_latents
+from mla_compile.passes.keep_latents import LatentCache, keep_latents
 from mla_compile.passes.latent_cache import Past, find_caches
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.normalize import normalize
@@ -52,11 +54,13 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     split_products(graph, weights, program.fake_mode)
     write_softmax(graph, weights, program.fake_mode)
     returned: dict[fx.Node, tuple[int, ...]] = {}
+    written = _own_buffers(program) if assume else []
     for index, value in enumerate(program.outputs):
-        if index >= len(program.mutations) and isinstance(value, fx.Node):
+        own = index >= len(program.mutations) or program.mutations[index] in written
+        if own and isinstance(value, fx.Node):
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
-    assumed = _own_inputs(program) if assume else []
+    assumed = [*_own_inputs(program), *map(program.node, written)] if assume else []
     sites = [site for site in find_attention(graph, weights) if site.node.name not in refused]
     caches = find_caches(graph, sites, LinearMaps(weights, program.fake_mode), pasts, returned, assumed)
     if caches:
@@ -64,6 +68,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
         inputs = program.cache.inputs
         program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
+        _write_rows(program, program.cache)
     return {kept.site.name for kept in caches}
 
 
@@ -95,3 +100,55 @@ def _own_inputs(program: Program) -> list[fx.Node]:
         and isinstance(node.meta.get("val"), torch.Tensor)
         and node.meta["val"].dtype.is_floating_point
     ]
+
+
+def _own_buffers(program: Program) -> list[str]:
+    """The inputs of the program that it writes to, and of which it returns no view.
+
+    A buffer of a module is none of them: its place in the state of the program would have to change.
+    """
+    signature = getattr(program.original, "graph_signature", None)
+    known = None if signature is None else set(signature.user_inputs)
+    return [
+        name
+        for name in program.mutations
+        if program.node(name).op == "placeholder"
+        and (known is None or name in known)
+        and name not in program.aliases.values()
+        and program.node(name).meta["val"].dtype.is_floating_point
+    ]
+
+
+def _write_rows(program: Program, cache: LatentCache) -> None:
+    """Rows that stand for buffers which were written to are written to: they are no longer returned."""
+    count, values = len(program.mutations), list(program.outputs)
+    mutations: list[str] = []
+    new: list[Any] = []
+    for index, name in enumerate(program.mutations):
+        if index not in cache.outputs:
+            mutations.append(name)
+            new.append(values[index])
+            continue
+        pairs = zip(cache.inputs[name], cache.outputs[index], strict=True)
+        held = {row: values[at] for row, at in pairs if row not in mutations}
+        cache.written[name] = tuple(held)
+        mutations += held
+        new += held.values()
+    if not cache.written:
+        return
+    outputs = {k: rows for k, rows in cache.outputs.items() if k >= count}
+    unread = {at for rows in cache.outputs.values() for at in rows} - {at for rows in outputs.values() for at in rows}
+    place: dict[int, int] = {}
+    for index in range(count, len(values)):
+        if index not in unread:
+            place[index] = len(new)
+            new.append(values[index])
+    cache.outputs = {place[k]: tuple(place[at] for at in rows) for k, rows in outputs.items()}
+    cache.grows = {place[k]: name for k, name in cache.grows.items() if k in place}
+    cache.recipes = {
+        place[k] if isinstance(k, int) else k: recipe
+        for k, recipe in cache.recipes.items()
+        if not isinstance(k, int) or k in place
+    }
+    program.mutations = tuple(mutations)
+    program.gm.graph.output_node().args = (tuple(new),)

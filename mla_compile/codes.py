@@ -148,8 +148,9 @@ CODES: dict[Code, CodeInfo] = {
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",
         "the cache holds K and V per head, so the latent of the cached tokens is out of sight",
-        "cache the latent and the rotary key, or let K and V grow by cat from an empty cache "
-        '(programs need the option cache="latent" for that)',
+        "cache the latent and the rotary key; or let K and V grow by cat from an empty cache (DynamicCache) instead of "
+        "writing them into a buffer; or export the model with its cache (buffers too) as inputs of its forward and "
+        'optimize that program with cache="latent" (a buffer then asks for an up-projection without a bias)',
     ),
     Code.NOT_MLA: CodeInfo("not_mla", "K and V are no linear image of a narrower latent: plain MHA, GQA or MQA"),
 }

@@ -71,7 +71,7 @@ def new_signature(
     order_placeholders(program.gm.graph, [spec.arg.name for spec in specs if hasattr(spec.arg, "name")])
     results: list[OutputSpec] = []
     flat: list[Any] = []
-    for result, value in zip(signature.output_specs, outputs, strict=True):
+    for result, value in zip(_with_written_rows(program, signature), outputs, strict=True):
         if isinstance(value, list):
             results += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=row.name), None) for row in value]
             flat += value
@@ -81,6 +81,18 @@ def new_signature(
     signature.output_specs = results
     program.gm.graph.output_node().args = (tuple(flat),)
     return inputs, outputs
+
+
+def _with_written_rows(program: Program, signature: ExportGraphSignature) -> list[OutputSpec]:
+    """What the program returns, the new values of rows in the place of those of the buffers they stand for."""
+    specs: list[OutputSpec] = []
+    for spec in signature.output_specs:
+        rows = program.cache.written.get(spec.target) if spec.kind is OutputKind.USER_INPUT_MUTATION else None
+        if rows is None:
+            specs.append(spec)
+        else:
+            specs += [OutputSpec(spec.kind, TensorArgument(name=row), row) for row in rows]
+    return specs
 
 
 def rows_in_graph_module(

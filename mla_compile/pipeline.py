@@ -8,6 +8,8 @@ write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
+split_heads        an attention that was refused, where groups of its heads can be judged by themselves; then all are
+                   found and judged again, and the split is taken back where that absorbs no more of it;
 restore_flex       before any rewrite: what is not absorbed keeps its kernel;
 absorb             rewrites the sites that were judged legal and worth it;
 verify             checks each distinct rewrite against float64 while the original is still at hand;
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -43,16 +45,19 @@ from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.flex import restore_flex, write_flex
 from mla_compile.passes.fold import fold
 from mla_compile.passes.graph import remove_dead_code, weight_nodes
+from mla_compile.passes.head_report import gains, groups_of, notes_of, reports_of, shown
 from mla_compile.passes.judge import Verdict, judge
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.narrow import narrow
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
-from mla_compile.passes.site_report import site_report, unfollowed_report
+from mla_compile.passes.site_report import unfollowed_report
+from mla_compile.passes.split_heads import SplitSite, split_heads
 from mla_compile.passes.split_products import split_products
 from mla_compile.passes.unfollowed import unfollowed
 from mla_compile.passes.verify import Check, check_site, key_of
+from mla_compile.passes.verify_split import check_split
 from mla_compile.passes.written_softmax import write_softmax
 from mla_compile.program import Program, copy_graph
 from mla_compile.records import PassRecord
@@ -150,23 +155,48 @@ def _run_once(
     frozen: bool,
     kept: PassRecord,
     draw: bool,
+    whole: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[Outcome, dict[str, Check]]:
+    """``whole``: attentions that are not to be split by heads, and what is to be said of that."""
     program = base.copy()
     graph = program.gm.graph
     clock = _Clock(program, [kept])
+    whole = dict(whole or {})
     clock.run("normalize", lambda: normalize(graph), int)
     flex = clock.run("write_flex", lambda: write_flex(program.gm, program.fake_mode), len)
     weights = weight_nodes(graph, program.weights)
     clock.run("split_products", lambda: split_products(graph, weights, program.fake_mode), int)
     clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)
-    sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
-    lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, sites), lambda _: 0)
     maps = LinearMaps(weights, program.fake_mode)
     device = default_device(_device_type(program.gm))
     # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any
     # fold saves: with that cost counted, "auto" comes out as "never" for all dims.
     folding = "never" if options.fold == "auto" and not frozen else options.fold
-    verdicts = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
+
+    def judged() -> list[Verdict]:
+        sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
+        return clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
+
+    verdicts = judged()
+    verdicts = [replace(v, notes=(*v.notes, *whole.get(v.site.node.name, ()))) for v in verdicts]
+    groups = [
+        found
+        for v in verdicts
+        if not {v.site.node.name} & {*whole, *failed} and (found := groups_of(v, maps)) is not None
+    ]
+    unsplit = {g.site.node: next(v for v in verdicts if v.site is g.site) for g in groups}
+    before = copy.deepcopy(graph) if options.verify and groups else None
+    splits = clock.run("split_heads", lambda: split_heads(groups, program.fake_mode), len) if groups else []
+    if splits:
+        remove_dead_code(graph)
+        weights = weight_nodes(graph, program.weights)
+        maps = LinearMaps(weights, program.fake_mode)
+        verdicts = judged()
+        by_node = {v.site.node: v for v in verdicts}
+        useless = {s.name: notes_of(s, by_node) for s in splits if not gains(s, unsplit[s.site.node], by_node)}
+        if useless:
+            return _run_once(base, options, name, failed, frozen, kept, draw, {**whole, **useless})
+    lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, [v.site for v in verdicts]), lambda _: 0)
     verdicts = [
         replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v
         for v in verdicts
@@ -175,18 +205,17 @@ def _run_once(
     absorbing = {v.site.node for v in chosen}
     sketch = Sketch(copy_graph(graph), {n.name for n in weights}) if draw else None
     clock.run("restore_flex", lambda: restore_flex(graph, flex, absorbing), int)
-    before = copy.deepcopy(graph) if options.verify and chosen else None
+    if options.verify and chosen and before is None:
+        before = copy.deepcopy(graph)
     rewritten = clock.run("absorb", lambda: _absorb_all(program, chosen), len)
     checks: dict[str, Check] = {}
     if before is not None:
-        checks = clock.run("verify", lambda: _verify(rewritten, before, program), lambda _: 0)
+        checks = clock.run("verify", lambda: _verify(rewritten, splits, verdicts, before, program), lambda _: 0)
     folded = clock.run("fold", lambda: fold(program, rewritten, chosen), lambda done: sum(map(len, done.values())))
-    reports = [
-        site_report(i, v, checks.get(v.site.node.name), folded.get(v.site.node.name)) for i, v in enumerate(verdicts)
-    ]
+    reports = reports_of(verdicts, splits, checks, folded)
     reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]
     if sketch is not None:
-        pictures = _drawn(sketch, verdicts, rewritten) + [sketch.unfollowed(*found) for found in lost]
+        pictures = _drawn(sketch, shown(verdicts, splits), rewritten) + [sketch.unfollowed(*found) for found in lost]
         reports = [replace(report, drawing=drawn) for report, drawn in zip(reports, pictures, strict=True)]
     alone = [pair for v in chosen for pair in v.narrowed]
     clock.run("narrow", lambda: narrow(alone, weights, program.fake_mode), int)
@@ -197,7 +226,7 @@ def _run_once(
     program.gm.recompile()
     variants = tuple(_site_cost(v) for v in chosen if v.by_call)
     report = Report(tuple(reports), graph=name, passes=tuple(clock.records))
-    return Outcome(program, report, len(chosen), variants, base), checks
+    return Outcome(program, report, sum(r.verdict == "absorbed" for r in reports), variants, base), checks
 
 
 def _drawn(sketch: Sketch, verdicts: list[Verdict], rewritten: list[Absorbed]) -> list[SiteDrawing]:
@@ -206,15 +235,31 @@ def _drawn(sketch: Sketch, verdicts: list[Verdict], rewritten: list[Absorbed]) -
     return [sketch.rewritten(v, now[n]) if n in now else sketch.left(v) for v, n in zip(verdicts, names, strict=True)]
 
 
-def _verify(rewritten: list[Absorbed], before: fx.Graph, program: Program) -> dict[str, Check]:
-    """One check per distinct site, its result given to all sites that are the same computation."""
+def _verify(
+    rewritten: list[Absorbed],
+    splits: Sequence[SplitSite],
+    verdicts: Sequence[Verdict],
+    before: fx.Graph,
+    program: Program,
+) -> dict[str, Check]:
+    """One check per distinct site, its result given to all sites that are the same computation.
+
+    An attention that was split by heads is compared as a whole with what it was.
+    """
     done: dict[tuple[object, ...], Check] = {}
     checks: dict[str, Check] = {}
+    grouped = {g.node for s in splits for g in s.groups}
     for site in rewritten:
+        if site.plan.site.node in grouped:
+            continue
         key = key_of(site.plan)
         if key not in done:
             done[key] = check_site(site.plan, site.out, before, program.weights)
         checks[site.plan.site.node.name] = done[key]
+    by_node = {v.site.node: v for v in verdicts}
+    for split in splits:
+        groups = [by_node[g.node] for g in split.groups]
+        checks[split.name] = check_split(split, groups, before, program.weights)
     return checks
 
 

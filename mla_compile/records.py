@@ -79,7 +79,8 @@ class SiteReport:
         break_even_S: queries per call up to which the absorbed form is cheaper on a long context; ``inf`` is always.
         precision_ratio: error of the rewritten site over error of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
-        parts: the sides that are absorbed (``keys``, ``values``), empty for the whole attention.
+        parts: the sides that are absorbed (``keys``, ``values``), of which heads if not of all (``heads 0-7 of 16``,
+            ``values of heads 8-15 of 16``); empty for the whole attention.
         kept: of an attention absorbed in part, what is not, and why.
         notes: anything else worth a line.
         drawing: its nodes before and after, from ``explain``; neither compared nor part of the JSON.

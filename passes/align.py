@@ -82,6 +82,9 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
     if lmap.axis is not None and lmap.axis != feature_axis:
+        made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
+        if any(f is not None and a in f.atoms for f, own in made for a in own):
+            return Stop(operand.node, "head_dependent_latent", "heads that are made of different rows are joined")
         return Stop(operand.node, "token_mixing", "rows of several tensors are joined after the up-projection")
     terms: list[Term] = []
     for segment in lmap.segments:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import ancestors, args_of, bytes_hint, is_tensor, packet
+from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_hint, is_tensor, packet, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
 from mla_compile.passes.plan import make_plan
@@ -139,6 +139,8 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
             stops.append(maps.reasons[node])
     stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(source))
     node = stop.node
+    if _joins_heads(node, maps):
+        return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")
     if (
         packet(node) is not None
         and stop.code == "token_mixing"
@@ -146,3 +148,16 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
     ):
         return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
     return stop
+
+
+def _joins_heads(node: fx.Node, maps: LinearMaps) -> bool:
+    """Whether tensors are joined along an axis that the weights of one of them make."""
+    if packet(node) not in (aten.cat, aten.stack):
+        return False
+    parts = [n for n in args_of(node)[0] if not maps.is_weight(n)]
+    maps = maps.with_stops(())  # the walk may have ended at a part because of this very node
+    pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
+    if packet(node) is aten.stack:  # along an axis that no row has
+        return bool(pieces)
+    dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
+    return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[dim])

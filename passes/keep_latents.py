@@ -10,6 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.arrange import Sizes, arrange
+from mla_compile.passes.cache_writes import slice_over
 from mla_compile.passes.graph import Builder, argument, axis, packet, remove_dead_code, val
 from mla_compile.passes.latent_cache import Kept, Past
 from mla_compile.passes.recipe import Ingredient, Recipe, expand
@@ -27,6 +28,7 @@ class LatentCache:
         recipes: of every such input (by name) and output (by index), with the names of the weights it reads.
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
+        written: inputs that were written to in place -> the placeholders of rows that are written to instead.
     """
 
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class LatentCache:
     recipes: dict[str | int, tuple[Recipe, tuple[str, ...]]] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
     grows: dict[int, str] = field(default_factory=dict)
+    written: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def keep_latents(
@@ -50,7 +53,7 @@ class _Rewriter:
         self.fake_mode = fake_mode
         self.done = LatentCache()
         self.inputs: dict[Hashable, fx.Node] = {}
-        self.joined: dict[tuple[fx.Node, ...], fx.Node] = {}
+        self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
         self.arranged: dict[fx.Node, fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
 
@@ -61,6 +64,8 @@ class _Rewriter:
             anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
             builder = Builder(anchor, self.fake_mode)
             self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
+            if cache.write is not None:
+                self._read_beginnings(cache, rows)
             expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
             names = tuple(n.name for n in cache.leaves)
             for index in cache.outputs:
@@ -82,6 +87,16 @@ class _Rewriter:
             self._let_go(node)
         remove_dead_code(self.graph)
         return self.done
+
+    def _read_beginnings(self, cache: Kept, rows: Sequence[fx.Node]) -> None:
+        """Whoever reads some tokens of a buffer gets them made of those rows alone."""
+        for user in list(cache.node.users):
+            if slice_over(user, cache.recipe.tokens) is cache.node:
+                builder = Builder(user, self.fake_mode)
+                bounds = [argument(user, k, name) for k, name in ((2, "start"), (3, "end"))]
+                step = argument(user, 4, "step", 1)
+                shown = [builder.call(aten.slice.Tensor, r, cache.recipe.token_axis, *bounds, step) for r in rows]
+                user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
 
     def _let_go(self, node: fx.Node) -> None:
         """Removes an input; whoever else reads it gets it expanded from its rows."""
@@ -119,8 +134,14 @@ class _Rewriter:
                 parts.append(self._past(part, cache, index, ingredients))
             else:
                 parts.append(self._new(part[index]))
-        key = tuple(parts)
-        if key not in self.joined:
+        write = cache.write
+        key = (*parts, *(() if write is None else write.where))
+        if key not in self.joined and write is not None:
+            builder = Builder(write.node, self.fake_mode)
+            past, new = parts
+            new = builder.cast(new, val(past).dtype)
+            self.joined[key] = write.over(builder.call, past, new, cache.recipe.token_axis)
+        elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
             # A copy where nothing is joined: the rows outlive this call and share no memory with anything else.
             self.joined[key] = (
@@ -150,7 +171,9 @@ class _Rewriter:
         else:
             assert ingredients is not None, "an assumed past is one that grows"
             # Inputs that grow by the same rows hold the same rows: K and V of one attention.
-            name, dtype = ("grows by", ingredients[index].node), val(ingredients[index].node).dtype
+            # At other positions they would be others.
+            where = () if cache.write is None else cache.write.where
+            name, dtype = ("grows by", ingredients[index].node, *where), val(ingredients[index].node).dtype
         if name not in self.inputs:
             example = val(node)
             wanted = cache.recipe.row_shape(example.shape, cache.recipe.widths[index])

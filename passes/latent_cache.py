@@ -10,6 +10,12 @@ After::
     c = cat([past_c, c_new]); K, V = linear(c, W)
     return attention(q, K, V), c
 
+A buffer of full length is the same with a write in the place of the join::
+
+    K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
+
+which holds where nothing was written yet, too: rows of zeros make zeros, as long as there is no bias.
+
 The attention then is one whose K and V are expanded from rows, which the other passes absorb. This is legal where what
 the past holds was made from rows by the same recipe (:mod:`mla_compile.passes.recipe`): known of tensors that carry
 their recipe, or taken for granted (``assume``) where a program is given a new signature, and only its own outputs, or a
@@ -24,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mla_compile.passes.cache_writes import Write, slice_over, write_of
 from mla_compile.passes.cuts import choose_sources
 from mla_compile.passes.graph import argument, axis, packet, shape, val
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop
@@ -51,7 +58,8 @@ class Past:
 class Kept:
     """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
 
-    ``site`` is the output of the attention that reads it.
+    ``site`` is the output of the attention that reads it. ``write``: how the new part gets into a buffer of full
+    length, where it is not joined to the past.
     """
 
     node: fx.Node
@@ -60,6 +68,7 @@ class Kept:
     leaves: tuple[fx.Node, ...]
     parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
     outputs: tuple[int, ...]
+    write: Write | None = None
 
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
@@ -106,6 +115,9 @@ def _cached(
     for node in reversed(ways[0]) if ways else ():
         if node is None or not all(node in way for way in ways):
             continue
+        written = _written(node, operand, site, maps, assume)
+        if written is not None:
+            return {written.node: written.dim} if written.node in returned else {}
         grows = _grows(node, pasts, assume)
         # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
         known = node in pasts or (grows and all(p in pasts for p in _joined(node) or () if p.op == "placeholder"))
@@ -119,6 +131,19 @@ def _cached(
             tokens = at
         return {node: tokens if tokens is not None else _likely_token_axis(node)}
     return {}
+
+
+def _written(
+    node: fx.Node, operand: Operand, site: AttentionSite, maps: LinearMaps, assume: set[fx.Node]
+) -> Write | None:
+    """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
+    if write_of(node) is None and packet(node) is not aten.slice:
+        return None
+    tokens = _token_axis(node, operand, site, maps)
+    if tokens is None:
+        return None
+    write = write_of(slice_over(node, tokens) or node)
+    return write if write is not None and write.buffer in assume and write.dim == tokens else None
 
 
 def _joined(node: fx.Node) -> list[fx.Node] | None:
@@ -154,14 +179,22 @@ def _keep(
     assume: set[fx.Node],
 ) -> list[Kept] | None:
     """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
-    parts = {n: [n] if n in pasts else (_joined(n) if _grows(n, pasts, assume) else [n]) or [] for n in tensors}
+    writes = {n: write for n in tensors if n not in pasts and (write := write_of(n)) is not None}
+    parts = {
+        n: [writes[n].buffer, writes[n].new]
+        if n in writes
+        else [n]
+        if n in pasts
+        else (_joined(n) if _grows(n, pasts, assume) else [n]) or []
+        for n in tensors
+    }
     new = [p for own in parts.values() for p in own if p not in pasts and p not in assume]
     cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
     at_cuts = maps.with_stops(cuts)
     kept: list[Kept] = []
     for node, tokens in tensors.items():
         made = {p: at_cuts.map(p) for p in parts[node] if p in new}
-        one = _keep_one(node, site, tokens, parts[node], made, pasts, returned)
+        one = _keep_one(node, site, tokens, parts[node], made, pasts, returned, writes.get(node))
         if one is None:
             return None
         kept.append(one)
@@ -184,6 +217,7 @@ def _keep_one(
     new: Mapping[fx.Node, LinearMap],
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
+    write: Write | None = None,
 ) -> Kept | None:
     known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
     taken: list[fx.Node | tuple[Ingredient, ...]] = []
@@ -194,6 +228,8 @@ def _keep_one(
             if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
                 return None
             recipe, ingredients, leaves = made
+            if write is not None and any(p.bias is not None for p in recipe.parts):
+                return None  # where nothing was written yet zeros are read: a bias would stand there instead
             known.add((recipe, leaves))
             taken.append(ingredients)
             dtypes.add(tuple(val(i.node).dtype for i in ingredients))
@@ -206,7 +242,7 @@ def _keep_one(
     if len(known) != 1 or len(dtypes) != 1:
         return None
     ((recipe, leaves),) = known
-    return Kept(node, site, recipe, leaves, tuple(taken), returned.get(node, ()))
+    return Kept(node, site, recipe, leaves, tuple(taken), returned.get(node, ()), write)
 
 
 def _saves(kept: Sequence[Kept]) -> bool:

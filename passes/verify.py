@@ -68,13 +68,28 @@ def check_site(
 ) -> Check:
     """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
     before = {n.name: n for n in original.nodes}
-    old = before[plan.site.node.name]
     inputs = [*plan.sources, *(p.q.node for p in plan.site.products), *(m.operand.node for m in plan.site.masks)]
     boundary = {n.name: before[n.name] for n in inputs}
+    return compare(plan, before[plan.site.node.name], new, boundary, weights, seed)
+
+
+def compare(
+    plan: AbsorbPlan,
+    old: fx.Node,
+    new: fx.Node,
+    boundary: Mapping[str, fx.Node],
+    weights: Mapping[str, torch.Tensor | None],
+    seed: int = 0,
+    share: float = 1.0,
+) -> Check:
+    """Compares ``new`` with ``old``, both from the same values of ``boundary``.
+
+    ``share``: what the heads of ``plan`` are of those that are computed.
+    """
     ratios: list[float] = []
     note = None
     for sizes in _contexts(plan, boundary.values()):
-        if _too_large(plan, sizes):
+        if _too_large(plan, sizes, share):
             note = "not checked numerically: the context is too long for a float64 run"
             continue
         ours: list[torch.Tensor] = []
@@ -97,14 +112,14 @@ def check_site(
                 break
         if val(plan.site.node).dtype == torch.float64:
             continue  # the model runs in the precision of the truth: its own error cannot be seen
-        problem, ratio = _compare(torch.cat(ours), torch.cat(theirs), torch.finfo(val(plan.site.node).dtype).eps)
+        problem, ratio = _judge_errors(torch.cat(ours), torch.cat(theirs), torch.finfo(val(plan.site.node).dtype).eps)
         if problem is not None:
             return Check(ratio, problem)
         ratios += [] if ratio is None else [ratio]
     return Check(max(ratios, default=None), note=note)
 
 
-def _compare(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:
+def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:
     """What is wrong with the errors of the rewritten rows, if anything, and the ratio of the median errors.
 
     Errors are heavy-tailed (a softmax near a tie is as good as a coin toss), so quantiles are compared, not means.
@@ -175,10 +190,10 @@ def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
     return expr if isinstance(expr, int) else int(expr.subs(sizes))
 
 
-def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> bool:
+def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
     b, s, t = ((_number(x, sizes)) for x in plan.sizes())
     d = plan.dims
-    expanded = b * t * d.expanded_values
+    expanded = b * t * d.expanded_values / share
     return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
 
 

@@ -248,3 +248,25 @@ def test_a_program_without_a_count_of_tokens_cannot_be_written_in_place(tmp_path
             Unmasked().eval(), tmp_path / "m", profile="inplace", example_inputs=example, dynamic_shapes=shapes
         )
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", ["keys", "heads"])
+def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
+    """K alone leaves no operator of ours in the graph."""
+
+    class Part(Decode):
+        def forward(self, query, new, mask, past):
+            rows = torch.cat([past, new], 1)
+            B, T, _ = rows.shape
+            k, v = self.up(rows).view(B, T, 2, 10).transpose(1, 2).split([6, 4], -1)
+            if part == "keys":
+                v = v.tanh()
+            else:
+                k, v = (torch.cat([y, rows[:, None, :, : y.shape[-1]].sin()], 1) for y in (k, v))
+                query = torch.cat([query, query[:, :1]], 1)
+            return nn.functional.scaled_dot_product_attention(query, k, v, mask[:, None, None], scale=0.4), rows
+
+    _, exported = program(seeded(Part))
+    done = mla_compile.export_onnx(exported, tmp_path / "m", prefill=False)
+    assert done.verification.error < 1e-5
+    assert [site.parts for site in done.report.sites] == [("keys",) if part == "keys" else ("heads 0-1 of 3",)]

@@ -60,7 +60,7 @@ def export(
         _finish(expanded, profile)
         graphs["prefill.onnx"] = expanded.model
     say("writing weights")
-    dtype = _TYPES.get(next(iter(attention_nodes(decode.model.graph))).inputs[1].dtype, "")
+    dtype = _dtype(decode.model.graph)
     artifact.write_graphs(graphs, stage)
     for name in graphs:
         onnx.checker.check_model(str(stage / name), full_check=True)
@@ -75,6 +75,13 @@ def export(
         made = [decode.program] if why_not else [stage / name for name in graphs]
         verification = _compare(program, made, dtype, why_not)
     return Exported(stage, profile.name, decode.report, verification)
+
+
+def _dtype(graph: ir.Graph) -> str:
+    """What the attention reads; what is returned, where it was absorbed in part and is no operator of its own."""
+    nodes = attention_nodes(graph)
+    values = [nodes[0].inputs[1]] if nodes else list(graph.outputs)
+    return next((_TYPES[v.dtype] for v in values if v is not None and v.dtype in _TYPES), "")
 
 
 def _finish(converted: Converted, profile: Profile) -> None:

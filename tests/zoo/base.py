@@ -19,6 +19,7 @@ A style is a file of this folder with
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,7 +205,10 @@ class NotMla(Outcome):
 
 @dataclass(frozen=True)
 class InPart:
-    """One attention of which only ``sides`` are absorbed (or some of their columns); the rest stays, with ``code``."""
+    """One attention of which only ``sides`` are absorbed (or some of their columns); the rest stays, with ``code``.
+
+    ``some heads`` stand for whichever it is.
+    """
 
     sides: str
     code: str
@@ -222,9 +226,10 @@ _KEPT = " in part, kept: "
 
 def told(site: SiteReport) -> str:
     """What became of an attention, in the words in which outcomes are counted."""
-    if not site.parts:
+    if not site.kept:  # the whole, or all of its heads in groups
         return str(site.code)
-    return " and ".join(site.parts) + _KEPT + ", ".join(dict.fromkeys(str(k.code) for k in site.kept))
+    parts = dict.fromkeys(re.sub(r"heads? [\d-]+ of \d+", "some heads", part) for part in site.parts)
+    return " and ".join(parts) + _KEPT + ", ".join(dict.fromkeys(str(k.code) for k in site.kept))
 
 
 def verdict_of(said: str) -> str:

@@ -1,12 +1,11 @@
-"""Grouped latent attention (GLA): two latents, each expanded by half of the heads. Each half could be absorbed for
-itself; as one attention its heads read different rows, so it is refused."""
+"""Grouped latent attention (GLA): two latents, each expanded by half of the heads, in one product; one rotary key for
+all. As one attention its heads read different rows; split by heads, each half is absorbed for itself."""
 
 import torch
 
-from tests.zoo.base import Carry, Layer, Refused, causal, rope, rows
+from tests.zoo.base import Absorbed, Carry, Layer, causal, rope, rows
 
-EXPECTED = Refused("head_dependent_latent")
-LEGAL = True
+EXPECTED = Absorbed()
 G = 2
 
 
