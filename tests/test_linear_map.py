@@ -486,8 +486,8 @@ STOPS = {
         [],
     ),
     "a weight from the inputs": ("position_dependent", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
-    "a bias from the inputs": ("unsupported_op", lambda z, w, p: F.linear(z, w, p), [W(6, L)], [z(6)]),
-    "a vector for a weight": ("unsupported_op", lambda z, w: F.linear(z, w), [W(L)], []),
+    "a bias from the inputs": ("unsupported_op", F.linear, [W(6, L)], [z(6)]),
+    "a vector for a weight": ("unsupported_op", F.linear, [W(L)], []),
     "an einsum that sums a weight": ("unsupported_op", lambda z, w: torch.einsum("btl,ln->bt", z, w), [W(L, 6)], []),
     "constants joined": (
         "unsupported_op",
