@@ -156,10 +156,9 @@ def test_sizes_that_are_all_equal(core, E):
 def test_everything_symbolic_and_each_call_picks():
     dynamic = ({0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 2: DYN}, {0: DYN, 2: DYN})
     module = FlatColumns()
-    program, _ = split(module, data(2, 3, 9), dynamic)
-    for B, S, T in ((1, 1, 5), (3, 4, 4), (2, 2, 11)):
-        assert_equal(module, program, data(B, S, T))
     outcome = optimized(export(module, data(2, 3, 9), dynamic))
+    for B, S, T in ((1, 1, 5), (3, 4, 4), (2, 2, 11)):
+        assert_equal(module, outcome.program, data(B, S, T))
     assert codes(outcome) == [Code.ABSORBED]
     assert [v.dims.H for v in outcome.variants] == [H]
     assert_equal(module, outcome.base, data(3, 4, 4))
