@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--guesses", type=int, default=5, help="tokens the draft guesses each time")
-    parser.add_argument("--levels", type=int, default=24, help="levels of the draft's weights: fewer guess worse")
+    parser.add_argument("--levels", type=int, default=16, help="levels of the draft's weights: fewer guess worse")
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="inductor")
     given = parser.parse_args(arguments)
     target = tiny_model()
