@@ -137,8 +137,10 @@ def _close(
             axis_of[label] = fresh_axis(s)
     v_axes = tuple(() if same(s, 1) else axis_of[c] for c, s in zip(v_labels, shape(v), strict=True))
     keys = axis_of[summed[0]]
-    if not scores.normalized:  # then what the values are summed over are the keys
-        scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products), softmax=keys)
+    # What the values are summed over are the keys, also where the softmax runs over the queries.
+    scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products))
+    if not scores.normalized:
+        scores = replace(scores, softmax=keys)
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
     shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
     rows = [a for a in flatten(scores.axes) if a not in keys]
