@@ -17,7 +17,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axis, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
-from mla_compile.passes.graph import args_of, argument, axis, packet, same, shape, val
+from mla_compile.passes.graph import args_of, argument, axis, bytes_hint, packet, same, shape, val
 from mla_compile.passes.linear_join import joint_of, one_map
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
 
@@ -105,10 +105,13 @@ def contract(
     if source.axis is None:
         return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out, maps.per_row))
     label = labels[source.axis]
+    joint = joint_of(source)
+    raw = not any(p.projected for p in source.pieces)
     if label not in out:
+        if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
+            raise RowsJoined(joint)  # one latent, joined of parts
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
-    joint = None if any(p.projected for p in source.pieces) else joint_of(source)
-    if joint is not None and label not in weight_labels and any(c not in out for c in labels):
+    if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     done: list[Segment] = []
     for s in source.segments:

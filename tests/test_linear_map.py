@@ -309,6 +309,22 @@ def test_rows_joined_along_two_axes():
     assert {str(p.source.target) for p in lmap.pieces} == {"aten.cat.default"}
 
 
+@pytest.mark.parametrize("down", [False, True], ids=["as they are", "one of them projected"])
+def test_columns_of_several_tensors_projected_together(down):
+    """The rows that are expanded are the joined ones."""
+
+    def fn(a, b, w, m):
+        return torch.cat([a @ m if down else a, b], -1) @ w
+
+    inputs, weights = [z(), z(B, T, 3, seed=5)], [W(L + 3, 15), W(L, L)]
+    program = trace(fn, inputs, weights)
+    lmap = linear_map(program)
+    (piece,) = lmap.pieces
+    assert piece.source.target is aten.cat.default
+    assert piece.projected
+    assert found_reasons == {}
+
+
 def test_a_bias_in_float16_is_evaluated_where_it_is_added():
     check(lambda z, w, b: F.linear(z, w) + b.double(), [z()], [W(6, L), W(6).half()])
 
