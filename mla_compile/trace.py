@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,6 +41,7 @@ def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
     attempts = [_fake_copies] if _has_meta(module) else [_fake_copies, _real_copies]
     for copies in attempts:
         compiler = Compiler(options, explain_only=True)
+        before = Counter(counters["graph_break"])
         entry = compiled_entry(compiler)
         try:
             with copies(module, args, kwargs) as copied, torch.no_grad():
@@ -52,11 +55,22 @@ def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
     if compiler.failures and not compiler.reports:
         (first, *_) = compiler.failures
         raise first if isinstance(first, MlaCompileError) else CaptureError(f"{type(first).__name__}: {first}")
+    breaks = tuple(_one_line(reason) for reason in Counter(counters["graph_break"]) - before)
     if not compiler.graphs:
-        raise CaptureError(f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward")
+        said = f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward"
+        raise CaptureError("; ".join((said, *breaks)))
     report = Report.merged(compiler.reports)
     problems = tuple(f"a graph could not be examined: {failure}" for failure in compiler.failures)
-    return replace(report, messages=report.messages + problems)
+    # An attention that a break cuts in two, or a frame that Dynamo leaves alone, is in no graph and so no site.
+    broken = tuple(f"Dynamo broke the graph: {reason}" for reason in breaks)
+    return replace(report, messages=report.messages + problems + broken)
+
+
+def _one_line(reason: str) -> str:
+    """What Dynamo says of a graph break, without its hints: the headline and, where it has one, the explanation."""
+    lines = [line.strip() for line in reason.strip().splitlines()]
+    told = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
+    return ": ".join((*lines[:1], *told))
 
 
 def _why_not(

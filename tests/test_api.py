@@ -235,6 +235,27 @@ def test_explain_changes_nothing_and_runs_nothing() -> None:
     assert not ours.rows.any()
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse:UserWarning")
+def test_explain_says_where_dynamo_made_no_graph_of_an_attention(layout: torch.layout) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Linear(D, 6)
+            self.up = nn.Parameter(torch.eye(6, L).to_sparse(layout=layout))
+
+        def queries(self, x: Any) -> Any:  # gets a graph of its own
+            return self.q(x)
+
+        def forward(self, x: Any, rows: Any) -> Any:
+            k = (self.up @ rows[0].mT).mT
+            return (self.queries(x) @ k.mT).softmax(-1) @ k
+
+    report = explain(Sparse(), torch.randn(1, 1, D), torch.randn(1, 5, L))
+    assert not report.sites
+    assert any("Dynamo broke the graph" in said and "sparse" in said.lower() for said in report.messages)
+
+
 def test_explain_leaves_no_compiled_code_behind() -> None:
     model = Toy().eval()
     graphs: list[Any] = []
