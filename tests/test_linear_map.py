@@ -588,6 +588,17 @@ def test_a_chosen_source_ends_the_walk():
     assert not isinstance(lmap, Stop)
 
 
+def test_a_table_of_positions_is_no_weight_whatever_the_source():
+    from mla_compile.passes.graph import weight_nodes
+    from mla_compile.passes.linear_map import LinearMaps
+
+    program = trace(lambda z, a, t: (z @ a) * t, [z()], [W(L, 3), W(T, 1)])
+    first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")
+    maps = LinearMaps(weight_nodes(program.gm.graph, program.weights), program.fake_mode)
+    assert maps.with_stops([first]).map(second).pieces[0].source is second
+    assert maps.with_stops([first], per_row=True).map(second).pieces[0].source is first
+
+
 # Chains of random operators. The oracle is the function itself: a map that claims to be linear must reproduce it.
 
 
