@@ -179,7 +179,12 @@ def _keep(
     assume: set[fx.Node],
 ) -> list[Kept] | None:
     """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
-    writes = {n: write for n in tensors if n not in pasts and (write := write_of(n)) is not None}
+    # K put together from columns is a write too, but not one of tokens into a buffer.
+    writes = {
+        n: write
+        for n, tokens in tensors.items()
+        if (write := write_of(n)) is not None and write.dim == tokens and write.buffer in assume
+    }
     parts = {
         n: [writes[n].buffer, writes[n].new]
         if n in writes

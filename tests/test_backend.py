@@ -224,7 +224,7 @@ def test_what_is_kept_by_choice_is_no_warning() -> None:
 def test_a_failure_falls_back_with_its_reason_or_is_raised_when_strict(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise error
 
     monkeypatch.setattr(pipeline, "run", broken)
@@ -239,7 +239,7 @@ def test_a_failure_falls_back_with_its_reason_or_is_raised_when_strict(
 
 
 def test_an_interrupt_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> Any:
+    def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pipeline, "run", interrupted)
@@ -453,7 +453,7 @@ def test_a_fold_that_fails_costs_the_fold_not_the_absorption(fold: str, monkeypa
         monkeypatch.setattr(
             pipeline,
             "run",
-            lambda p, o, n: real(p, o if o.fold == "never" else Options(lowering="aten", fold="always"), n),
+            lambda p, o, n, **how: real(p, o if o.fold == "never" else Options(lowering="aten", fold="always"), n),
         )
     backend = compiler(fold=fold)
     model, (x, rows) = Toy().eval(), decode_inputs()

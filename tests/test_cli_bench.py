@@ -84,8 +84,10 @@ def test_figures_of_a_config(here):
         assert max(row["error"].values()) < 1e-4
 
 
-def test_sizes_as_explain_prints_them(here):
+def test_sizes_as_explain_prints_them(here, monkeypatch):
     """With queries that are not compressed: Q is the width of the model."""
+    # The table is as wide as the terminal; nothing is cut at this width.
+    monkeypatch.setenv("COLUMNS", "160")
     done = call("--dims", "H=3 L=20 R=6 N=12 V=10 Q=40 D=40", "--contexts", "130", *ROW)
     assert done.exit_code == 0, done.output
     assert "with H=3 L=20 R=6 N=12 V=10 Q=40 D=40, fp32, batch 1" in done.stdout

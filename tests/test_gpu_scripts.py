@@ -318,5 +318,5 @@ def test_timing_on_the_cpu_reports_every_call():
     clock = timing.Clock(CPU)
     seconds = clock.seconds({"a": lambda: None, "b": lambda: None}, rounds=4, budget=0.0)
     assert {name: len(found) for name, found in seconds.items()} == {"a": 3, "b": 3}
-    assert set(timing.spread(seconds["a"])) == {"median", "best", "low", "high", "count"}
+    assert set(timing.spread(seconds["a"])) == {"median", "best", "low", "high", "p10", "p90", "count"}
     assert cases.lengths(Shape(B=1, kv=9, H=1), "zeros", torch.Generator()).tolist() == [0]
