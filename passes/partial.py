@@ -161,6 +161,6 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
         for rows in plan.rows:
             if rows.node in own and rows.heads:
                 own_stop = maps.reasons.get(rows.node)
-                if own_stop is None or own_stop.code not in ("dropout", "nonlinear", "token_mixing"):
+                if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
                 yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps) or own_stop)
