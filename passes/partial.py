@@ -160,5 +160,7 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
         own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
         for rows in plan.rows:
             if rows.node in own and rows.heads:
-                default = Stop(rows.node, "per_head_rope", "every head has rows of its own")
-                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps) or default)
+                own_stop = maps.reasons.get(rows.node)
+                if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
+                    own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
+                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps) or own_stop)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mla_compile.codes import Code
 from tests.modules import MLA, H, N, V, inputs
-from tests.programs import absorbed, one_side, refused, seeded
+from tests.programs import absorbed, export, one_side, optimized, refused, seeded
 
 
 class Core(MLA):
@@ -167,3 +167,17 @@ def test_an_adapter_that_reads_other_rows():
             return F.linear(c, self.w) + F.linear(F.linear(c.cumsum(1), self.down), self.back)
 
     refused(Adapted(), inputs(), Code.TOO_MANY_SOURCES)
+
+
+def test_dropout_of_a_rotary_key_that_was_expanded():
+    """Every head has rows of its own then, but it is not for that that they stay."""
+
+    class Dropped(MLA):
+        def join(self, k, r):
+            r = r[:, None].expand(-1, self.H, -1, -1)
+            return torch.cat([k, F.dropout(r, 0.3, training=True)], -1)
+
+    outcome = optimized(export(Dropped(), inputs()), forms="absorbed")
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts) == (Code.ABSORBED, ("keys", "values"))
+    assert [k.code for k in site.kept] == [Code.DROPOUT]
