@@ -25,7 +25,7 @@ from tests.adversary.oracle import BOTH, by_atoms, recorded, sides
 NEGLIGIBLE = 1e-9
 
 TRUE: dict[str, set[Code]] = {
-    "random": {Code.DROPOUT, Code.PER_HEAD_ROPE},
+    "random": {Code.DROPOUT},
     "nonlinear": {Code.NONLINEAR},
     "mixed": {Code.TOKEN_MIXING},
     "sequences mixed": {Code.TOKEN_MIXING, Code.HEAD_DEPENDENT_LATENT, Code.PER_HEAD_ROPE},
@@ -34,7 +34,6 @@ TRUE: dict[str, set[Code]] = {
 }
 """The codes that are true where an obligation is broken.
 
-Random: a dropout over what was one row for all heads makes rows of every head its own.
 Equal sizes: what reads the rows of another sequence may have batch and heads swapped. What comes from elsewhere than
 the rows may be wide, a hidden state, of every head: any code may be true of it.
 """
