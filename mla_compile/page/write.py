@@ -36,7 +36,7 @@ def write_page(result: Explained, path: Path, title: str = "") -> None:
                 file.write(data)
             os.chmod(draft, _mode(path))
             os.replace(draft, path)
-        except BaseException:
+        except BaseException:  # raised again: an interrupt leaves no draft behind either
             os.unlink(draft)
             raise
     except OSError as error:
