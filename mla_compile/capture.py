@@ -7,6 +7,8 @@ doors out are in :mod:`mla_compile.emit`.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import UnspecializedParamBufferSource
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from mla_compile.emit import to_exported, to_graph_module, to_plain_graph_module
@@ -86,10 +88,12 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None =
 
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
     """The program of an ExportedProgram; its ``original`` is that program with in-place writes removed."""
+    flat = _called_flat(exported)
     try:
-        functional = exported.run_decompositions({})
+        functional = flat.run_decompositions({})
     except Exception as error:  # whatever an operator or its fake kernel raises
         raise _failure("the exported program cannot be made functional", error) from error
+    _call_like(exported, functional)
     signature = functional.graph_signature
     graph = copy_graph(functional.graph)
     _drop_grad_mode(graph)
@@ -112,6 +116,44 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         if isinstance(tensors.get(target), torch.Tensor) and name not in mutated
     }
     return _finish(Program(gm, tuple(mutated), weights, original=functional))
+
+
+def _called_flat(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """``exported`` with flat outputs and one flat keyword argument per input.
+
+    ``run_decompositions`` builds the containers of the inputs, and what they compute meanwhile (the DynamicCache of
+    transformers appends to empty tensors) ends in constants that nobody holds.
+    """
+    first, *rest = exported.module_call_graph
+    assert first.signature is not None  # the first entry is the whole program's
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    signature = dataclasses.replace(
+        first.signature,
+        in_spec=pytree.tree_structure(((), dict.fromkeys(names))),
+        out_spec=pytree.tree_structure(tuple(range(first.signature.out_spec.num_leaves))),
+        forward_arg_names=None,
+    )
+    gm = copy.deepcopy(exported.graph_module)
+    return torch.export.ExportedProgram(
+        root=gm,
+        graph=gm.graph,
+        graph_signature=copy.deepcopy(exported.graph_signature),
+        state_dict=exported.state_dict,
+        range_constraints=exported.range_constraints,
+        module_call_graph=[dataclasses.replace(first, signature=signature), *rest],
+        constants=exported.constants,
+        verifiers=exported.verifiers,
+    )
+
+
+def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:
+    """Gives ``flat`` the inputs and outputs of ``exported`` again."""
+    nested, signature = exported.module_call_graph[0].signature, flat.module_call_graph[0].signature
+    assert nested is not None
+    assert signature is not None
+    signature.in_spec, signature.out_spec = nested.in_spec, nested.out_spec
+    signature.forward_arg_names = nested.forward_arg_names
+    flat._example_inputs = exported.example_inputs
 
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.compile_fx import compile_fx
+from torch.utils import _pytree as pytree
 
+from mla_compile import optimize
 from mla_compile.capture import from_dynamo, from_exported, from_graph_module
 from mla_compile.emit import to_exported, to_graph_module, to_plain_graph_module
 from mla_compile.errors import CaptureError, InputError
@@ -260,6 +262,52 @@ def test_an_exported_program_comes_back_with_its_signature() -> None:
         got = back.module()(x, position)
     torch.testing.assert_close(got["y"], want["y"])
     assert got["none"] is None
+
+
+class Cache:
+    """Rows that are appended to what is there, even when a cache is put together again from its tensors."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = torch.cat([torch.tensor([]), rows], dim=-2)
+
+
+def test_an_exported_program_that_takes_a_cache_object() -> None:
+    """As transformers exports a decode step: building a DynamicCache leaves constants in the graph (torch 2.13)."""
+
+    class Cached(Toy):
+        def forward(self, x: Any, cache: Any, scale: float) -> Any:
+            y, rows = super().forward(x, cache.rows)
+            return {"y": y * scale, "cache": Cache(rows)}
+
+    pytree.register_pytree_node(
+        Cache,
+        lambda cache: ([cache.rows], None),
+        lambda leaves, _: Cache(*leaves),
+        flatten_with_keys_fn=lambda cache: ([(pytree.GetAttrKey("rows"), cache.rows)], None),
+    )
+    try:
+        model = Cached().eval()
+        x, rows = decode_inputs()
+        growing = torch.export.Dim("growing", min=2, max=64)
+        exported = torch.export.export(
+            model, (x, Cache(rows)), {"scale": 2.0}, dynamic_shapes=(None, [{1: growing}], None), strict=False
+        )
+        text = str(exported)
+        back = optimize(exported)
+        assert str(exported) == text
+        report = back.graph_module.meta["mla_report"]
+        assert report.absorbed == 1, report
+        assert back.call_spec == exported.call_spec
+        assert back.example_inputs is exported.example_inputs
+        assert [s.arg.name for s in back.graph_signature.input_specs][-3:] == ["x", "cache_rows", "scale"]
+        with torch.no_grad():
+            for length in (19, 33):
+                x, rows = decode_inputs(cached=length)
+                got, want = back.module()(x, Cache(rows), scale=2.0), model(x, Cache(rows), 2.0)
+                torch.testing.assert_close(got["y"], want["y"])
+                torch.testing.assert_close(got["cache"].rows, want["cache"].rows)
+    finally:
+        pytree._deregister_pytree_node(Cache)
 
 
 def test_an_exported_program_keeps_its_symbolic_sizes() -> None:
