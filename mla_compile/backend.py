@@ -180,14 +180,13 @@ class Compiler:
             return self._generate(capture.to_graph_module(one), _inputs_of(one, done.captured, example_inputs))
 
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
-        pays = runtime.picker(base, done.outcome.variants)
         with torch.no_grad():
             call = generate(program)
             if done.folds is not None:
                 call = runtime.with_folds(call, done.folds)
             if done.outcome.variants:
-                expanded = generate(base)
-                call = expanded if pays is None else runtime.choose_by_call(pays, call, expanded)
+                pays = runtime.picker(base, done.outcome.variants)
+                call = runtime.choose_by_call(pays, call, generate(base))
         if base.cache is not None:
             from mla_compile.latent_calls import with_rows
 

@@ -17,37 +17,35 @@ from torch.utils._sympy.printers import PythonPrinter
 from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.passes import cost, formulas
 from mla_compile.passes.equalities import canonical
-from mla_compile.passes.graph import size
+from mla_compile.passes.graph import UNSEEN, hint, size
 from mla_compile.pipeline import SiteCost
 from mla_compile.program import Fold, Program
 
 Call = Callable[..., Any]
 
 
-def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence[Any]], bool] | None:
+def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence[Any]], bool]:
     """A function of one call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
 
-    ``None`` where a size is not known from the inputs, for instance one computed in the graph.
+    A size that the inputs do not show, such as one computed in the graph, counts as ``UNSEEN``.
     """
     gain = _gain(program, variants)
-    symbols = sorted(gain.free_symbols, key=str)
-    readers = [_reader(program, symbol) for symbol in symbols]
-    if any(reader is None for reader in readers):
-        return None
+    found = {symbol: _reader(program, symbol) for symbol in sorted(gain.free_symbols, key=str)}
+    readers = {symbol: read for symbol, read in found.items() if read is not None}
+    gain = gain.subs(dict.fromkeys(found.keys() - readers.keys(), UNSEEN))
     # torch's printer knows the functions of its shape expressions (FloorDiv, Mod).
-    value = sympy.lambdify(symbols, gain, modules=[{"math": math}, "math"], printer=PythonPrinter)
+    value = sympy.lambdify(list(readers), gain, modules=[{"math": math}, "math"], printer=PythonPrinter)
 
     def absorbed_pays(inputs: Sequence[Any]) -> bool:
-        return bool(value(*[read(inputs) for read in readers if read is not None]) > 0)
+        return bool(value(*[read(inputs) for read in readers.values()]) > 0)
 
     return absorbed_pays
 
 
 def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
-    """The same decision for the sizes the program was traced with; False where one of them is not known."""
-    known = {size(n): int(n.node.hint) for _, _, n in _symbolic_inputs(program) if n.node.hint is not None}
-    gain = _gain(program, variants).subs(known)
-    return bool(gain.is_number and gain > 0)
+    """The same decision for the sizes the program was traced with."""
+    gain = _gain(program, variants).subs({size(n): hint(size(n), n) for _, _, n in _symbolic_inputs(program)})
+    return bool(gain.subs(dict.fromkeys(gain.free_symbols, UNSEEN)) > 0)
 
 
 def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:

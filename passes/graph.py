@@ -19,6 +19,9 @@ OURS = "mla_compile"
 Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
+UNSEEN = 4096
+"""What a dimension counts for in costs that nothing is known of, such as the length of what ``nonzero`` returns."""
+
 
 def size(dim: int | torch.SymInt) -> Size:
     """A dimension as a plain int where it is one, else as its sympy expression."""
@@ -65,7 +68,7 @@ def hint(dim: Size, value: int | torch.SymInt) -> int:
     if isinstance(dim, int):
         return dim
     known = getattr(getattr(value, "node", None), "hint", None)
-    return int(known) if known is not None else 4096
+    return int(known) if known is not None else UNSEEN
 
 
 def bytes_hint(node: fx.Node) -> int:

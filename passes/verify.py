@@ -246,12 +246,14 @@ class _Run:
     def _leaf(self, node: fx.Node) -> Any:
         if node.name in self.given:
             return self._cast(self.given[node.name])
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
+            return _number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
         if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
             return None
         known = self.weights.get(node.name)
         if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
             return self._cast(known.detach())
-        value = node.meta["val"]
         if not is_tensor(node):
             return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
         sizes = {**_symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own

@@ -283,13 +283,15 @@ def test_the_picker_understands_the_shape_expressions_of_torch() -> None:
     S, T = (size.node.expr for size in fake.shape)
     site = pipeline.SiteCost(pipeline.Dims(H=4, L=16, R=6, N=12, V=10), 2, FloorDiv(S * S, S), T + 1)
     pays = runtime.picker(program, [site, site])
-    assert pays is not None
     assert pays([torch.ones(1, 50)])
     assert not pays([torch.ones(500, 50)])
     assert runtime.pays_as_traced(program, [site])
-    unknown = pipeline.SiteCost(site.dims, 2, sympy.Symbol("u0", integer=True), T)
-    assert runtime.picker(program, [site, unknown]) is None
-    assert not runtime.pays_as_traced(program, [unknown])
+    unknown = pipeline.SiteCost(site.dims, 2, S, sympy.Symbol("u0", integer=True))  # counts as UNSEEN
+    pays = runtime.picker(program, [unknown])
+    assert pays([torch.ones(1, 50)])
+    assert not pays([torch.ones(500, 50)])
+    assert runtime.pays_as_traced(program, [unknown])
+    assert not runtime.pays_as_traced(program, [pipeline.SiteCost(site.dims, 2, S + 100, unknown.T)])
 
 
 def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
@@ -308,10 +310,28 @@ def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
     assert earlier.node.expr == T
     site = pipeline.SiteCost(pipeline.Dims(H=4, L=16, R=6, N=12, V=10), 2, S, T + S)
     pays = runtime.picker(program, [site])
-    assert pays is not None
     assert pays([torch.ones(5, 7), 50])
     assert not pays([torch.ones(500, 7), 50])
     assert not runtime.pays_as_traced(program, [site])  # 50 queries
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_context_whose_length_is_computed_in_the_graph() -> None:
+    class Pruned(Toy):
+        def forward(self, x: Any, rows: Any, kept: Any = None) -> Any:
+            return self.attend(x, rows.index_select(1, kept.nonzero()[:, 0]), None)
+
+    model = Pruned().eval()
+    backend = compiler(verify=True, strict=True)
+    step = compiled(model, backend, dynamic=True)
+    kept = torch.arange(19) % 3 != 0
+    with torch.no_grad():
+        for queries, cached in ((3, 19), (40, 19), (2, 11)):
+            x, rows = decode_inputs(cached=cached, queries=queries)
+            torch.testing.assert_close(step(x, rows, kept[:cached]), model(x, rows, kept[:cached]))
+    for report in backend.reports:
+        assert report.absorbed == 1
+        assert report.sites[0].precision_ratio is not None, "not verified"
 
 
 def folding(model: Toy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[int]]:
