@@ -246,7 +246,7 @@ class _Run:
     def _leaf(self, node: fx.Node) -> Any:
         if node.name in self.given:
             return self._cast(self.given[node.name])
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
             return _number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
         if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
