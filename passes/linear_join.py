@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from mla_compile.passes.atoms import Atom, Axis, axis_size
+from mla_compile.passes.atoms import Atom, Axis, axis_size, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import aligned, scaled
 from mla_compile.passes.graph import same, val
@@ -51,6 +51,41 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
     axes = tuple((into,) if k == dim else a for k, a in enumerate(first.axes))
     path = _common_path(pieces, node)
     return replace(first, axes=axes, weight=weight, bias=bias, scale=1.0, path=path, dtype=val(node).dtype)
+
+
+def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
+    """Maps of tensors that are one wide along ``dim``, one after another there; None where the rows are others.
+
+    Heads that were made one by one: each segment by weights side by side, or by the same rows (a rotary key) again.
+    """
+    first = elements[0]
+    if first.axis == dim or any(e.axis != first.axis for e in elements):
+        return None
+    joined: list[Segment] = []
+    for segments in zip(*(e.segments for e in elements), strict=False):
+        if len({(s.start, s.stop) for s in segments}) > 1:
+            return None
+        pieces = [s.piece for s in segments]
+        piece = side_by_side([Segment(k, k + 1, p) for k, p in enumerate(pieces)], dim, node)
+        piece = _repeated(pieces, dim, node) if piece is None else piece
+        if piece is None:
+            return None
+        joined.append(replace(segments[0], piece=piece))
+    return LinearMap(tuple(joined), first.axis)
+
+
+def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
+    """The same rows, or none, again and again along ``dim``, as ``expand`` gives them."""
+    first = pieces[0]
+    if first.weight is not None or first.bias is not None:
+        return None
+    own = {} if first.source is not None else {"axes": first.axes}  # the axes of zeros are not those of any rows
+    if any(replace(p, path=first.path, **own) != first for p in pieces):
+        return None
+    axes = tuple(fresh_axis(len(pieces)) if k == dim else a for k, a in enumerate(first.axes))
+    shared = set.intersection(*({v.node for v in p.path} for p in pieces))
+    path = tuple(v for v in first.path if v.node in shared)
+    return replace(first, axes=axes, path=path, dtype=val(node).dtype).visited(node)
 
 
 def joint_of(source: LinearMap) -> fx.Node | None:

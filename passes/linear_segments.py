@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, axis_size, fresh_axis
 from mla_compile.passes.factors import merged, narrowed
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
-from mla_compile.passes.linear_join import joint_of, one_map, side_by_side
+from mla_compile.passes.linear_join import joint_of, one_map, stacked
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
 from mla_compile.passes.linear_views import broadcast_to, finish, quantizes
 
@@ -100,7 +100,53 @@ def narrow(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 def select(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     x: Any = args_of(node)[0]
     dim, index = axis(args_of(node)[1], len(shape(x))), args_of(node)[2]
-    return finish(_select(maps.map(x), dim, index, shape(x)[dim], node), node)
+    size = shape(x)[dim]
+    while (write := _write(_itself(x), dim)) is not None and isinstance(index, int) and isinstance(size, int):
+        if write.index == axis(index, size):
+            return unexplained(node) if maps.is_weight(write.value) else finish(maps.map(write.value), node)
+        x = write.base
+    return finish(_select(maps.map(x), dim, index, size, node), node)
+
+
+class _Write(NamedTuple):
+    """``select_scatter``: ``base`` with ``value`` in place of what it had at ``index`` of an axis."""
+
+    base: fx.Node
+    value: fx.Node
+    index: int
+
+
+def _write(node: fx.Node, dim: int) -> _Write | None:
+    """``node`` as a write to axis ``dim``; None where it is something else."""
+    if packet(node) is not aten.select_scatter:
+        return None
+    base, value, along, index = (argument(node, k, name) for k, name in enumerate(("self", "src", "dim", "index")))
+    size = shape(node)[dim]
+    known = isinstance(index, int) and isinstance(size, int) and val(value).dtype == val(node).dtype
+    return _Write(base, value, axis(index, size)) if known and axis(along, len(shape(node))) == dim else None
+
+
+def _itself(node: fx.Node) -> fx.Node:
+    """``node``, or what it is the whole of: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
+    while packet(node) in (aten.slice, aten.slice_scatter):
+        x: Any = args_of(node)[0 if packet(node) is aten.slice else 1]
+        if val(x).dtype != val(node).dtype or not all(map(same, shape(x), shape(node))):
+            return node
+        node = x
+    return node
+
+
+def select_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """Heads written one by one into a tensor, the last of them by ``node``: where all of them are, their stack."""
+    dim = axis(argument(node, 2, "dim"), len(shape(node)))
+    written: dict[int, fx.Node] = {}
+    current = node
+    while (write := _write(_itself(current), dim)) is not None:
+        written.setdefault(write.index, write.value)
+        if len(written) == shape(node)[dim]:
+            return _stack(maps, [written[k] for k in range(len(written))], dim, node)
+        current = write.base
+    return Stop(node, "unsupported_op", "a part of a tensor is overwritten")
 
 
 def _select(source: LinearMap, dim: int, index: object, size: Size, node: fx.Node) -> LinearMap | Stop:
@@ -199,9 +245,10 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     features = _joinable(sources, dim, rank)
-    single = all(same(shape(x)[dim], 1) for x in inputs) and all(m.axis in (None, dim) for m in sources)
-    if not features and not single:
-        return Stop(node, "token_mixing", "rows of several tensors are joined")
+    if not features:
+        single = all(same(shape(x)[dim], 1) for x in inputs)
+        joint = stacked([_one_or_segments(m, node) for m in sources], dim, node) if single else None
+        return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
     joined: list[Segment] = []
     offset = 0
     for source in sources:
@@ -211,25 +258,30 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         joined += [Segment(offset + s.start, offset + s.stop, s.piece) for s in segments]
         offset = joined[-1].stop
     joined = [s for s in joined if s.start < s.stop] or joined[:1]
-    if not features:  # one number wide each: heads that were projected one by one, or tokens
-        piece = side_by_side(joined, dim, node)
-        return LinearMap.single(piece) if piece else Stop(node, "token_mixing", "rows of several tensors are joined")
     result = LinearMap(tuple(joined), dim) if len(joined) > 1 else LinearMap.single(joined[0].piece)
     return finish(result, node)
 
 
 def stack(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """Maps of the same rows along a new axis (heads that were projected one by one)."""
-    dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
-    segments: list[Segment] = []
-    for k, x in enumerate(args_of(node)[0]):
-        source = None if maps.is_weight(x) else one_map(maps.map(x), node)
-        if source is None:
+    return _stack(maps, args_of(node)[0], axis(argument(node, 1, "dim", 0), len(shape(node))), node)
+
+
+def _stack(maps: LinearMaps, parts: Sequence[fx.Node], dim: int, node: fx.Node) -> LinearMap | Stop:
+    elements: list[LinearMap] = []
+    for x in parts:
+        if maps.is_weight(x):
             return unexplained(node)
-        (piece,) = source.pieces
-        segments.append(Segment(k, k + 1, replace(piece, axes=(*piece.axes[:dim], (), *piece.axes[dim:]))))
-    joined = side_by_side(segments, dim, node)
-    return unexplained(node) if joined is None else LinearMap.single(joined)
+        source = _one_or_segments(maps.map(x), node)
+        at = None if source.axis is None else source.axis + (source.axis >= dim)
+        one = source.each(lambda p: replace(p, axes=(*p.axes[:dim], (), *p.axes[dim:])), at)
+        assert isinstance(one, LinearMap)
+        elements.append(one)
+    return stacked(elements, dim, node) or unexplained(node)
+
+
+def _one_or_segments(source: LinearMap, node: fx.Node) -> LinearMap:
+    return one_map(source, node) or source
 
 
 def copy(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
@@ -251,6 +303,8 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     bounds = argument(node, 3, "start"), argument(node, 4, "end"), argument(node, 5, "step", 1)
     if maps.is_weight(x) or (maps.is_weight(base) and packet(base) not in FILLS):
         return unexplained(node)
+    if quantizes(val(node).dtype):
+        return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     new, old = maps.map(x), _map_of(maps, base)
     if isinstance(old, Stop):
         return unexplained(node)
