@@ -79,8 +79,9 @@ def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
     first = pieces[0]
     if first.weight is not None or first.bias is not None:
         return None
-    own = {} if first.source is not None else {"axes": first.axes}  # the axes of zeros are not those of any rows
-    if any(replace(p, path=first.path, **own) != first for p in pieces):
+    if first.source is None:  # the axes of zeros are not those of any rows
+        pieces = [replace(p, axes=first.axes) for p in pieces]
+    if any(replace(p, path=first.path) != first for p in pieces):
         return None
     axes = tuple(fresh_axis(len(pieces)) if k == dim else a for k, a in enumerate(first.axes))
     shared = set.intersection(*({v.node for v in p.path} for p in pieces))

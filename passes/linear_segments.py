@@ -102,18 +102,18 @@ def select(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     dim, index = axis(args_of(node)[1], len(shape(x))), args_of(node)[2]
     size = shape(x)[dim]
     while (write := _write(_itself(x), dim)) is not None and isinstance(index, int) and isinstance(size, int):
-        if write.index == axis(index, size):
+        if write.at == axis(index, size):
             return unexplained(node) if maps.is_weight(write.value) else finish(maps.map(write.value), node)
         x = write.base
     return finish(_select(maps.map(x), dim, index, size, node), node)
 
 
 class _Write(NamedTuple):
-    """``select_scatter``: ``base`` with ``value`` in place of what it had at ``index`` of an axis."""
+    """``select_scatter``: ``base`` with ``value`` in place of what it had at position ``at`` of an axis."""
 
     base: fx.Node
     value: fx.Node
-    index: int
+    at: int
 
 
 def _write(node: fx.Node, dim: int) -> _Write | None:
@@ -142,7 +142,7 @@ def select_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     written: dict[int, fx.Node] = {}
     current = node
     while (write := _write(_itself(current), dim)) is not None:
-        written.setdefault(write.index, write.value)
+        written.setdefault(write.at, write.value)
         if len(written) == shape(node)[dim]:
             return _stack(maps, [written[k] for k in range(len(written))], dim, node)
         current = write.base

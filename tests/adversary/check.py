@@ -71,6 +71,7 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
     assert reports, "an attention that nothing is said about"
     site = reports[0]
     limit = sum(_width(r) for r in (base.plan.latent, base.plan.rope, base.plan.values)) + 1
+    kept = site.code == "cost_prefill" and forms == "auto"
     of_rows = place in ("keys", "values", "both", "weights")
     whole = site.verdict == "absorbed" and not site.parts
     found = rank(base, program, limit) if of_rows and (mutation.legal or not whole) else 0
@@ -78,7 +79,7 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
         breaks = Obligations(base, program).broken()
         assert any(breaks.values()), f"rank {found} is more than {limit}, but no obligation is broken"
         check_codes(base, site, breaks, mutation.codes)
-    elif mutation.outside and not of_rows:
+    elif mutation.outside and not of_rows and not kept:
         wrong = [f"{code} ({words})" for _, code, words in said(site) if code not in mutation.outside]
         assert not wrong, f"{', '.join(wrong)} is said"
     for verdict in verdicts(plain) if outcome.absorbed else ():
@@ -88,7 +89,6 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
             assert have <= own, f"absorbed as rows of {own - 1} values, but their rank is {have} or more"
     if mutation.legal:
         assert found <= limit, f"the oracle finds a legal mutation illegal: rank {found}, limit {limit}"
-        kept = site.code == "cost_prefill" and forms == "auto"
         assert site.verdict == "absorbed" or kept, f"{site.verdict} ({site.code}): {site.reason} at {site.blame}"
     return Found(mutation.name, place, edge, repr(base.case), site, found, limit)
 

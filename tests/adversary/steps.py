@@ -28,7 +28,7 @@ def position_bias(rng, x):
     return lambda x: x + along(x, d, (0.7 * torch.arange(x.shape[d])).sin())
 
 
-@mutation(*ROWS, "queries")
+@mutation(*ROWS, "queries", codes=(Code.POSITION_DEPENDENT,))  # the angles differ, whatever is mixed by them
 def rotation(rng, x):
     by, over = axis(rng, x), axis(rng, x)
     if x.shape[over] % 2:
