@@ -26,7 +26,7 @@ from tests.adversary.places import Refused
 from tests.generator import Case
 
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
-COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "105"))
+COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "200"))
 BASES = int(os.environ.get("MLA_ADVERSARY_BASES", "8"))
 TRIES = 30  # draws for one mutant: many steps do not fit many tensors
 
