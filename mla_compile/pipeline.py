@@ -8,6 +8,7 @@ write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
+slice_rows         before judge: slices of rows beside the slices of K and V that they make; nothing reads them yet;
 split_heads        an attention that was refused, where groups of its heads can be judged by themselves; then all are
                    found and judged again, and the split is taken back where that absorbs no more of it;
 restore_flex       before any rewrite: what is not absorbed keeps its kernel;
@@ -53,6 +54,7 @@ from mla_compile.passes.narrow import narrow
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
 from mla_compile.passes.site_report import unfollowed_report
+from mla_compile.passes.slice_rows import slice_rows
 from mla_compile.passes.split_heads import SplitSite, split_heads
 from mla_compile.passes.split_products import split_products
 from mla_compile.passes.unfollowed import unfollowed
@@ -167,17 +169,19 @@ def _run_once(
     weights = weight_nodes(graph, program.weights)
     clock.run("split_products", lambda: split_products(graph, weights, program.fake_mode), int)
     clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)
-    maps = LinearMaps(weights, program.fake_mode)
     device = default_device(_device_type(program.gm))
     # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any
     # fold saves: with that cost counted, "auto" comes out as "never" for all dims.
     folding = "never" if options.fold == "auto" and not frozen else options.fold
 
-    def judged() -> list[Verdict]:
+    def judged() -> tuple[list[Verdict], LinearMaps]:
         sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
-        return clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
+        plain = LinearMaps(weights, program.fake_mode)
+        maps = clock.run("slice_rows", lambda: slice_rows(sites, plain), lambda maps: len(maps.shown))
+        found = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
+        return found, maps
 
-    verdicts = judged()
+    verdicts, maps = judged()
     verdicts = [replace(v, notes=(*v.notes, *whole.get(v.site.node.name, ()))) for v in verdicts]
     groups = [
         found
@@ -190,8 +194,7 @@ def _run_once(
     if splits:
         remove_dead_code(graph)
         weights = weight_nodes(graph, program.weights)
-        maps = LinearMaps(weights, program.fake_mode)
-        verdicts = judged()
+        verdicts, _ = judged()
         by_node = {v.site.node: v for v in verdicts}
         useless = {s.name: notes_of(s, by_node) for s in splits if not gains(s, unsplit[s.site.node], by_node)}
         if useless:

@@ -17,7 +17,7 @@ from torch import fx
 
 from mla_compile.codes import CODES
 from mla_compile.drawing import Drawing, DrawnNode, Role, SiteDrawing
-from mla_compile.passes.graph import ancestors, is_tensor, packet, shape, val
+from mla_compile.passes.graph import ancestors, is_tensor, packet, shape, val, whole_rows
 from mla_compile.passes.judge import Verdict
 from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.site_report import locate
@@ -75,7 +75,7 @@ class Sketch:
     def rewritten(self, verdict: Verdict, out: fx.Node) -> SiteDrawing:
         """An attention whose value is ``out`` now; what it no longer needs is out of the graph."""
         assert verdict.plan is not None
-        site, rows = verdict.site, {r.node.name for r in verdict.plan.rows}
+        site, rows = verdict.site, {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
         alive = {node.name for node in out.graph.nodes}
         start = self._nodes[site.node.name]
         products = [self._nodes[p.node.name] for p in site.products if p.node is not None]

@@ -16,6 +16,9 @@ from mla_compile.passes.equalities import canonical
 OURS = "mla_compile"
 """Key in the metadata of nodes that a rewrite added."""
 
+SHOWS = "mla_compile_shows"
+"""Key in the metadata of slices of rows that were added for the analysis (:mod:`mla_compile.passes.slice_rows`)."""
+
 Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
@@ -69,6 +72,13 @@ def hint(dim: Size, value: int | torch.SymInt) -> int:
         return dim
     known = getattr(getattr(value, "node", None), "hint", None)
     return int(known) if known is not None else UNSEEN
+
+
+def whole_rows(node: fx.Node) -> fx.Node:
+    """The rows of which ``node`` shows some, where it was added to show them; else ``node`` itself."""
+    while SHOWS in node.meta:
+        node = args_of(node)[0]
+    return node
 
 
 def bytes_hint(node: fx.Node) -> int:

@@ -163,7 +163,7 @@ class _Judge:
         if verdict.plan is None or not verdict.plan.part:
             return None
         terms = (*verdict.plan.keys, *verdict.plan.vals)
-        paths = {v.node for t in terms for v in t.piece.path}
+        paths = {v.node for t in terms for v in (*t.piece.path, *t.piece.before)}
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
@@ -295,12 +295,13 @@ def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
     found: list[tuple[Side, fx.Node, fx.Node]] = []
     sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", verdict.plan.keys), ("values", verdict.plan.vals))
     for which, terms in sides:
-        for piece in (t.piece for t in terms):
-            for before, visit in pairwise(piece.path):
-                # One before the last may make rows that others read too.
-                last = visit.contractions == piece.path[-1].contractions
-                if visit.contractions > before.contractions and last and piece.source is not None:
-                    found.append((which, visit.node, piece.source))
+        for piece in (t.piece for t in terms if t.piece.source is not None):
+            for path in (piece.path, piece.before):
+                for before, visit in pairwise(path):
+                    # One before the last may make rows that others read too.
+                    last = visit.contractions == path[-1].contractions
+                    if visit.contractions > before.contractions and last:
+                        found.append((which, visit.node, path[0].node))
     return found
 
 

@@ -18,7 +18,7 @@ source, and the :class:`Stop` says why. Nothing here reads a name, and nothing i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,7 +60,10 @@ class Visit:
 
 @dataclass(frozen=True)
 class Piece:
-    """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone)."""
+    """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
+
+    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of both.
+    """
 
     axes: Axes
     dtype: torch.dtype
@@ -70,6 +73,7 @@ class Piece:
     bias: Factor | None = None
     scale: float = 1.0
     path: tuple[Visit, ...] = ()
+    before: tuple[Visit, ...] = ()
     defined: bool = True
 
     @property
@@ -147,6 +151,15 @@ class LinearMap:
         return LinearMap(tuple(done), self.axis if axis is None else axis)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """``node`` shows some positions of axis ``dim`` of ``rows``."""
+
+    rows: fx.Node
+    dim: int
+    node: fx.Node
+
+
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
     """What was joined at ``node`` and taken for columns turns out to be rows: there the walk has to end."""
 
@@ -160,7 +173,8 @@ class LinearMaps:
 
     ``stops`` are nodes at which the walk ends although it could go on (a chosen source). A weight that differs along an
     axis of the source's rows ends the walk (a table of rotations would else pass for a weight), unless ``per_row``:
-    with the attention's output as the source, W_v does differ along the heads.
+    with the attention's output as the source, W_v does differ along the heads. ``shown``: slices of a linear image of
+    rows, and what shows the same positions of those rows.
     """
 
     def __init__(
@@ -169,18 +183,33 @@ class LinearMaps:
         fake_mode: FakeTensorMode | None,
         stops: Iterable[fx.Node] = (),
         per_row: bool = False,
+        shown: Mapping[fx.Node, Sequence[Shown]] | None = None,
     ) -> None:
         self.weights = weights
         self.fake_mode = fake_mode
         self.stops = frozenset(stops)
         self.per_row = per_row
+        self.shown = shown or {}
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
         self._identity: dict[fx.Node, Axes] = {}
+        self._whole: LinearMaps | None = None
 
     def with_stops(self, stops: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
         """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
-        return LinearMaps(self.weights, self.fake_mode, stops, per_row)
+        return LinearMaps(self.weights, self.fake_mode, stops, per_row, self.shown)
+
+    def with_shown(self, shown: Mapping[fx.Node, Sequence[Shown]]) -> LinearMaps:
+        return LinearMaps(self.weights, self.fake_mode, self.stops, self.per_row, shown)
+
+    @property
+    def whole(self) -> LinearMaps:
+        """The analysis that ends at the rows of which parts are shown: the same for all slices, whatever ends here."""
+        if self._whole is None:
+            rows = {s.rows for several in self.shown.values() for s in several}
+            self._whole = self.with_stops(rows, self.per_row)
+            self._whole._whole = self._whole
+        return self._whole
 
     def is_weight(self, node: object) -> bool:
         """Whether ``node`` is computed from weights and constants only."""
@@ -191,7 +220,9 @@ class LinearMaps:
 
     def map(self, node: fx.Node) -> LinearMap:
         """The linear map of ``node``; at worst the identity over the node itself."""
-        from mla_compile.passes.linear_rules import RULES  # the rules build on the records above
+        # The rules build on the records above.
+        from mla_compile.passes.linear_rows import some_rows
+        from mla_compile.passes.linear_rules import RULES
 
         if node in self._maps:
             return self._maps[node]
@@ -202,6 +233,8 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = None if current in self.stops or self.is_weight(current) else RULES.get(packet(current))
+            if rule is not None and current in self.shown:
+                rule = some_rows
             needed = [] if rule is None else [n for n in self._operands(current) if n not in self._maps]
             if needed:
                 pending.extend(needed)
@@ -232,10 +265,14 @@ class LinearMaps:
             return self.identity(node)
         return result
 
-    def identity(self, node: fx.Node) -> LinearMap:
+    def axes_of(self, node: fx.Node) -> Axes:
+        """The axes of ``node`` as rows of its own, one atom each."""
         if node not in self._identity:
             self._identity[node] = fresh_axes(shape(node))
-        axes = self._identity[node]
+        return self._identity[node]
+
+    def identity(self, node: fx.Node) -> LinearMap:
+        axes = self.axes_of(node)
         piece = Piece(axes, val(node).dtype, node, axes)
         return LinearMap.single(piece.visited(node))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import bytes_hint, is_tensor, packet, val
+from mla_compile.passes.graph import bytes_hint, is_tensor, packet, val, whole_rows
 from mla_compile.passes.linear_contract import CONTRACTIONS
 
 aten = torch.ops.aten
@@ -23,6 +23,7 @@ def shortcut(node: fx.Node) -> fx.Node | None:
 
 def is_hidden_state(rows: fx.Node) -> bool:
     """Whether ``rows`` are what a residual connection or a convolution made, normed perhaps, not projected since."""
+    rows = whole_rows(rows)
     count = _elements(rows)
     queue, seen = [rows], {rows}
     while queue:

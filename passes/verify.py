@@ -9,7 +9,7 @@ allows. Inputs are ordinary, large (a softmax near one-hot) and padded; a symbol
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.expr import widened
-from mla_compile.passes.graph import args_of, hint, is_tensor, size, val
+from mla_compile.passes.graph import SHOWS, args_of, hint, is_tensor, size, val, whole_rows
 from mla_compile.passes.plan import AbsorbPlan
 
 EXACT = 1e-8
@@ -54,9 +54,17 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         for t in (*plan.keys, *plan.vals)
     )
     shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
-    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape))) for n in plan.sources)
+    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape)), _shown_by(n)) for n in plan.sources)
     site = plan.site
     return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms
+
+
+def _shown_by(node: fx.Node) -> tuple[object, ...]:
+    """Which of the rows ``node`` shows, where it was added to show some: the rows are what is drawn."""
+    if (whole := whole_rows(node)) is node:
+        return ()
+    at = tuple(size(a.meta["val"]) if isinstance(a, fx.Node) else a for a in args_of(node)[1:])
+    return str(val(whole).shape), at, _shown_by(args_of(node)[0])
 
 
 def _factor_key(factor: Any) -> tuple[object, ...] | None:
@@ -68,7 +76,11 @@ def check_site(
 ) -> Check:
     """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
     before = {n.name: n for n in original.nodes}
-    inputs = [*plan.sources, *(p.q.node for p in plan.site.products), *(m.operand.node for m in plan.site.masks)]
+    inputs = [
+        *map(whole_rows, plan.sources),
+        *(p.q.node for p in plan.site.products),
+        *(m.operand.node for m in plan.site.masks),
+    ]
     boundary = {n.name: before[n.name] for n in inputs}
     return compare(plan, before[plan.site.node.name], new, boundary, weights, seed)
 
@@ -153,23 +165,28 @@ def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) 
 
 def _symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
     """The shape symbols of the nodes, at the values seen when the graph was traced."""
+    return _of_sizes(dim for node in nodes for dim in val(node).shape)
+
+
+def _of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
     found: dict[sympy.Symbol, int] = {}
-    for node in nodes:
-        for dim in val(node).shape:
-            expr = size(dim)
-            if isinstance(expr, int) or isinstance(dim, int):
-                continue
-            env = dim.node.shape_env
-            seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
-            for symbol in expr.free_symbols:
-                found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
+    for dim in dims:
+        expr = size(dim)
+        if isinstance(expr, int) or isinstance(dim, int):
+            continue
+        env = dim.node.shape_env
+        seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
+        for symbol in expr.free_symbols:
+            found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     return found
 
 
 def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
     nodes = [*boundary, plan.site.node, plan.site.v.node]
-    seen = _symbols(nodes)
+    seen = {**_symbols(nodes), **_symbols_told(plan.sources)}
+    if any(whole_rows(n) is not n for n in plan.sources):
+        return [seen]  # the rows shown are some of those there are
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]
@@ -186,6 +203,16 @@ def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
     return [seen, longer]
 
 
+def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
+    """The symbols that say which rows are shown; no shape need have them (the newest 8 of n)."""
+    told: dict[sympy.Symbol, int] = {}
+    for node in rows:
+        while SHOWS in node.meta:
+            told.update(_of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
+            node = args_of(node)[0]
+    return told
+
+
 def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
     return expr if isinstance(expr, int) else int(expr.subs(sizes))
 
@@ -193,8 +220,14 @@ def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
     b, s, t = ((_number(x, sizes)) for x in plan.sizes())
     d = plan.dims
-    expanded = b * t * d.expanded_values / share
+    # Of rows that are shown in part the original expands all.
+    whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
+    expanded = b * t * d.expanded_values / share * whole
     return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
+
+
+def _elements(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return math.prod(_number(size(d), sizes) for d in val(node).shape)
 
 
 def _draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator) -> torch.Tensor:

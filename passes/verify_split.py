@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import ancestors, is_tensor
+from mla_compile.passes.graph import ancestors, is_tensor, whole_rows
 from mla_compile.passes.judge import Verdict
 from mla_compile.passes.split_heads import SplitSite
 from mla_compile.passes.verify import Check, compare
@@ -38,7 +38,7 @@ def _boundary(
         site = verdict.site
         others += [*(p.q.node for p in site.products), *(m.operand.node for m in site.masks)]
         if verdict.absorb and verdict.plan is not None:
-            rows += verdict.plan.sources
+            rows += map(whole_rows, verdict.plan.sources)
         else:
             others += [*(p.k.node for p in site.products), site.v.node]
     found = _frontier(rows, before, (), weights)
