@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mla_compile.passes.atoms import Axis
-from mla_compile.passes.graph import hint, size, val
+from mla_compile.passes.graph import bytes_hint, hint, size, val, whole_rows
 from mla_compile.passes.plan import AbsorbPlan
 
 
@@ -15,6 +15,7 @@ class CallSizes:
     """B, S, T as representative numbers (T ``None``: a long context), and what is known of S.
 
     ``prefill``: the queries of a call are all of its keys. ``symbolic``: each call may have another number of them.
+    ``made``: of how many tokens K and V are made, where those T are cut out of them.
     """
 
     B: int
@@ -23,6 +24,7 @@ class CallSizes:
     element_bytes: int
     prefill: bool
     symbolic: bool
+    made: int | None = None
 
 
 def call_sizes(plan: AbsorbPlan) -> CallSizes:
@@ -32,7 +34,9 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     context = None if s == 1 or not isinstance(t, int) else counts[2]
     symbolic = not isinstance(s, int)
     element = val(plan.latent.node).element_size()
-    return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic)
+    shares = [bytes_hint(whole_rows(r.node)) / bytes_hint(r.node) for r in plan.rows]
+    made = None if context is None or max(shares) == 1 else math.ceil(context * max(shares))
+    return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made)
 
 
 def _axis_hint(plan: AbsorbPlan, axis: Axis) -> int:

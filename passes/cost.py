@@ -80,8 +80,11 @@ def choose(
     fold: Fold = "auto",
     can_fold_query: bool = False,
     can_fold_output: bool = False,
+    made: int | None = None,
 ) -> Choice:
     """Pick the cheapest form for S queries against T cached tokens (``None``: not known, taken as long) in B sequences.
+
+    ``made``: of how many tokens K and V are made, where those that are attended to are cut out of more.
 
     Time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. Expanded is compared with
     chained first (both take as many launches); each side is then folded or not for itself, which is where launches
@@ -92,7 +95,7 @@ def choose(
     _check_option("fold", fold, get_args(Fold))
     context = LONG_CONTEXT if T is None else T
     legal = (can_fold_query and dims.Q is not None, can_fold_output and dims.D is not None)
-    return _choose(dims, B, S, context, element_bytes, device, forms, fold, *legal)
+    return _choose(dims, B, S, context, max(context, made or 0), element_bytes, device, forms, fold, *legal)
 
 
 @lru_cache(maxsize=4096)
@@ -101,6 +104,7 @@ def _choose(
     B: int,
     S: int,
     T: int,
+    made: int,
     element_bytes: int,
     device: Device,
     forms: Forms,
@@ -109,11 +113,11 @@ def _choose(
     can_fold_output: bool,
 ) -> Choice:
     def time_of(form: Form) -> float:
-        return seconds(form, dims, B=B, S=S, T=T, element_bytes=element_bytes, device=device)
+        return seconds(form, dims, B=B, S=S, T=T, made=made, element_bytes=element_bytes, device=device)
 
     expanded, chained = time_of("expanded"), time_of("chained")
     estimates = {"expanded": expanded, "chained": chained}
-    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(T)} on {device.name}"
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(T, made)} on {device.name}"
     times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
@@ -132,11 +136,15 @@ def _choose(
     return Choice("folded", fold_query, fold_output, MappingProxyType(estimates), reason)
 
 
-def seconds(form: Form, dims: Dims, *, B: int, S: int, T: int, element_bytes: int, device: Device) -> float:
+def seconds(
+    form: Form, dims: Dims, *, B: int, S: int, T: int, element_bytes: int, device: Device, made: int | None = None
+) -> float:
     """Roofline estimate of one call. Projections whose width (Q, D) is not known are left out of every form alike."""
-    sizes = (B, S, T, dims.H, dims.D or 0, dims.L, dims.Q or 0, dims.N, dims.R, dims.V)
+    widths = (dims.H, dims.D or 0, dims.L, dims.Q or 0, dims.N, dims.R, dims.V)
     total = 0.0
-    for stage, (operations, values) in zip(formulas.stages(form), _stage_numbers(form)(*sizes), strict=True):
+    counts = (_stage_numbers(form)(B, S, tokens, *widths) for tokens in (T, made or T))
+    for stage, attended, everything in zip(formulas.stages(form), *counts, strict=True):
+        operations, values = everything if stage.makes_kv else attended
         if stage.projection is not None and getattr(dims, stage.projection) is None:
             continue
         total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
@@ -232,21 +240,23 @@ def choose_parts(
     element_bytes: int,
     device: Device,
     forms: Forms = "auto",
+    made: int | None = None,
 ) -> Choice:
     """Whether absorbing ``parts`` is cheaper than expanding them; what both forms have in common is left out.
 
-    ``writes``: the attention is fused, and has to be written out for it.
+    ``writes``: the attention is fused, and has to be written out for it. ``made`` as in :func:`choose`.
     """
     context = LONG_CONTEXT if T is None else T
+    whole = max(context, made or 0)
     expanded, chained = (
-        sum(_part_seconds(p, absorbed, B, S, context, element_bytes, device) for p in parts)
+        sum(_part_seconds(p, absorbed, B, S, context, whole, element_bytes, device) for p in parts)
         for absorbed in (False, True)
     )
     if writes:
         chained += _write_seconds(parts[0].heads, B, S, context, device)
     estimates = MappingProxyType({"expanded": expanded, "chained": chained})
     sides = " and ".join(dict.fromkeys(p.side for p in parts))
-    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(context)} on {device.name}"
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(context, whole)} on {device.name}"
     times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         return Choice("expanded", False, False, estimates, f"expanding the {sides} is cheaper: {shown}, {times}")
@@ -255,9 +265,11 @@ def choose_parts(
 
 
 @lru_cache(maxsize=4096)
-def _part_seconds(part: Part, absorbed: bool, B: int, S: int, T: int, element_bytes: int, device: Device) -> float:
+def _part_seconds(
+    part: Part, absorbed: bool, B: int, S: int, T: int, made: int, element_bytes: int, device: Device
+) -> float:
     letters = {"B": B, "S": S, "T": T, **part.letters}
-    return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device)
+    return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)
 
 
 @lru_cache(maxsize=4096)
@@ -266,18 +278,25 @@ def _write_seconds(heads: int, B: int, S: int, T: int, device: Device) -> float:
 
 
 def _stage_seconds(
-    stages: Sequence[formulas.Stage], letters: Mapping[str, int], element_bytes: int, device: Device
+    stages: Sequence[formulas.Stage],
+    letters: Mapping[str, int],
+    element_bytes: int,
+    device: Device,
+    made: int | None = None,
 ) -> float:
     total = 0.0
     for stage in stages:
-        operations = 2 * formulas.evaluate(stage.multiply_adds, None, **letters)
-        values = formulas.evaluate(stage.weights + stage.activations, None, **letters)
+        own = {**letters, "T": made} if stage.makes_kv and made is not None else letters
+        operations = 2 * formulas.evaluate(stage.multiply_adds, None, **own)
+        values = formulas.evaluate(stage.weights + stage.activations, None, **own)
         total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
         total += stage.launches * device.launch_s
     return total
 
 
-def _tokens(context: int) -> str:
+def _tokens(context: int, made: int) -> str:
+    if made > context:
+        return f"{context:,} of {made:,} cached tokens, all of which are expanded,"
     return f"{context:,} cached tokens" + (" (a long context)" if context == LONG_CONTEXT else "")
 
 

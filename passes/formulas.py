@@ -44,6 +44,7 @@ class Stage:
     """One step that has to end before the next begins.
 
     ``projection`` names the letter (Q or D) a step needs that folding removes or makes; ``None`` is the attention core.
+    ``makes_kv``: it makes K and V, of all tokens there is room for where the attention then reads some of them.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Stage:
     activations: sympy.Expr
     launches: int = 1
     projection: Literal["Q", "D"] | None = None
+    makes_kv: bool = False
 
 
 @cache
@@ -60,10 +62,11 @@ def stages(form: Form) -> tuple[Stage, ...]:
     query = Stage("query projection", B * S * Q * H * N, Q * H * N, B * S * (Q + H * N), projection="Q")
     output = Stage("output projection", B * S * H * V * D, H * V * D, B * S * (H * V + D), projection="D")
     if form == "expanded":
+        made = B * T * (L + R + H * (N + R + V))
         return (
             query,
             # Two launches: the projection itself, and laying K (with the shared rotary part) and V out per head.
-            Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), B * T * (L + R + H * (N + R + V)), 2),
+            Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True),
             Stage("attention", B * S * T * H * (N + R + V), sympy.Integer(0), B * (S + T) * H * (N + R + V)),
             output,
         )
@@ -87,7 +90,7 @@ def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
     """
     if not absorbed:
         return (
-            Stage("expand", B * T * K * L * N, K * L * N, B * T * (Z * L + K * N), 2),
+            Stage("expand", B * T * K * L * N, K * L * N, B * T * (Z * L + K * N), 2, makes_kv=True),
             Stage("attention", B * S * T * H * N, sympy.Integer(0), B * (S * H + T * K) * N),
         )
     return (

@@ -234,7 +234,7 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
     dims = plan.dims
     choice = choose(
         dims, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
-        forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None,
+        forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None, made=sizes.made,
     )  # fmt: skip
     if sizes.symbolic and forms == "auto" and not sizes.prefill:
         return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)

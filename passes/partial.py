@@ -131,7 +131,7 @@ def _weighed(
     writes = fused and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
-        forms=forms,
+        forms=forms, made=sizes.made,
     )  # fmt: skip
     auto = forms == "auto"
     by_call = sizes.symbolic and auto and not sizes.prefill

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.export import Dim
 
 from mla_compile.codes import Code
-from tests.modules import MLA, UPS, D, H, L, N, R, V, causal, inputs, padded
-from tests.programs import absorbed, assert_equal, calls, assert_untouched, codes, export, optimized, refused, seeded
+from mla_compile.errors import VerificationError
+from mla_compile.passes import slice_rows
+from tests.modules import MLA, H, N, causal, inputs, padded
+from tests.programs import (
+    absorbed,
+    assert_equal,
+    assert_untouched,
+    calls,
+    codes,
+    export,
+    one_side,
+    optimized,
+    refused,
+)
 from tests.test_absorb import no_expansion
 from tests.test_negatives import rotate
+from tests.test_split_heads import SomeHeads, data, split
 
 DYN = Dim.DYNAMIC
 S, T, USED = 3, 9, 7
@@ -43,18 +53,13 @@ def of_used_rows(program):
 
 
 @pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last", "bmm"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_beginning_of_a_cache(core, bias):
-    program = absorbed(Used(core=core, bias=bias), [*used(S=S), padded(2, S, USED)])
-    of_used_rows(program)
+def test_the_beginning_of_a_cache(core):
+    of_used_rows(absorbed(Used(core=core, bias=True), [*used(S=S), padded(2, S, USED)]))
 
 
-@pytest.mark.parametrize("up", UPS)
-@pytest.mark.parametrize("share", ["expand", "assign"])
-def test_every_up_projection(up, share):
-    if share == "assign" and up != "joint":
-        pytest.skip("one is enough")
-    of_used_rows(absorbed(Used(up=up, share=share), used()))
+@pytest.mark.parametrize("up", ["joint", "per_head", "lora", "int8"])
+def test_every_up_projection(up):
+    of_used_rows(absorbed(Used(up=up, share="assign"), used()))
 
 
 CUTS = {
@@ -74,7 +79,7 @@ def test_other_slices(name):
     module.cut = CUTS[name]
     B = 1 if name == "some_sequences" else 2
     x, c, r = used()
-    absorbed(module, [x[:B], c, r])
+    absorbed(module, [x[:B], c, r], verify=True, strict=True)
 
 
 class AsLongAsTheMask(Used):
@@ -91,7 +96,7 @@ def test_symbolic_lengths(capacity):
     dynamic |= {} if capacity is None else {"c": None, "r": None}
     given = [*used(S=S), padded(2, S, USED)]
     module = AsLongAsTheMask()
-    program = of_used_rows(absorbed(module, given, dynamic))
+    program = of_used_rows(absorbed(module, given, dynamic, verify=True, strict=True))
     if capacity is None:
         given = [*used(S=S, T=12), padded(2, S, 5)]
     assert_equal(module, program, [*given[:3], padded(2, S, 5)])
@@ -103,27 +108,180 @@ class Window(Used):
     def forward(self, x, c, r, mask=None):
         end = mask.shape[-1]
         k, v = self.expand(c)
-        return self.finish(self.attend(self.query(x), self.join(k, r)[:, :, end - 4 : end], v[:, :, end - 4 : end], None), x)
+        return self.finish(
+            self.attend(self.query(x), self.join(k, r)[:, :, end - 4 : end], v[:, :, end - 4 : end], None), x
+        )
 
 
 def test_a_window_that_moves():
     module, dynamic = Window(), {"x": None, "c": None, "r": None, "mask": {3: DYN}}
-    program = absorbed(module, [*used(), causal(1, 7)], dynamic)
+    program = absorbed(module, [*used(), causal(1, 7)], dynamic, verify=True, strict=True)
     assert_equal(module, program, [*used(), causal(1, 5)])
 
 
-def test_prompt_is_kept():
-    """In an empty cache with room for more: K and V are cut to the prompt, which is cheaper expanded."""
+class Prompt(Used):
+    """In an empty cache with room for more: K and V are cut to the prompt."""
 
-    class Prompt(Used):
-        def forward(self, x, c, r):
-            k, v = self.expand(c)
-            k, v = self.join(k, r)[:, :, : x.shape[1]], v[:, :, : x.shape[1]]
-            return self.finish(F.scaled_dot_product_attention(self.query(x), k, v, is_causal=True), x)
+    def forward(self, x, c, r):
+        k, v = self.expand(c)
+        k, v = self.join(k, r)[:, :, : x.shape[1]], v[:, :, : x.shape[1]]
+        return self.finish(F.scaled_dot_product_attention(self.query(x), k, v, is_causal=True), x)
 
-    module, given = Prompt(H=4, L=16, N=12, V=12), inputs(2, 30, 40, L=16)
-    for dynamic in (None, {"x": {1: DYN}, "c": None, "r": None}):
-        program = export(module, given, dynamic)
-        outcome = optimized(program)
+
+@pytest.mark.parametrize("room", [31, 900])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_prompt(room, dynamic):
+    """Cheaper expanded, unless that means to expand a cache of which most is empty."""
+    module, given = Prompt(H=4, L=16, N=12, V=12), inputs(2, 30, room, L=16)
+    program = export(module, given, {"x": {1: DYN}, "c": None, "r": None} if dynamic else None)
+    outcome = optimized(program)
+    if room == 900 and not dynamic:
+        assert codes(outcome) == [Code.ABSORBED]
+        assert "30 of 900 cached tokens" in outcome.report.sites[0].reason
+        assert_equal(module, outcome.program, given)
+    else:
         assert codes(outcome) == [Code.COST_PREFILL]
         assert_untouched(program, outcome)
+
+
+class Cut(Used):
+    """``cut_k`` and ``cut_v`` [B,H,T,F] -> [B,H,T',F]."""
+
+    def __init__(self, cut_k, cut_v=None, **options):
+        super().__init__(**options)
+        self.cut_k, self.cut_v = cut_k, cut_v or cut_k
+
+    def forward(self, x, c, r, *more):
+        k, v = self.expand(self.latent(c))
+        k, v = self.spoil(self.join(k, self.rotary(r)), v)
+        return self.finish(self.attend(self.query(x), self.cut_k(k, *more), self.cut_v(v, *more), None), x)
+
+
+@pytest.mark.parametrize(("of_k", "of_v"), [((0, 6), (1, 7)), ((0, 9, 2), (0, 5)), ((3, 9), (0, 6))])
+def test_keys_and_values_of_other_tokens(of_k, of_v):
+    """Legal, if odd: two row tensors, as where the latents themselves are cut like that."""
+    cut_k, cut_v = (lambda y, at=slice(*s): y[:, :, at] for s in (of_k, of_v))
+    program = of_used_rows(absorbed(Cut(cut_k, cut_v), used(S=S), verify=True, strict=True))
+    assert calls(program).count("slice.Tensor") >= 3  # c for K, c for V, r
+
+
+class Rotated(Cut):
+    def spoil(self, k, v):
+        return rotate(k), v
+
+
+class FactorOfEachToken(Cut):
+    def spoil(self, k, v):
+        return k * torch.arange(1.0, T + 1, dtype=k.dtype)[:, None], v
+
+
+class ShiftOfEachToken(Cut):
+    def spoil(self, k, v):
+        return k, v + torch.arange(1.0, T + 1, dtype=k.dtype)[:, None]
+
+
+def first(y):
+    return y[:, :, :6]
+
+
+def merged(y):
+    """Tokens of the first sequence and half of those of the second, [B*T] as one axis."""
+    return y.transpose(1, 2).flatten(0, 1)[:12].unflatten(0, (2, 6)).transpose(1, 2)
+
+
+def ring(y):
+    return torch.cat([y[:, :, 4:], y[:, :, :4]], 2)
+
+
+def by_data(y, n):
+    n = n.item()
+    torch._check(n >= 2)
+    torch._check(n <= T)
+    return y[:, :, :n]
+
+
+REFUSED = {
+    "flip": (Cut(lambda y: y.flip(2)[:, :, :6]), Code.TOKEN_MIXING),
+    "ring": (Cut(ring), Code.TOKEN_MIXING),
+    "batch_and_tokens_merged": (Cut(merged), Code.UNSUPPORTED_OP),
+    "by_data": (Cut(by_data), Code.UNSUPPORTED_OP),
+    "chosen": (Cut(lambda y: y[:, :, torch.tensor([0, 2, 1])]), Code.TOKEN_MIXING),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_slice_of_rows(name):
+    module, code = REFUSED[name]
+    refused(module, [*used(S=S), torch.tensor(5)] if name == "by_data" else used(S=S), code)
+
+
+ONE_SIDE = {
+    "rotated": (Rotated(first), "values", Code.POSITION_DEPENDENT),
+    "factor_of_each_token": (FactorOfEachToken(first), "values", Code.POSITION_DEPENDENT),
+    "shift_of_each_token": (ShiftOfEachToken(first), "keys", Code.POSITION_DEPENDENT),
+    "keys_flipped": (Cut(lambda y: y.flip(2)[:, :, :6], first), "values", Code.TOKEN_MIXING),
+}
+
+
+@pytest.mark.parametrize("name", ONE_SIDE)
+def test_only_one_side(name):
+    module, side, code = ONE_SIDE[name]
+    one_side(module, used(S=S), side, code)
+
+
+@pytest.mark.parametrize("up", ["joint", "einsum"])
+@pytest.mark.parametrize("dim", range(4))
+def test_all_sizes_equal(dim, up):
+    """Sequences, heads, tokens or columns are cut: atoms tell them apart where sizes do not."""
+    n = 4
+
+    class Equal(MLA):
+        def forward(self, x, c, r, start, end):
+            k, v = self.expand(c)
+            k = self.join(k, r)
+            q, k, v = (y.narrow(dim, start, end - start) for y in (self.query(x), k, v))
+            return self.attend(self.query(x) if dim == 2 else q, k, v, None).transpose(1, 2).flatten(2)
+
+    module = Equal(H=n, L=n, N=n, R=n, V=n, up=up)
+    for start, end in ((1, 4), (2, 3)):
+        absorbed(module, [*inputs(n, n, n, L=n, R=n), start, end])
+
+
+def test_what_is_read_elsewhere():
+    """K is returned, so it is made anyway, of all tokens; V is then made of c alone."""
+
+    class Returned(Used):
+        def forward(self, x, c, r):
+            k, v = self.expand(c)
+            k = self.join(k, r)
+            return self.finish(self.attend(self.query(x), first(k), first(v), None), x), k
+
+    module = Returned()
+    outcome = optimized(export(module, used()))
+    (site,) = outcome.report.sites
+    assert (site.code, site.parts) == (Code.ABSORBED, ("values",))
+    assert [k.code for k in site.kept] == [Code.KEYS_USED_ELSEWHERE]
+    assert_equal(module, outcome.program, used())
+
+
+def test_some_heads():
+    """Heads of a latent beside others, all cut to what is used: split by heads, then slices of rows."""
+
+    class More(SomeHeads):
+        def joined(self, *tensors):
+            return tuple(first(y) for y in super().joined(*tensors))
+
+    program, _ = split(More(), data(S=S, T=T), verify=True, strict=True)
+    assert no_expansion(program, H, T, N)
+
+
+def test_the_check_in_numbers_sees_another_slice(monkeypatch):
+    """Rows shown at other positions than those of K and V: the rewritten attention is rolled back."""
+    positions = slice_rows._positions
+    monkeypatch.setattr(slice_rows, "_positions", lambda node: (1, USED + 1, 1) if positions(node) else ())
+    program = export(Used(), used())
+    outcome = optimized(program, verify=True)
+    assert codes(outcome) == [Code.VERIFY_FAILED]
+    assert_untouched(program, outcome)
+    with pytest.raises(VerificationError):
+        optimized(program, verify=True, strict=True)
