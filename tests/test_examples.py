@@ -37,8 +37,6 @@ def test_one_main_and_a_line_in_the_list(file):
     assert f"]({file.name})" in (EXAMPLES / "README.md").read_text()
 
 
-# transformers attends to a prompt in an empty StaticCache through a slice of the rows, which is not followed yet.
-@pytest.mark.filterwarnings("ignore:nothing was absorbed in a graph with attention.*unsupported_op")
 def test_hf_generate(output):
     out = output("hf_generate.py", "--codegen=eager", "--tokens=6")
     assert out.count(SAME) == 2

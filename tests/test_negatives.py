@@ -207,7 +207,7 @@ def test_tokens_mixed_between_latent_and_keys(name):
 
 def test_a_token_twice_is_no_row_of_its_own():
     module = spoiled(lambda k, v: (k[:, :, :1].expand(-1, -1, 7, -1), v))
-    one_side(module, inputs(), "values", Code.UNSUPPORTED_OP)
+    one_side(module, inputs(), "values", Code.TOKEN_MIXING)
 
 
 def test_softmax_over_the_queries():
