@@ -86,13 +86,14 @@ class GeneratedMLA(nn.Module):
             if c.rotate == "on_read":
                 rope = self._rotate(rope, everywhere)
             k, v = self._keys_values(latent, rope, everywhere)
+        if c.cut and keep is not None:  # the last place is never written to
+            k, v, keep = k[:, :, :-1], v[:, :, :-1], keep[..., :-1]
         out, probs = self._attend(q, k, v, keep)
         out = out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
         if c.gate:
             out = out * torch.sigmoid(F.linear(x, self.w_gate))
-        y = F.linear(out, self.w_o)
         returned = ((probs,) if c.extra == "probs" else ()) + ((k,) if c.fault == "keys_returned" else ())
-        return (y, *state, *returned)
+        return (F.linear(out, self.w_o), *state, *returned)
 
     # Queries, and the rows that are cached.
 
@@ -104,9 +105,8 @@ class GeneratedMLA(nn.Module):
         nope, rope = q.split([c.N, c.R], -1)
         rope = self._rotate(rope.transpose(1, 2), positions).transpose(1, 2)
         q = torch.cat([rope, nope] if c.join == "cat_reversed" else [nope, rope], -1)
-        if c.query_scale == "constant":
-            q = q * 0.7
-        elif c.query_scale == "positions":
+        q = q * 0.7 if c.query_scale == "constant" else q
+        if c.query_scale == "positions":
             q = q * (1 + positions.to(q.dtype)).log1p()[:, None, None]
         elif c.query_scale == "norm":
             q = F.rms_norm(q, q.shape[-1:], eps=1e-6)

@@ -2,7 +2,8 @@
 
 What varies is what published code varies: sizes (equal ones on purpose), the layout of the up-projection, how the
 shared rotary key is rotated, broadcast and joined, the spelling of the attention core, where scale and mask stand, the
-cache protocol, biases, LoRA, dequantized weights. ``fault`` puts one step where absorption is illegal.
+cache protocol, whether K and V are cut to a part of a static cache, biases, LoRA, dequantized weights. ``fault`` puts
+one step where absorption is illegal.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Case:
     extra: str = "none"
     gate: bool = False
     cache: str = "tensors"
+    cut: bool = False
     fault: str = LEGAL
     door: str = "trace"
     forms: str = "auto"
@@ -164,6 +166,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         extra=rarely(*extras) if written and fault != "softmax_over_heads" else "none",
         gate=rarely(False, True),
         cache=cache,
+        cut=cache in ("index_copy", "slice") and draw(st.booleans()),
         fault=fault,
         door=door,
         forms=rarely("auto", "absorbed", "expanded"),

@@ -23,6 +23,7 @@ from mla_compile.passes.judge import Verdict, judge
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.plan import AbsorbPlan
+from mla_compile.passes.slice_rows import slice_rows
 from mla_compile.program import Program
 from tests.generated_module import GeneratedMLA
 from tests.generator import Case, cases
@@ -110,6 +111,7 @@ def _plain(case: Case, rng: random.Random) -> Case:
         steps=1,
         pad_values=False,
         tied=False,
+        cut=False,
         forms="absorbed",
         fold=rng.choice(("never", "always")),
     )
@@ -152,7 +154,8 @@ def verdicts(program: Program) -> list[Verdict]:
     graph = program.gm.graph
     weights = weight_nodes(graph, program.weights)
     sites = find_attention(graph, weights)
-    return judge(graph, sites, LinearMaps(weights, program.fake_mode), default_device("cpu"), "absorbed", "never")
+    maps = slice_rows(sites, LinearMaps(weights, program.fake_mode))
+    return judge(graph, sites, maps, default_device("cpu"), "absorbed", "never")
 
 
 def _flat(module: GeneratedMLA, case: Case, past: int, draw: int) -> list[Any]:

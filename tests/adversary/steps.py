@@ -90,6 +90,19 @@ def off_by_one(rng, x):
     return lambda x: F.pad(x, before).narrow(d, 0, x.shape[d])
 
 
+@mutation(*ROWS)
+def some_rows_again(rng, x):
+    """Slices of one axis, each a slice of rows by itself: the first for all, every second twice, a part again."""
+    d = axis(rng, x, fixed=True)
+    size, how = x.shape[d], rng.choice(("first", "twice", "part"))
+    if how == "first":
+        return lambda x: x.narrow(d, 0, 1).expand_as(x)
+    if how == "twice":
+        return lambda x: torch.ops.aten.slice(x, d, 0, None, 2).repeat_interleave(2, d).narrow(d, 0, size)
+    n = size // 2 + 1
+    return lambda x: torch.cat([x.narrow(d, 0, n), x.narrow(d, 0, size - n)], d)
+
+
 @wiring(*ROWS, "scores", "queries", "probs")
 def other_indices(rng, base, edge):
     """The rows of one axis gathered in another order, some of them twice."""
