@@ -45,7 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
     fast = mla_compile.optimize(model, codegen=given.codegen)  # shares the weights; `model` itself stays as it was
     prompt = torch.randint(2, 256, (1, 12))
     settings = {"max_new_tokens": given.tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    # A warning about the static cache's prompt says that it runs in its original form; its decode steps are absorbed.
     for cache in ("dynamic", "static"):
         expected = model.generate(prompt, cache_implementation=cache, **settings)
         tokens = fast.generate(prompt, cache_implementation=cache, **settings)

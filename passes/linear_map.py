@@ -235,7 +235,7 @@ class LinearMaps:
             rule = None if current in self.stops or self.is_weight(current) else RULES.get(packet(current))
             if rule is not None and current in self.shown:
                 rule = some_rows
-            needed = [] if rule is None else [n for n in self._operands(current) if n not in self._maps]
+            needed = [] if rule is None else [n for n in self.operands(current) if n not in self._maps]
             if needed:
                 pending.extend(needed)
                 continue
@@ -248,7 +248,8 @@ class LinearMaps:
                 pending = [node]
         return self._maps[node]
 
-    def _operands(self, node: fx.Node) -> list[fx.Node]:
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors whose maps make that of ``node``."""
         inputs = [n for n in node.all_input_nodes if not self.is_weight(n)]
         if packet(node) is operator.getitem:  # a part of a split: the map is that of the tensor that was split
             return [n for part in inputs for n in part.all_input_nodes if is_tensor(n) and not self.is_weight(n)]

@@ -24,14 +24,17 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mla_compile.passes.cuts import choose_sources
-from mla_compile.passes.graph import SHOWS, Builder, args_of, argument, bytes_hint, same, shape, size, val
+from mla_compile.passes.graph import SHOWS, Builder, args_of, argument, bytes_hint, packet, same, shape, size, val
 from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Shown
 from mla_compile.passes.linear_rows import constant_along, rows_axis, sliced_axis
+from mla_compile.passes.linear_rules import RULES
 from mla_compile.passes.plan import pieces_of
 from mla_compile.passes.site import AttentionSite
 
 aten = torch.ops.aten
 _SLICES = (aten.slice.Tensor, aten.narrow.default)
+_REACH = 48
+"""Ends of walks that are looked behind, for one attention."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,21 @@ def find_slices(operands: Sequence[fx.Node], maps: LinearMaps) -> list[Taken]:
 
 
 def _ends(operands: Iterable[fx.Node], maps: LinearMaps) -> list[fx.Node]:
-    """The slices at which walks end, and those at which the walks from what they are slices of do."""
+    """The slices at which walks end, and those behind which the walk ended at something else.
+
+    Columns split off from a slice of K are columns of a row tensor of its own, as long as the slice is taken for one.
+    """
     found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
     queue = list(operands)
     for node in queue:
-        for piece in maps.map(node).pieces:
-            end = piece.source
-            if end is not None and end.target in _SLICES and end not in maps.shown and end not in found:
+        for end in {p.source: None for p in maps.map(node).pieces if p.source is not None}:
+            if end in seen or len(seen) > _REACH or end not in maps.reasons:
+                continue
+            seen.add(end)
+            if end.target in _SLICES and end not in maps.shown:
                 found[end] = None
-                queue.append(args_of(end)[0])
+            queue += maps.operands(end) if packet(end) in RULES else []
     return list(found)
 
 

@@ -354,3 +354,27 @@ def test_an_unknown_accelerator_is_taken_for_a_gpu():
 )
 def test_saves_cache(dims, saves):
     assert cost.saves_cache(dims) is saves
+
+
+def test_tokens_that_are_expanded_and_not_attended_to():
+    """K and V are cut out of a longer cache: the expanded form makes all of it, the absorbed one reads what is cut."""
+    call = {"B": 2, "S": 20, "T": 20, "element_bytes": 8, "device": ARITHMETIC}
+    more = cost.seconds("expanded", ODD, **call, made=50) - cost.seconds("expanded", ODD, **call)
+    assert more * 1e9 == pytest.approx(2 * 2 * 30 * ODD.H * ODD.L * (ODD.N + ODD.V))
+    assert cost.seconds("chained", ODD, **call, made=50) == cost.seconds("chained", ODD, **call)
+    assert not choose(ODD, **call).absorbed
+    assert not choose(ODD, **call, made=21).absorbed
+    choice = choose(ODD, **call, made=2000)
+    assert choice.absorbed
+    assert "20 queries against 20 of 2,000 cached tokens, all of which are expanded, on arithmetic" in choice.reason
+
+
+def test_parts_that_are_expanded_and_not_attended_to():
+    part = cost.Part("values", ODD.H, ODD.L, ODD.V, ODD.H)
+    call = {"writes": False, "B": 2, "S": 20, "T": 20, "element_bytes": 8, "device": ARITHMETIC}
+    expanded, cut = (cost.choose_parts([part], **call, made=made) for made in (None, 50))
+    more = cut.seconds["expanded"] - expanded.seconds["expanded"]
+    assert more * 1e9 == pytest.approx(2 * 2 * 30 * ODD.H * ODD.L * ODD.V)
+    assert cut.seconds["chained"] == expanded.seconds["chained"]
+    assert not expanded.absorbed
+    assert cost.choose_parts([part], **call, made=2000).absorbed

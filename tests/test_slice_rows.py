@@ -52,7 +52,7 @@ def of_used_rows(program):
     return program
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last", "bmm"])
+@pytest.mark.parametrize("core", ["sdpa", "heads_last", "bmm", "two_products"])
 def test_the_beginning_of_a_cache(core):
     of_used_rows(absorbed(Used(core=core, bias=True), [*used(S=S), padded(2, S, USED)]))
 
@@ -80,6 +80,23 @@ def test_other_slices(name):
     B = 1 if name == "some_sequences" else 2
     x, c, r = used()
     absorbed(module, [x[:B], c, r], verify=True, strict=True)
+
+
+class SumOfSlices(Used):
+    """Two projections, cut one by one and added up."""
+
+    def expand(self, c):
+        k, v = super().expand(c)
+        more = F.linear(c, self.w[: H * N] * 0.3).view(*c.shape[:2], H, N).transpose(1, 2)
+        return k[:, :, :USED] + more[:, :, :USED], v[:, :, :USED]
+
+    def forward(self, x, c, r):
+        k, v = self.expand(c)
+        return self.finish(self.attend(self.query(x), self.join(k, r[:, :USED]), v, None), x)
+
+
+def test_a_sum_of_slices():
+    of_used_rows(absorbed(SumOfSlices(), used()))
 
 
 class AsLongAsTheMask(Used):
