@@ -235,7 +235,8 @@ class LinearMaps:
             rule = None if current in self.stops or self.is_weight(current) else RULES.get(packet(current))
             if rule is not None and current in self.shown:
                 rule = some_rows
-            needed = [] if rule is None else [n for n in self.operands(current) if n not in self._maps]
+            ends = rule is None or (rule is some_rows and self is not self.whole)
+            needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
                 pending.extend(needed)
                 continue
