@@ -44,6 +44,8 @@ def dropout(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 
 def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """Every operator that only regroups axes: view, reshape, flatten, unsqueeze, squeeze."""
+    if val(node).dtype != val(args_of(node)[0]).dtype:
+        return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
     source = maps.map(args_of(node)[0])
     new, old = shape(node), shape(args_of(node)[0])
     at = None if source.axis is None else _kept_axis(old, source.axis, new)

@@ -153,6 +153,7 @@ LINEAR = {
     "split into one part": (lambda z, w: F.linear(z, w).split(12, -1)[0], [W(12, L)]),
     "select": (lambda z, w: F.linear(z, w).view(B, T, 2, 6)[:, :, -1], [W(12, L)]),
     "narrow": (lambda z, w: aten.narrow(F.linear(z, w), -1, 3, 6), [W(12, L)]),
+    "narrow from the end": (lambda z, w: aten.narrow(F.linear(z, w), -1, -4, 4), [W(12, L)]),
     "slice": (lambda z, w: F.linear(z, w)[..., 3:-2], [W(12, L)]),
     "strided slice": (lambda z, w: F.linear(z, w)[..., 1::3], [W(12, L)]),
     "slice to one column": (lambda z, w: F.linear(z, w)[..., 3:4], [W(12, L)]),
@@ -439,6 +440,12 @@ STOPS = {
         [],
     ),
     "float8": ("nonlinear", lambda z, w: (z @ w).to(torch.float8_e4m3fn), [W(L, 6)], []),
+    "the same bits as another number": (
+        "nonlinear",
+        lambda z, w: (z @ w).half().view(torch.bfloat16),
+        [W(L, 6)],
+        [],
+    ),
     "division rounded down": (
         "position_dependent",
         lambda z, w: torch.div(z @ w, 2.0, rounding_mode="floor"),
@@ -611,6 +618,12 @@ STOPS = {
     "a weight from the inputs": ("position_dependent", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
     "a bias from the inputs": ("unsupported_op", F.linear, [W(6, L)], [z(6)]),
     "a vector for a weight": ("unsupported_op", F.linear, [W(L)], []),
+    "an einsum that sums a weight with a column": (
+        "unsupported_op",
+        lambda z, w: torch.einsum("bte,en->btn", z[..., :1], w),
+        [W(L, 6)],
+        [],
+    ),
     "an einsum that sums a weight": ("unsupported_op", lambda z, w: torch.einsum("btl,ln->bt", z, w), [W(L, 6)], []),
     "constants joined": (
         "unsupported_op",
