@@ -15,7 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.atoms import Atom, Axes, Axis, Split, axis_size, flatten, fresh_axis, regroup, substitute
+from mla_compile.passes.atoms import (
+    Atom,
+    Axes,
+    Axis,
+    Split,
+    axis_size,
+    common_factors,
+    flatten,
+    fresh_axis,
+    regroup,
+    substitute,
+)
 from mla_compile.passes.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
 from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_map import Stop
@@ -235,11 +246,12 @@ def _sum(a: Scores, b: Scores) -> Scores | None:
     """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
     if a.normalized or b.normalized or a.padded or b.padded or len(a.axes) != len(b.axes):
         return None
-    rename: Split = {}
-    for own, other in zip(a.axes, b.axes, strict=True):
-        if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
+    for k in range(len(a.axes)):
+        splits = common_factors(a.axes[k], b.axes[k])
+        if splits is None:
             return None
-        rename.update({y: (x,) for x, y in zip(own, other, strict=True) if y is not x})
+        a, b = a.split(splits[0]), b.split(splits[1])
+    rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
     if not set(flatten(a.axes)).isdisjoint(rename):
         return None  # one product twice, the second time with its axes in another order
     renamed = b.split(rename)

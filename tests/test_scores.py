@@ -7,7 +7,7 @@ import torch
 
 from mla_compile.codes import Code
 from tests.modules import MLA, H, causal, inputs
-from tests.programs import absorbed, assert_untouched, codes, export, optimized, refused, seeded
+from tests.programs import absorbed, assert_untouched, codes, export, optimized, refused
 from tests.test_find_attention import B, S, T, closed, find, one, qkv, sizes
 
 
@@ -42,8 +42,8 @@ def test_of_a_difference_of_two_softmaxes_both_are_told():
 
 
 OPEN = {
-    "a bias with a factor": lambda s, v: torch.add(s, seeded(H, 1, 1), alpha=2.0).softmax(-1),
-    "something added to the probabilities": lambda s, v: s.softmax(-1) + seeded(1, H, 1, 1),
+    "a bias with a factor": lambda s, v: torch.add(s, torch.arange(H).view(H, 1, 1), alpha=2.0).softmax(-1),
+    "something added to the probabilities": lambda s, v: s.softmax(-1) + torch.arange(H).view(H, 1, 1),
     "scores permuted": lambda s, v: s.permute(2, 0, 3, 1).softmax(2).permute(1, 3, 0, 2),
     "dropout that is off": lambda s, v: torch.ops.aten.native_dropout(s.softmax(-1), 0.5, False)[0],
 }
@@ -88,3 +88,18 @@ def test_permuted_scores_are_the_same_attention():
         return torch.einsum("bshk,bhtk->bsht", q.transpose(1, 2), k).permute(0, 2, 1, 3).softmax(-1) @ v
 
     assert sizes(closed(one(fn, qkv()))) == (B * H, S, T)
+
+
+@pytest.mark.parametrize("grouped_first", [True, False])
+def test_a_sum_of_products_that_see_the_heads_in_other_factors(grouped_first):
+    """The columns that all heads share meet the queries in groups of heads."""
+
+    class Grouped(MLA):
+        def attend(self, q, k, v, mask):
+            (B, H, S, _), N = q.shape, self.N
+            apart = q[..., :N] @ k[..., :N].mT
+            shared = q[..., N:].reshape(B, 2, H // 2, S, -1) @ k[:, :1, None, :, N:].mT
+            parts = (shared.flatten(1, 2), apart) if grouped_first else (apart, shared.flatten(1, 2))
+            return ((parts[0] + parts[1]) * self.scale).masked_fill(~mask, -1e9).softmax(-1) @ v
+
+    absorbed(Grouped(H=4), [*inputs(S=3), causal(3, 7)])
