@@ -16,6 +16,9 @@ from mla_compile.passes.equalities import canonical
 OURS = "mla_compile"
 """Key in the metadata of nodes that a rewrite added."""
 
+WAITS = "mla_compile_waits"
+"""Key in the metadata of nodes that nothing reads at present and that may be read again."""
+
 Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
@@ -172,7 +175,8 @@ def remove_dead_code(graph: fx.Graph) -> None:
 
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
-        return node.is_impure() and not (attention and argument(node, 4, "dropout_p", 0.0) == 0.0)
+        sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
+        return WAITS in node.meta or (node.is_impure() and not sure)
 
     graph.eliminate_dead_code(stays)
 

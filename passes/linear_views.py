@@ -63,8 +63,6 @@ def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         if grouped is None:
             return Stop(node, "unsupported_op", f"a reshape from {list(old)} to {list(new)} that cuts through factors")
         axes, split = grouped
-        if any(not isinstance(p.size, int) for a in split if a not in piece.source_atoms for p in split[a]):
-            return Stop(node, "unsupported_op", "a reshape of weight columns to symbolic sizes")
         return replace(piece.split(split), axes=axes)
 
     return finish(source.each(reshape, at), node)

@@ -107,7 +107,7 @@ def test_columns_that_are_never_written():
 
 def test_tokens_joined_along_the_last_axis():
     def fn(q, c, new, w, u):
-        k, v = (F.linear(torch.cat([c, new], 1), x).unflatten(-1, (H, -1)).transpose(1, 2) for x in (w, u))
+        v = F.linear(torch.cat([c, new], 1), u).unflatten(-1, (H, -1)).transpose(1, 2)
         past, now = (F.linear(x, w).unflatten(-1, (H, -1)).permute(0, 2, 3, 1) for x in (c, new))
         return (q @ torch.cat([past, now], -1)).softmax(-1) @ v
 
