@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_compile.passes.atoms import Atom, Axis, Split, axis_size, flatten
-from mla_compile.passes.graph import quotient, same
+from mla_compile.passes.atoms import Atom, Axis, Split, axis_size, common_factors, flatten
 from mla_compile.passes.linear_map import LinearMap, Piece, Stop
 from mla_compile.passes.site import AttentionSite, Operand
 
@@ -95,15 +94,15 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
         for k, own in enumerate(operand.axes):
             if k == feature_axis:
                 continue
-            paired = _pair(own, piece.axes[k])
-            if paired is None:
+            if not piece.axes[k]:  # the piece broadcasts along the whole axis
+                continue
+            splits = common_factors(own, piece.axes[k])
+            if splits is None:
                 return Stop(operand.node, "unsupported_op", "axes whose factors do not line up")
-            mine, theirs, split, pieces = paired
-            if split:
-                return split
-            if pieces:
-                return _terms(operand, features, _split_segment(lmap, piece, pieces), product)
-            pairs.update(zip(mine, theirs, strict=True))
+            if splits[0]:
+                return splits[0]
+            piece = piece.split(splits[1])
+            pairs.update(zip(own, piece.axes[k], strict=True))
         own_features = piece.axes[feature_axis] if feature_axis is not None else ()
         width = axis_size(own_features)
         if not isinstance(width, int):
@@ -111,26 +110,3 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
         stop = segment.stop if lmap.axis is not None else width
         terms.append(Term(piece, pairs, own_features, segment.start, stop, product))
     return terms
-
-
-def _split_segment(lmap: LinearMap, piece: Piece, split: Split) -> LinearMap:
-    result = lmap.each(lambda p: p.split(split) if p is piece else p)
-    assert isinstance(result, LinearMap)
-    return result
-
-
-def _pair(mine: Axis, theirs: Axis) -> tuple[Axis, Axis, Split, Split] | None:
-    """Two factorizations of one axis, and what has to be split in each before they agree."""
-    if not theirs:  # the piece broadcasts along the whole axis
-        return (), (), {}, {}
-    for a, b in zip(mine, theirs, strict=False):
-        if same(a.size, b.size):
-            continue
-        rest = quotient(a.size, b.size)
-        if rest is not None:
-            return mine, theirs, {a: a.split(b.size, rest)}, {}
-        rest = quotient(b.size, a.size)
-        if rest is not None:
-            return mine, theirs, {}, {b: b.split(a.size, rest)}
-        return None
-    return (mine, theirs, {}, {}) if len(mine) == len(theirs) else None

@@ -27,9 +27,6 @@ class Atom:
             self.splits[outer] = (Atom(outer), Atom(inner))
         return self.splits[outer]
 
-    def __repr__(self) -> str:
-        return f"<{self.size}@{id(self) & 0xFFFF:x}>"
-
 
 Axis: TypeAlias = "tuple[Atom, ...]"
 Axes: TypeAlias = "tuple[Axis, ...]"
@@ -95,3 +92,22 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
             need = 1
         axes.append(tuple(taken))
     return (tuple(axes), split) if not queue else None
+
+
+def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
+    """What to split in each of two factorizations of one axis so that their factors agree; None where none agree."""
+    first, second = list(one), list(other)
+    splits: tuple[Split, Split] = {}, {}
+    while first and second:
+        a, b = first.pop(0), second.pop(0)
+        if same(a.size, b.size):
+            continue
+        if (rest := quotient(a.size, b.size)) is not None:
+            splits[0][a] = a.split(b.size, rest)
+            first.insert(0, splits[0][a][1])
+        elif (rest := quotient(b.size, a.size)) is not None:
+            splits[1][b] = b.split(a.size, rest)
+            second.insert(0, splits[1][b][1])
+        else:
+            return None
+    return None if first or second else splits

@@ -112,8 +112,7 @@ def _fused_problem(
 def _written_out(node: fx.Node, tracer: ScoreTracer) -> AttentionSite | None:
     """The attention whose value product is ``node``, if one of its operands is a softmax over scores."""
     labelled = product_labels(node)
-    if labelled is None:
-        return None
+    assert labelled is not None, "a product has labels"
     (left, left_labels), (right, right_labels), out_labels = labelled
     for p, p_labels, v, v_labels in (
         (left, left_labels, right, right_labels),

@@ -79,12 +79,9 @@ class _Folder:
     def output(self, site: Absorbed) -> Folded | None:
         """The output projection of ``site`` becomes one product with the attended latent."""
         projection = output_projection(site.out)
-        dtype = val(projection).dtype if projection is not None else torch.float32
-        return (
-            None
-            if projection is None or site.latent is None
-            else self._replace(projection, site.latent, "output", dtype)
-        )
+        if projection is None or site.latent is None:
+            return None
+        return self._replace(projection, site.latent, "output", val(projection).dtype)
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces

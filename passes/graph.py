@@ -19,6 +19,9 @@ OURS = "mla_compile"
 SHOWS = "mla_compile_shows"
 """Key in the metadata of slices of rows that were added for the analysis (:mod:`mla_compile.passes.slice_rows`)."""
 
+WAITS = "mla_compile_waits"
+"""Key in the metadata of nodes that nothing reads at present and that may be read again."""
+
 Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
@@ -182,7 +185,8 @@ def remove_dead_code(graph: fx.Graph) -> None:
 
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
-        return node.is_impure() and not (attention and argument(node, 4, "dropout_p", 0.0) == 0.0)
+        sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
+        return WAITS in node.meta or (node.is_impure() and not sure)
 
     graph.eliminate_dead_code(stays)
 

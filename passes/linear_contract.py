@@ -65,7 +65,8 @@ def _apply(
     tokens = piece.source_atoms
     known = set(piece.weight.atoms if piece.weight else ()) | set(piece.bias.atoms if piece.bias else ())
     summed: list[Atom] = []
-    for label, own in zip(labels, piece.axes, strict=True):
+    for label in labels:
+        own = axis_of[label]
         if label in out:
             if not per_row and label != labels[-1] and any(a in tokens and a in factor.atoms for a in own):
                 contracts = any(c not in out for c in labels)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import fx
 
-from mla_compile.passes.atoms import Atom, Axis, axis_size, fresh_axis
+from mla_compile.passes.atoms import Atom, Axis, axis_size, common_factors, fresh_axis
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import aligned, scaled
 from mla_compile.passes.graph import same, val
@@ -41,8 +40,6 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
         if piece is None:
             return None
         pieces.append(piece)
-    if any(s.start != before.stop for before, s in pairwise(segments)):
-        return None
     into = Atom(segments[-1].stop - segments[0].start)
     widths = [s.stop - s.start for s in segments]
     weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
@@ -108,16 +105,18 @@ def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
         if k == dim:
             continue
-        if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
+        if own == other:
+            continue
+        splits = None if tokens & {*own, *other} else common_factors(own, other)
+        if splits is None or splits[0]:
             return None
-        for x, y in zip(own, other, strict=True):
-            if (x in tokens or y in tokens) and x is not y:
-                return None
-            rename[y] = x
+        piece = piece.split(splits[1])
+        rename |= zip(piece.axes[k], own, strict=True)
 
     def renamed(f: Factor | None) -> Factor | None:
         return None if f is None else Factor(f.expr, tuple(rename.get(a, a) for a in f.atoms))
 
+    assert piece.weight is not None
     weight = renamed(scaled(piece.weight, piece.scale))
     return replace(piece, weight=weight, bias=renamed(piece.bias), scale=1.0)
 

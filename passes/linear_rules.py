@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.atoms import Atom
+from mla_compile.passes.atoms import Atom, common_factors, flatten
 from mla_compile.passes.factors import scaled, total
-from mla_compile.passes.graph import args_of, is_tensor, packet, same, shape, val
+from mla_compile.passes.graph import args_of, is_tensor, packet, shape, val
 from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Stop, unexplained
 from mla_compile.passes.linear_segments import (
@@ -98,19 +98,22 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 
 def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     """``a + factor * b`` for two maps of one source: the weights are added (LoRA)."""
-    different = Stop(node, "position_dependent", "a sum of maps of different sources")
     if a.source is None or a.source is not b.source or (a.weight is None) != (b.weight is None):
-        return different
-    if a.source_axes != b.source_axes:
-        return different
+        return Stop(node, "position_dependent", "a sum of maps of different sources")
+    for x, y in zip((*a.axes, *a.source_axes), (*b.axes, *b.source_axes), strict=True):
+        splits = common_factors(x, y)
+        if splits is None:
+            rows = {*x, *y} & (a.source_atoms | b.source_atoms)
+            code = "position_dependent" if rows else "unsupported_op"
+            return Stop(node, code, "a sum of maps whose axes do not line up")
+        a, b = a.split(splits[0]), b.split(splits[1])
     rename: dict[Atom, Atom] = {}
-    for own, other in zip(a.axes, b.axes, strict=True):
-        if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
-            return different
-        for x, y in zip(own, other, strict=True):
-            if (x in a.source_atoms or y in b.source_atoms) and x is not y:
-                return different
-            rename[y] = x
+    for own, other in zip(flatten(a.axes), flatten(b.axes), strict=True):
+        if (own in a.source_atoms or other in b.source_atoms) and own is not other:
+            return Stop(node, "position_dependent", "a sum of maps of different rows")
+        rename[other] = own
+    if a.source_axes != b.source_axes:
+        return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")
 
     def renamed(f: Factor | None) -> Factor | None:
         return None if f is None else Factor(f.expr, tuple(rename.get(x, x) for x in f.atoms))

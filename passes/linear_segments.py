@@ -92,8 +92,10 @@ def slice_(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 def narrow(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     x: Any = args_of(node)[0]
     dim, start, length = axis(args_of(node)[1], len(shape(x))), args_of(node)[2], args_of(node)[3]
-    if not isinstance(start, int) or not isinstance(length, int):
+    size = shape(x)[dim]
+    if not isinstance(start, int) or not isinstance(length, int) or not isinstance(size, int):
         return Stop(node, "unsupported_op", "a part of the rows is taken")
+    start = axis(start, size)
     return finish(part(maps.map(x), dim, start, start + length, 1, node), node)
 
 

@@ -44,6 +44,8 @@ def dropout(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
 
 def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """Every operator that only regroups axes: view, reshape, flatten, unsqueeze, squeeze."""
+    if val(node).dtype != val(args_of(node)[0]).dtype:
+        return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
     source = maps.map(args_of(node)[0])
     new, old = shape(node), shape(args_of(node)[0])
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
@@ -61,8 +63,6 @@ def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         if grouped is None:
             return Stop(node, "unsupported_op", f"a reshape from {list(old)} to {list(new)} that cuts through factors")
         axes, split = grouped
-        if any(not isinstance(p.size, int) for a in split if a not in piece.source_atoms for p in split[a]):
-            return Stop(node, "unsupported_op", "a reshape of weight columns to symbolic sizes")
         return replace(piece.split(split), axes=axes)
 
     return finish(source.each(reshape, at), node)

@@ -15,7 +15,18 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from mla_compile.passes.atoms import Atom, Axes, Axis, Split, axis_size, flatten, fresh_axis, regroup, substitute
+from mla_compile.passes.atoms import (
+    Atom,
+    Axes,
+    Axis,
+    Split,
+    axis_size,
+    common_factors,
+    flatten,
+    fresh_axis,
+    regroup,
+    substitute,
+)
 from mla_compile.passes.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
 from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_map import Stop
@@ -165,19 +176,13 @@ def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _view(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    if val(node).dtype != val(args_of(node)[0]).dtype:  # the same bytes read as other numbers
+        return None
     scores = tracer.trace(args_of(node)[0])
     grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
     if scores is None or grouped is None:
         return None
     return replace(scores.split(grouped[1]), axes=grouped[0])
-
-
-def _expand(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(args_of(node)[0])
-    if scores is None or len(shape(node)) != len(scores.axes):
-        return None
-    old = shape(args_of(node)[0])
-    return scores if all(same(a, b) for a, b in zip(old, shape(node), strict=True)) else None
 
 
 def _permute(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -197,6 +202,8 @@ def _permute(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    if node.kwargs.get("rounding_mode"):
+        return None
     a, b = args_of(node)[0], args_of(node)[1]
     if not isinstance(a, fx.Node) or (isinstance(b, fx.Node) and tracer.trace(a) is None):
         a, b = b, a
@@ -239,11 +246,12 @@ def _sum(a: Scores, b: Scores) -> Scores | None:
     """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
     if a.normalized or b.normalized or a.padded or b.padded or len(a.axes) != len(b.axes):
         return None
-    rename: Split = {}
-    for own, other in zip(a.axes, b.axes, strict=True):
-        if len(own) != len(other) or not all(same(x.size, y.size) for x, y in zip(own, other, strict=True)):
+    for k in range(len(a.axes)):
+        splits = common_factors(a.axes[k], b.axes[k])
+        if splits is None:
             return None
-        rename.update({y: (x,) for x, y in zip(own, other, strict=True) if y is not x})
+        a, b = a.split(splits[0]), b.split(splits[1])
+    rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
     if not set(flatten(a.axes)).isdisjoint(rename):
         return None  # one product twice, the second time with its axes in another order
     renamed = b.split(rename)
@@ -282,8 +290,9 @@ def _constant(value: object) -> float | None:
     """A number, or a 0-d tensor whose value stands in the graph."""
     if isinstance(value, (int, float)):
         return float(value)
-    while isinstance(value, fx.Node) and packet(value) in (aten._to_copy, aten.to, aten.lift_fresh_copy, aten.detach):
-        value = args_of(value)[0]
+    if isinstance(value, fx.Node) and packet(value) in (aten._to_copy, aten.to, aten.lift_fresh_copy, aten.detach):
+        number = _constant(args_of(value)[0])
+        return None if number is None else _rounded(number, val(value).dtype)
     if isinstance(value, fx.Node) and packet(value) in (aten.full, aten.scalar_tensor):
         number = args_of(value)[1 if packet(value) is aten.full else 0]
         return float(number) if isinstance(number, (int, float)) else None
@@ -352,8 +361,8 @@ def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     dim = axis(argument(node, 1, "dim", 0), len(shape(x)))
     own = scores.axes[dim]
     padded = next((p for p in scores.padded if own == (p.longer,)), None)
-    start = argument(node, 2, "start") or 0
-    if padded is None or start != padded.start or not same(axis_size(padded.own), shape(node)[dim]):
+    start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
+    if padded is None or (start, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
         return None
     axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
     return replace(scores, axes=axes)
@@ -364,7 +373,6 @@ _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys(_SAME, _pass_through),
     **dict.fromkeys((aten.dropout, operator.getitem), _dropout),
     **dict.fromkeys(_VIEWS, _view),
-    aten.expand: _expand,
     **dict.fromkeys((aten.permute, aten.transpose, aten.mT), _permute),
     **dict.fromkeys((aten.mul, aten.div), _scale),
     aten.add: _add,

@@ -103,8 +103,6 @@ class AttentionSite:
 
     def split(self, split: Split) -> AttentionSite:
         """The same attention with some atoms written as products of smaller ones."""
-        if not split:
-            return self
         return replace(
             self,
             out=self.out.split(split),

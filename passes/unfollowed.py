@@ -54,7 +54,7 @@ _FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_
 
 def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     """Why ``node`` is an attention that cannot be looked into: one operator of it, or of a graph that holds it."""
-    if node.op != "call_function" or packet(node) is torch.ops.aten.scaled_dot_product_attention:
+    if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
     name = name or getattr(packet(node), "__name__", "")

@@ -1,13 +1,9 @@
-"""An attention core that is written in fewer or in more operators becomes the usual ones, so that it is found.
+"""A softmax that is written out with exponentials becomes the operator, so that it is found.
 
 Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
 
 After: ``p = softmax(x, -1)``. Whatever is subtracted, as long as it is one number for each row, cancels. Where an
 exponential that is not shifted overflows, the original gives NaN and this does not.
-
-Before: ``baddbmm(mask, q, k^T, beta=b, alpha=a)`` of two activations
-
-After: ``bmm(q, k^T) * a + mask * b``, the mask left out where ``b`` is 0.
 """
 
 from __future__ import annotations
@@ -38,8 +34,8 @@ aten = torch.ops.aten
 
 
 def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Replaces the cores of attentions that are written in other words; returns how many. Any other stays as it is."""
-    found = _separate_masks(graph, weights, fake_mode)
+    """Replaces the softmaxes of attentions that are written out; returns how many. Any other stays as it is."""
+    found = 0
     tracer = ScoreTracer(weights)
     for node in list(graph.nodes):
         match = _ratio(node) or _shifted_by_its_logarithm(node)
@@ -50,29 +46,6 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
         found += 1
     if found:
         remove_dead_code(graph)
-    return found
-
-
-def _separate_masks(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Products with a mask in one operator (Megatron, Bloom) become a product, a scale and a sum."""
-    found = 0
-    for node in list(graph.nodes):
-        if packet(node) is not aten.baddbmm or any(x in weights for x in args_of(node)[1:3]):
-            continue
-        beta, alpha = argument(node, 3, "beta", 1), argument(node, 4, "alpha", 1)
-        if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-            continue
-        builder = Builder(node, fake_mode)
-        new = builder.call(aten.bmm.default, *args_of(node)[1:3])
-        if alpha != 1:
-            new = builder.call(aten.mul.Tensor, new, alpha)
-        if beta != 0:
-            mask = args_of(node)[0]
-            mask = mask if beta == 1 else builder.call(aten.mul.Tensor, mask, beta)
-            new = builder.call(aten.add.Tensor, new, mask)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-        found += 1
     return found
 
 

@@ -80,6 +80,14 @@ LINEAR = {
     "einsum, elementwise": (lambda z, w, s: torch.einsum("btn,n->btn", z @ w, s), [W(L, N), W(N)]),
     "einsum, size-1 label broadcasts": (lambda z, w: torch.einsum("btl,hln->bhtn", z, w), [W(1, L, N)]),
     "two projections in a row": (lambda z, a, b: z @ a @ b, [W(L, 6), W(6, 12)]),
+    "a sum of maps that see the rows as groups and as a whole": (
+        lambda z, w, u: F.linear(z, w) - torch.einsum("btij,ijo->bto", z.view(B, T, 2, 4), u),
+        [W(6, L), W(2, 4, 6)],
+    ),
+    "a sum of maps that see heads and columns": (
+        lambda z, w, u: (F.linear(z, w).view(B, T, 2, 3) * 0.5).flatten(2) + F.linear(z, u),
+        [W(6, L), W(6, L, seed=3)],
+    ),
     "projection of one factor": (lambda z, a, b: (z @ a).view(B, T, H, N) @ b, [W(L, H * N), W(N, 6)]),
     "projection of both factors": (
         lambda z, a, b: torch.einsum("bthn,hnk->btk", (z @ a).view(B, T, H, N), b),
@@ -153,6 +161,7 @@ LINEAR = {
     "split into one part": (lambda z, w: F.linear(z, w).split(12, -1)[0], [W(12, L)]),
     "select": (lambda z, w: F.linear(z, w).view(B, T, 2, 6)[:, :, -1], [W(12, L)]),
     "narrow": (lambda z, w: aten.narrow(F.linear(z, w), -1, 3, 6), [W(12, L)]),
+    "narrow from the end": (lambda z, w: aten.narrow(F.linear(z, w), -1, -4, 4), [W(12, L)]),
     "slice": (lambda z, w: F.linear(z, w)[..., 3:-2], [W(12, L)]),
     "strided slice": (lambda z, w: F.linear(z, w)[..., 1::3], [W(12, L)]),
     "slice to one column": (lambda z, w: F.linear(z, w)[..., 3:4], [W(12, L)]),
@@ -418,6 +427,22 @@ STOPS = {
         [W(L, 6)],
         [z(B, T, 4), z(T, 10)],
     ),
+    "a sum with one column": ("unsupported_op", lambda z, w: z @ w + (z @ w)[..., :1], [W(L, 6)], []),
+    "a sum of maps of other factors": (
+        "unsupported_op",
+        lambda z, w: (z @ w).view(B, T, 2, 3).mul(2).flatten(2) + (z @ w).view(B, T, 3, 2).mul(2).flatten(2),
+        [W(L, 6)],
+        [],
+    ),
+    "a sum of maps of rows in other factors": (
+        "unsupported_op",
+        lambda z, w, u: (
+            torch.einsum("btij,ijo->bto", z.view(B, T, 2, 4), w) + torch.einsum("btij,ijo->bto", z.view(B, T, 4, 2), u)
+        ),
+        [W(2, 4, 6), W(4, 2, 6)],
+        [],
+    ),
+    "a sum of a map and what it is a map of": ("position_dependent", lambda z, w: z @ w + z, [W(L, L)], []),
     "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "a sum with the tokens turned": (
         "position_dependent",
@@ -439,6 +464,12 @@ STOPS = {
         [],
     ),
     "float8": ("nonlinear", lambda z, w: (z @ w).to(torch.float8_e4m3fn), [W(L, 6)], []),
+    "the same bits as another number": (
+        "nonlinear",
+        lambda z, w: (z @ w).half().view(torch.bfloat16),
+        [W(L, 6)],
+        [],
+    ),
     "division rounded down": (
         "position_dependent",
         lambda z, w: torch.div(z @ w, 2.0, rounding_mode="floor"),
@@ -611,6 +642,12 @@ STOPS = {
     "a weight from the inputs": ("position_dependent", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
     "a bias from the inputs": ("unsupported_op", F.linear, [W(6, L)], [z(6)]),
     "a vector for a weight": ("unsupported_op", F.linear, [W(L)], []),
+    "an einsum that sums a weight with a column": (
+        "unsupported_op",
+        lambda z, w: torch.einsum("bte,en->btn", z[..., :1], w),
+        [W(L, 6)],
+        [],
+    ),
     "an einsum that sums a weight": ("unsupported_op", lambda z, w: torch.einsum("btl,ln->bt", z, w), [W(L, 6)], []),
     "constants joined": (
         "unsupported_op",

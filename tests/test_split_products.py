@@ -46,9 +46,22 @@ def capped(q, k, v, mask, scale):
     return torch.max(5 * torch.tanh(scores / 5).masked_fill(~mask, -1e9), floor).softmax(-1) @ v
 
 
+def summed_values(q, k, v, mask, scale):
+    """The product with the values is added to something."""
+    p = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).softmax(-1)
+    x = seeded(q.shape[2], v.shape[-1])[None]
+    return torch.baddbmm(x, p.flatten(0, 1), v.flatten(0, 1), beta=0.5, alpha=2.0).unflatten(0, q.shape[:2])
+
+
+def matrices(q, k, v, mask, scale):
+    """One sequence and one head, without axes for them."""
+    bias = torch.zeros(mask.shape[2:], dtype=q.dtype).masked_fill(~mask[0, 0], -1e9)
+    return torch.addmm(bias, q[0, 0], k[0, 0].T, alpha=scale).softmax(-1).mm(v[0, 0])[None, None]
+
+
 class Fused(MLA):
-    def __init__(self, core):
-        super().__init__()
+    def __init__(self, core, **options):
+        super().__init__(**options)
         self.fused = core
 
     def attend(self, q, k, v, mask):
@@ -56,9 +69,13 @@ class Fused(MLA):
 
 
 @pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("core", [plain_bias, factors, unread_bias, capped])
+@pytest.mark.parametrize("core", [plain_bias, factors, unread_bias, capped, summed_values])
 def test_products_with_a_sum_are_absorbed(core, S):
     absorbed(Fused(core), [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])
+
+
+def test_matrices_are_absorbed():
+    absorbed(Fused(matrices, H=1, L=4), [*inputs(B=1, S=3, L=4), padded(1, 3, 7)])
 
 
 def test_factors_of_one_leave_no_operator():
