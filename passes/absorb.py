@@ -123,12 +123,12 @@ class Whole(Sides):
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
             return self._plus(added, extra)
-        if any(term.fill > float("-inf") for term in self.site.masks if term.kind != "add"):
-            assert added is None, "a finite fill stands alone, else the core is open"
+        (fill,) = {term.fill for term in self.site.masks if term.kind != "add"}  # several, and the core is open
+        if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:
             return keep
-        return self._plus(self._plus(added, extra), self._fill(keep, float("-inf")))
+        return self._plus(self._plus(added, extra), self._fill(keep, fill))
 
     def _plus(self, a: fx.Node | None, b: fx.Node | None) -> fx.Node | None:
         return a or b if a is None or b is None else self.builder.call(aten.add.Tensor, a, b)
@@ -157,11 +157,9 @@ class Whole(Sides):
 
     def _mask_axes(self, term: MaskTerm) -> fx.Node:
         target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
-        node, axes = term.operand.node, term.operand.axes
-        own = set(flatten(axes))
-        cut = [axis for axis in target if own & set(axis)]  # a mask for some of the heads' factors stands for all
-        if not own.issuperset(flatten(cut)):
-            atoms = flatten(cut)
-            node = arrange(self.builder, self.sizes, node, axes, [(a,) for a in atoms])
-            node, axes = spread(self.builder, self.sizes, node, atoms), tuple((a,) for a in atoms)
-        return arrange(self.builder, self.sizes, node, axes, target)
+        own = set(flatten(term.operand.axes))
+        atoms = flatten(axis for axis in target if own & set(axis))
+        each = tuple((a,) for a in atoms)
+        node = arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, each)
+        node = spread(self.builder, self.sizes, node, atoms)  # a mask for some of the heads' factors stands for all
+        return arrange(self.builder, self.sizes, node, each, target)

@@ -160,7 +160,8 @@ class _Judge:
 
     def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
         """What to make alone so that nothing is expanded that only this site read; None where that cannot be."""
-        if verdict.plan is None or not verdict.plan.part:
+        assert verdict.plan is not None
+        if not verdict.plan.part:
             return None
         terms = (*verdict.plan.keys, *verdict.plan.vals)
         paths = {v.node for t in terms for v in (*t.piece.path, *t.piece.before)}
@@ -183,10 +184,11 @@ class _Judge:
     ) -> Verdict:
         """The next best verdict on a site whose ``node``, an expansion of ``which``, is computed anyway."""
         site = verdict.site
-        if verdict.plan is not None and not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
+        assert verdict.plan is not None
+        if not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
             computed.add(node)
             closer = self.whole(site, computed)
-            return closer if closer.absorb and not closer.parts else _taken_back(verdict, which, node)
+            return closer if closer.absorb else _taken_back(verdict, which, node)
         if site.node not in options:
             final = verdict.instead or _taken_back(verdict, which, node)
             options[site.node] = [final]
@@ -194,7 +196,7 @@ class _Judge:
                 stop = Stop(final.blame or node, final.code.value, final.reason)
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
                 tried = (self.part(final, stop, self.maps, (side,)) for side in sides)
-                options[site.node] = [*(v for v in tried if v.absorb and v.plan != verdict.plan), final]
+                options[site.node] = [*(v for v in tried if v.absorb), final]
         return options[site.node].pop(0)
 
 
@@ -311,16 +313,9 @@ def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | 
 
 
 def _taken_back(verdict: Verdict, which: Side, node: fx.Node) -> Verdict:
-    masks = {m.operand.node for m in verdict.site.masks}
-    seen: set[fx.Node] = set()
-    queue = [node]
-    while queue:
-        for user in queue.pop().users:
-            if user in masks:
-                code = Code.MASK_DEPENDS_ON_KEYS
-                return replace(verdict, code=code, reason=CODES[code].meaning, blame=user)
-            if user not in seen and user is not verdict.site.node:
-                seen.add(user)
-                queue.append(user)
+    for mask in (m.operand.node for m in verdict.site.masks):
+        if node in ancestors(mask):
+            code = Code.MASK_DEPENDS_ON_KEYS
+            return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     return replace(verdict, code=code, reason=CODES[code].meaning, blame=node)

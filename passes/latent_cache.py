@@ -229,7 +229,7 @@ def _keep_one(
     dtypes: set[tuple[torch.dtype, ...]] = set()
     for part in parts:
         if part in new:
-            made = make_recipe(new[part], tokens)
+            made = make_recipe(part, new[part], tokens)
             if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
                 return None
             recipe, ingredients, leaves = made

@@ -20,7 +20,7 @@ from torch import fx
 from mla_compile.passes.atoms import Axis, axis_size, flatten
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import aligned
-from mla_compile.passes.graph import args_of, val
+from mla_compile.passes.graph import Size, args_of, shape, val
 from mla_compile.passes.linear_map import Factor, LinearMap, Piece, Stop
 
 aten = torch.ops.aten
@@ -109,65 +109,62 @@ class Ingredient:
     target: tuple[Axis, ...]
 
 
-def make_recipe(lmap: LinearMap, tokens: int) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
-    """The recipe of a tensor whose axis ``tokens`` counts tokens, its rows and the weights it reads."""
-    rank = len(lmap.pieces[0].axes)
-    sourced = [p for p in lmap.pieces if p.source is not None]
-    where = sourced[0].path[-1].node if sourced else lmap.pieces[0].path[-1].node
-    if len(sourced) != len(lmap.pieces) or not all(p.defined for p in sourced):
-        return Stop(where, "unsupported_op", "columns of the cache that come from no rows")
-    columns = lmap.axis if lmap.axis is not None else _columns(sourced[0], tokens)
+def make_recipe(
+    node: fx.Node, lmap: LinearMap, tokens: int
+) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
+    """The recipe of ``node``, whose axis ``tokens`` counts tokens, its rows and the weights it reads."""
+    pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
+    if len(pieces) != len(lmap.pieces):
+        return Stop(node, "unsupported_op", "columns of the cache that come from no rows")
+    columns = _columns(lmap, tokens)
+    if columns is None or columns == tokens:
+        return Stop(node, "unsupported_op", "the cache has no axis of features")
     kinds: list[int | Literal["row"]] = []
-    for k in range(rank):
-        kind = _kind(sourced, k, tokens) if k != columns else sum(s.stop - s.start for s in lmap.segments)
-        if kind is None:
-            return Stop(where, "unsupported_op", "an axis of the cache is neither tokens, heads nor features")
+    for k, count in enumerate(shape(node)):
+        kind = count if k == columns else _kind(pieces, k, tokens)
+        if kind != "row" and not isinstance(kind, int):
+            return Stop(node, "unsupported_op", "an axis of the cache is neither tokens, heads nor features")
         kinds.append(kind)
-    if columns == tokens or columns is None:
-        return Stop(where, "unsupported_op", "the cache has no axis of features")
     ingredients: dict[fx.Node, tuple[int, Ingredient]] = {}
     leaves: dict[fx.Node, int] = {}
     parts: list[Part] = []
     widths: list[int] = []
-    for piece in sourced:
-        outer = tuple(piece.axes[k] for k in range(rank) if kinds[k] == "row")
+    for piece in pieces:
+        outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
         inner = piece.contracted if piece.weight is not None else piece.axes[columns]
         wide = axis_size(inner)
-        own = {*flatten(outer), *inner}
-        if own != piece.source_atoms or len(own) != len(flatten(piece.source_axes)) or not isinstance(wide, int):
-            return Stop(where, "unsupported_op", "rows in a layout that a cache cannot be kept in")
+        if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
+            return Stop(node, "unsupported_op", "rows in a layout that a cache cannot be kept in")
         assert piece.source is not None
         if piece.source not in ingredients:
             ingredients[piece.source] = len(widths), Ingredient(piece.source, piece.source_axes, (*outer, inner))
             widths.append(wide)
         index, _ = ingredients[piece.source]
         part = _part(piece, index, wide, inner, kinds, columns, leaves)
-        if isinstance(part, Stop):
-            return part
+        if part is None:
+            return Stop(node, "unsupported_op", "heads or columns that a weight has in part")
         parts.append(part)
-    if lmap.axis is None:
-        kinds[columns] = _int(axis_size(sourced[0].axes[columns]))
-    recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), sourced[0].dtype, len(leaves))
+    recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), val(node).dtype, len(leaves))
     return recipe, tuple(i for _, i in ingredients.values()), tuple(leaves)
 
 
-def _columns(piece: Piece, tokens: int) -> int | None:
-    """The axis of features of an unsegmented map: the last one a weight makes, which is how rows are written."""
-    made = set(piece.weight.atoms) if piece.weight is not None else set(flatten(piece.axes))
-    found = [k for k, own in enumerate(piece.axes) if k != tokens and own and set(own) <= made]
+def _columns(lmap: LinearMap, tokens: int) -> int | None:
+    """The axis of features: where parts are joined, else the last one a weight makes, which is how rows are written."""
+    if lmap.axis is not None:
+        return lmap.axis
+    (piece,) = lmap.pieces
+    made = set() if piece.weight is None else set(piece.weight.atoms)
+    found = [k for k, own in enumerate(piece.axes) if k != tokens and own and made.issuperset(own)]
     return found[-1] if found else None
 
 
-def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> int | Literal["row"] | None:
-    """What axis ``k`` is to all pieces: an axis of the rows (or of size 1), or heads."""
-    if k == tokens or all(not p.axes[k] for p in pieces):
-        return "row"
-    if all(p.axes[k] and set(p.axes[k]) <= p.source_atoms for p in pieces):
+def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
+    """What axis ``k`` is to all pieces: an axis of the rows (or of size 1), or a number of heads."""
+    if k == tokens or all(p.source_atoms.issuperset(p.axes[k]) for p in pieces):
         return "row"
     if any(a in p.source_atoms for p in pieces for a in p.axes[k]):
         return None
-    total = axis_size(next(p.axes[k] for p in pieces if p.axes[k]))
-    return total if isinstance(total, int) else None
+    return axis_size(pieces[0].axes[k])
 
 
 def _part(
@@ -178,31 +175,20 @@ def _part(
     kinds: Sequence[int | Literal["row"]],
     columns: int,
     leaves: dict[fx.Node, int],
-) -> Part | Stop:
+) -> Part | None:
     heads = [k for k, kind in enumerate(kinds) if kind != "row" and k != columns]
     has: tuple[bool, ...] = ()
     weight: Formula | None = None
-    node = piece.path[-1].node
     if piece.weight is not None:
         present = set(piece.weight.atoms)
-        if not set(piece.axes[columns]) <= present or not present <= {*inner, *flatten(piece.axes)}:
-            return Stop(node, "unsupported_op", "columns of the cache that no weight makes")
-        has = tuple(bool(piece.axes[k]) and set(piece.axes[k]) <= present for k in heads)
-        order = [piece.axes[k] for k, there in zip(heads, has, strict=True) if there]
-        kept = [*order, piece.axes[columns], inner]
+        own = [k for k in heads if present.issuperset(piece.axes[k])]
+        kept = [*(piece.axes[k] for k in own), piece.axes[columns], inner]
         if set(flatten(kept)) != present:
-            return Stop(node, "unsupported_op", "heads that a weight has in part")
+            return None
+        has = tuple(k in own for k in heads)
         matrix = aligned(piece.weight, flatten(kept)).view([_int(axis_size(a)) for a in kept])
-        found = _formula(matrix, leaves)
-        if isinstance(found, Stop):
-            return found
-        weight = found
-    bias: Formula | None = None
-    if piece.bias is not None:
-        found = _formula(_broadcast(piece.bias, piece.axes), leaves)
-        if isinstance(found, Stop):
-            return found
-        bias = found
+        weight = _formula(matrix, leaves)
+    bias = None if piece.bias is None else _formula(_broadcast(piece.bias, piece.axes), leaves)
     return Part(rows, width, weight, has, piece.scale, bias)
 
 
@@ -222,22 +208,19 @@ def _formula(value: Any, leaves: dict[fx.Node, int]) -> Any:
     if isinstance(value, Expr):
         if value.node is not None:
             return _formula(value.node, leaves)
-        return _apply(value.op, value.args, value.kwargs, leaves, None)
+        return _apply(value.op, value.args, value.kwargs, leaves)
     if isinstance(value, fx.Node):
         if value.op in ("placeholder", "get_attr"):
             return Leaf(leaves.setdefault(value, len(leaves)))
-        return _apply(value.target, args_of(value), value.kwargs, leaves, value)
+        return _apply(value.target, args_of(value), value.kwargs, leaves)
     if isinstance(value, (list, tuple)):
-        items = [_formula(v, leaves) for v in value]
-        return next((i for i in items if isinstance(i, Stop)), tuple(items))
+        return tuple(_formula(v, leaves) for v in value)
     return value
 
 
-def _apply(op: Any, args: Any, kwargs: Any, leaves: dict[fx.Node, int], node: fx.Node | None) -> Apply | Stop:
+def _apply(op: Any, args: Any, kwargs: Any, leaves: dict[fx.Node, int]) -> Apply:
     given = _formula(tuple(args), leaves)
-    named = tuple((name, _formula(value, leaves)) for name, value in sorted(kwargs.items()))
-    stop = next((g for g in (given, *(v for _, v in named)) if isinstance(g, Stop)), None)
-    return stop if stop is not None else Apply(op, given, named)
+    return Apply(op, given, tuple((name, _formula(value, leaves)) for name, value in sorted(kwargs.items())))
 
 
 def at_once(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ Every test runs once, traced: that gives the lines of ``passes/`` that it execut
 operators are cosmic-ray's) gets a fork of this very process, in which the module's functions are given the mutant's
 code; the tests that execute the changed line run there, the quickest first, until one fails. What was traced with
 :mod:`tests.programs` is traced once. Mutants come in a random order and are appended to the log, so that a run
-may be cut short and taken up again. ``MUTANTS=first:last`` takes a part, ``LINE=number`` the mutants of one line.
+may be cut short and taken up again. ``MUTANTS=first:last`` takes a part, ``LINE=number`` the mutants of one line,
+``AGAIN=1`` those that the log says have survived, wherever their lines are by now: for new tests, or for more tests.
 """
 
 # ruff: noqa: T201  it is a program
@@ -149,8 +150,17 @@ def patch(old: Any, new: Any) -> None:
             )
         elif isinstance(value, type) and value.__module__ == old.__name__:
             patch(own, value)
-        elif isinstance(old, types.ModuleType) and isinstance(own, (int, float, str, list, tuple, frozenset)):
+        elif isinstance(old, types.ModuleType) and isinstance(own, (int, float, str, list, tuple, frozenset, dict)):
             setattr(old, name, value)
+
+
+def _found(outcome: str) -> bool:
+    """Whether tests noticed a mutant."""
+    return outcome.startswith("tests")
+
+
+def _change(entry: dict[str, Any]) -> tuple[str, str, str]:
+    return entry["operator"], entry["before"], entry["after"]
 
 
 class Mutation:
@@ -224,6 +234,8 @@ class Mutation:
         first, last = (int(x) if x else None for x in os.environ.get("MUTANTS", ":").split(":"))
         only = os.environ.get("LINE")
         done = self.log.read_text() if self.log.exists() else ""
+        last_time = {_change(e): e["outcome"] for e in map(json.loads, done.splitlines())}
+        again = {c for c, o in last_time.items() if not _found(o)} if os.environ.get("AGAIN") else None
         print(f"{len(found)} mutants, {len(session.items)} tests", flush=True)
         for path, name, line, changed in found[first:last]:
             source = path.read_text()
@@ -232,7 +244,9 @@ class Mutation:
             line = next((i + 1 for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), line)
             entry = {"file": path.name, "line": line, "operator": name}
             entry |= {"before": before[line - 1].strip(), "after": after[line - 1].strip()}
-            if json.dumps(entry)[:-1] in done or (only and int(only) != line) or "@dataclass" in before[line - 1]:
+            if (only and int(only) != line) or "@dataclass" in before[line - 1]:
+                continue
+            if json.dumps(entry)[:-1] in done if again is None else _change(entry) not in again:
                 continue
             items = [i for i in session.items if (str(path), line) in self.lines[i.nodeid]]
             if not items and not in_function(source, line):  # a default: it takes part in calls
@@ -241,7 +255,7 @@ class Mutation:
             outcome = self._one(items, path, changed) if items else "not executed"
             with self.log.open("a") as log:
                 log.write(json.dumps({**entry, "outcome": outcome}) + "\n")
-            if not outcome.startswith("tests"):
+            if not _found(outcome):
                 print(f"{outcome}: {path.name}:{line} {name}: {entry['before']} -> {entry['after']}", flush=True)
 
     def _one(self, items: list[pytest.Item], path: Path, source: str) -> str:

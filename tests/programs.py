@@ -115,6 +115,19 @@ def absorbed(module: nn.Module, inputs: Sequence[Any], dynamic: Any = None, site
     return outcome.program
 
 
+def decide(
+    fn: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], *shapes: Sequence[int], **options: Any
+) -> tuple[Program, pipeline.Outcome]:
+    """What becomes of the attentions of ``fn(*inputs, *weights)``, whose numbers stay; ``shapes`` of the weights."""
+    weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(shapes)]
+    program = trace(fn, inputs, weights)
+    outcome = optimized(program, **{"forms": "absorbed", **options})
+    with torch.no_grad():
+        (result,) = outcome.program.gm(*inputs, *weights)
+        assert error(result, fn(*inputs, *weights)) < 1e-10
+    return program, outcome
+
+
 def assert_equal(module: nn.Module, program: Program, inputs: Sequence[Any], tolerance: float = 1e-10) -> None:
     with torch.no_grad():
         expected = module(*inputs)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.passes.linear_contract import CONTRACTIONS
-from mla_compile.passes.linear_map import Stop
+from mla_compile.passes.linear_map import LinearMaps, Stop
 from mla_compile.passes.linear_rules import RULES
 from mla_compile.program import Program
 from tests.programs import error, evaluate, found_reasons, linear_map, seeded, trace
@@ -395,6 +395,22 @@ def test_a_chain_deeper_than_the_stack_of_python():
     check(fn, [z()], [], projected=False)
 
 
+def test_splits_of_splits_are_no_deeper(monkeypatch):
+    """What a part of a split needs is found before its rule asks for it: one map does not wait for another."""
+    waiting = []
+    apply = LinearMaps._apply
+
+    def counted(self, node, rule):
+        waiting.append(node)
+        assert len(waiting) == 1
+        found = apply(self, node, rule)
+        waiting.pop()
+        return found
+
+    monkeypatch.setattr(LinearMaps, "_apply", counted)
+    check(lambda z, w: F.linear(z, w).split([7, 5], -1)[0].split([3, 4], -1)[1] * 2, [z()], [W(12, L)])
+
+
 def test_a_split_by_a_size_of_another_input():
     """The size is an operand of the split, and no tensor."""
 
@@ -689,7 +705,6 @@ def test_a_weight_of_a_layout_or_dtype_without_arithmetic_is_named():
 
 def test_a_chosen_source_ends_the_walk():
     from mla_compile.passes.graph import weight_nodes
-    from mla_compile.passes.linear_map import LinearMaps
 
     program = trace(lambda z, a, b: (z @ a) @ b, [z()], [W(L, 3), W(3, 12)])
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")
@@ -704,7 +719,6 @@ def test_a_chosen_source_ends_the_walk():
 
 def test_a_table_of_positions_is_no_weight_whatever_the_source():
     from mla_compile.passes.graph import weight_nodes
-    from mla_compile.passes.linear_map import LinearMaps
 
     program = trace(lambda z, a, t: (z @ a) * t, [z()], [W(L, 3), W(T, 1)])
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")

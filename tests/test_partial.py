@@ -342,6 +342,7 @@ def test_a_symbolic_number_of_queries_is_picked_in_each_call():
     outcome = optimized(program)
     assert codes(outcome) == [Code.ABSORBED]
     (variant,) = outcome.variants
+    assert outcome.report.sites[0].reason == "each call picks by its number of queries whether the values are absorbed"
     assert [p.side for p in variant.parts] == ["values"]
     pays = picker(program, outcome.variants)
     fixed = len(program.placeholders) - 3

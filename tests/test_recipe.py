@@ -32,7 +32,8 @@ def rows_of(tensor: torch.Tensor, ingredient) -> torch.Tensor:
 
 def recipe_of(fn, inputs, weights, tokens):
     program = trace(fn, inputs, weights)
-    return program, make_recipe(linear_map(program), tokens)
+    (result,) = program.gm.graph.output_node().args[0]
+    return program, make_recipe(result, linear_map(program), tokens)
 
 
 def check(fn, inputs, weights, tokens):
@@ -101,6 +102,8 @@ RECIPES = {
     "heads that share a weight in groups": (
         lambda c, w: heads_first(c, w)[:, :, None].expand(B, H, 2, T, N), [c()], [w(H * N, L)], 3,
     ),
+    "a last axis of size 1": (lambda c, w: F.linear(c, w).view(B, T, H, N, 1), [c()], [w(H * N, L)], 1),
+    "one column, from one": (lambda z, w: z[:, :, None] * w, [seeded(B, T)], [w(N)], 1),
     "one token of one batch": (
         lambda c, w: F.linear(c, w).view(1, 1, H, N).transpose(1, 2), [seeded(1, 1, L)], [w(H * N, L)], 2,
     ),
@@ -112,31 +115,84 @@ def test_a_recipe_makes_the_tensor_again(name):
     check(*RECIPES[name])
 
 
-@pytest.mark.parametrize(("name", "columns"), [("heads first", 3), ("heads last", 3), ("features before tokens", 2)])
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [("heads first", 3), ("heads last", 3), ("features before tokens", 2), ("a last axis of size 1", 3)],
+)
 def test_the_columns_are_the_last_axis_a_weight_makes(name, columns):
     assert recipe_of(*RECIPES[name])[1][0].columns == columns
 
 
+@pytest.mark.parametrize("name", ["heads first", "rotary rows first", "a bias", "rows of a narrower dtype"])
+def test_nothing_is_computed_that_changes_nothing(name):
+    """One product and one place for each part; no copy to the dtype it has, no factor of one, nothing joined alone."""
+    recipe, ingredients, leaves = recipe_of(*RECIPES[name])[1]
+    given = [seeded(*(2 for _ in i.target[:-1]), width) for i, width in zip(ingredients, recipe.widths, strict=True)]
+    made = []
+
+    def call(op, *args, **kwargs):
+        made.append(str(op).removeprefix("aten."))
+        return op(*args, **kwargs)
+
+    fn, inputs, weights, _ = RECIPES[name]
+    program = trace(fn, inputs, weights)
+    values = dict(zip([n.name for n in program.placeholders], (*inputs, *weights), strict=True))
+    expand(recipe, [g.to(x.dtype) for g, x in zip(given, inputs, strict=True)], [values[n.name] for n in leaves], call)
+    rest = [op for op in made if op.partition(".")[0] not in ("view", "reshape", "permute", "transpose", "slice")]
+    assert (
+        rest
+        == {
+            "heads first": ["einsum.default"],
+            "rotary rows first": ["unsqueeze.default", "expand.default", "einsum.default", "cat.default"],
+            "a bias": ["einsum.default", "add.Tensor"],
+            "rows of a narrower dtype": ["_to_copy.default", "einsum.default"],
+        }[name]
+    )
+
+
+LAYOUT = "rows in a layout that a cache cannot be kept in"
+NOTHING = "columns of the cache that come from no rows"
+NEITHER = "an axis of the cache is neither tokens, heads nor features"
+FEATURES = "the cache has no axis of features"
+IN_PART = "heads or columns that a weight has in part"
 NO_RECIPE = {
     "rows of every head": (
-        lambda c, r, w: torch.cat([heads_first(c, w), r], -1), [c(), seeded(B, H, T, R)], [w(H * N, L)], 2,
+        lambda c, r, w: torch.cat([heads_first(c, w), r], -1), [c(), seeded(B, H, T, R)], [w(H * N, L)], 2, NEITHER,
     ),
     "batch and heads in one axis": (
-        lambda c, w: heads_first(c, w).reshape(B * H, T, N), [c()], [w(H * N, L)], 1,
+        lambda c, w: heads_first(c, w).reshape(B * H, T, N), [c()], [w(H * N, L)], 1, NEITHER,
     ),
     "columns of nothing": (
-        lambda c, w: F.pad(heads_first(c, w), (0, 2)), [c()], [w(H * N, L)], 2,
+        lambda c, w: F.pad(heads_first(c, w), (0, 2)), [c()], [w(H * N, L)], 2, NOTHING,
     ),
     "columns that are never written": (
         lambda c, w: torch.slice_scatter(c.new_empty(B, H, T, N + 2), heads_first(c, w), 3, 0, N),
-        [c()], [w(H * N, L)], 2,
+        [c()], [w(H * N, L)], 2, NOTHING,
+    ),
+    "no features": (lambda c, w: c @ w, [c()], [w(L)], 1, FEATURES),
+    "features for tokens": (with_rope, [c(), seeded(B, T, R)], [w(H * N, L)], 3, FEATURES),
+    "heads for tokens": (heads_first, [c()], [w(H * N, L)], 1, LAYOUT),
+    "rows as they are": (lambda r: r[:, None].expand(B, H, T, R).clone(), [seeded(B, T, R)], [], 2, FEATURES),
+    "a sum over the batch": (
+        lambda c, w: heads_first(c, w).sum(0, keepdim=True), [c()], [w(H * N, L)], 2, FEATURES,
+    ),
+    "columns that are repeated": (
+        lambda c, w: heads_first(c, w)[..., None].expand(B, H, T, N, 2).reshape(B, H, T, 2 * N),
+        [c()], [w(H * N, L)], 2, IN_PART,
+    ),
+    "heads that share a weight in groups, in one axis": (
+        lambda c, w: heads_first(c, w)[:, :, None].expand(B, H, 2, T, N).reshape(B, H * 2, T, N),
+        [c()], [w(H * N, L)], 2, IN_PART,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_RECIPE)
 def test_what_is_no_recipe(name):
-    assert isinstance(recipe_of(*NO_RECIPE[name])[1], Stop)
+    *case, why = NO_RECIPE[name]
+    program, made = recipe_of(*case)
+    assert isinstance(made, Stop)
+    assert (made.detail, made.node) == (why, program.gm.graph.output_node().args[0][0])
 
 
 def test_recipes_are_equal_where_the_way_is_and_whatever_the_sizes():
