@@ -179,6 +179,23 @@ def test_no_memory_and_an_interruption_end_a_command(here, monkeypatch):
         assert text in refused(["demo"], code)
 
 
+def test_output_that_cannot_be_written(here, monkeypatch):
+    """A full disk is told; a reader who has enough, such as head, is none of our business."""
+    for error, code, text in (
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device"),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),
+    ):
+
+        def fails(*_, error=error):
+            raise error
+
+        monkeypatch.setattr("mla_compile.cli_plan.print_json", fails)
+        done = CliRunner().invoke(app, ["plan", "config.json", "--json"])
+        assert done.exit_code == code
+        assert isinstance(done.exception, SystemExit)
+        assert done.stderr.strip() == text
+
+
 def test_json_of_an_export_and_of_a_run(here, monkeypatch):
     """The two whose results are files or a stream otherwise."""
     ran = CliRunner().invoke(app, ["run", *COMMANDS["run"], "--json", "--max-new-tokens", "3"])
