@@ -1,4 +1,4 @@
-"""Check the types of mla_compile, strictly.
+"""Check the types of mla_compile and of the examples, strictly.
 
 A type checker reads folders, not the ``package-dir`` mapping of pyproject.toml, so it cannot see that ``passes/`` and
 ``kernels/`` are ``mla_compile.passes`` and ``mla_compile.kernels``. This makes ``build/types/mla_compile``, a tree of
@@ -23,9 +23,11 @@ def link_tree(root: Path) -> Path:
     package.mkdir(parents=True)
     for source in [*(root / "mla_compile").glob("*.py"), root / "mla_compile" / "py.typed"]:
         (package / source.name).symlink_to(source)
-    (package / "onnx").symlink_to(root / "mla_compile" / "onnx", target_is_directory=True)
+    for folder in ("onnx", "page"):
+        (package / folder).symlink_to(root / "mla_compile" / folder, target_is_directory=True)
     for folder in ("passes", "kernels"):
         (package / folder).symlink_to(root / folder, target_is_directory=True)
+    (tree / "examples").symlink_to(root / "examples", target_is_directory=True)
     return tree
 
 

@@ -36,6 +36,8 @@ print(json.dumps(tokens))
 class Decoder(nn.Module):
     """One layer of Multi-head Latent Attention between an embedding and its transpose; its cache is a buffer."""
 
+    cache: Tensor
+
     def __init__(self, T: int, D: int = 96, H: int = 4, L: int = 48, N: int = 24, R: int = 8, V: int = 20) -> None:
         super().__init__()
         self.sizes = (H, L, N, R, V)

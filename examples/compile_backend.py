@@ -38,7 +38,7 @@ def tiny_model() -> MiniCPM3ForCausalLM:
 @torch.no_grad()  # with gradients enabled a model runs in its original form
 def own_loop(model: MiniCPM3ForCausalLM, prompt: torch.Tensor, count: int, **compiled: Any) -> list[int]:
     """Decode greedily with a cache of fixed size: the prompt as usual, then a compiled step for each token."""
-    step = torch.compile(model, backend="mla", **compiled)
+    step: Any = torch.compile(model, backend="mla", **compiled)
     length = prompt.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + count)
     logits = model(prompt, past_key_values=cache).logits

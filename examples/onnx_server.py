@@ -149,8 +149,8 @@ class Worker:
                 for job in jobs:
                     job.end(error)
         while not self._waiting.empty():
-            if (job := self._waiting.get()) is not None:
-                job.end(Stopping())
+            if (left := self._waiting.get()) is not None:
+                left.end(Stopping())
 
     def _next_batch(self) -> list[Job]:
         """Waits for a job and takes those that wait with it."""

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,8 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, D)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        self.layers = nn.ModuleList(Layer(D) for _ in range(layers))
+        stack = [Layer(D) for _ in range(layers)]
+        self.layers, self.width = nn.ModuleList(stack), stack[0].down.out_features
         self.norm = nn.RMSNorm(D)
 
     def forward(self, text: Tensor, position: Tensor, cache: list[Tensor] | None = None) -> Tensor:
@@ -80,8 +82,7 @@ class Model(nn.Module):
 
     def new_cache(self, B: int, T: int) -> list[Tensor]:
         """A buffer for T rows in each layer."""
-        width = self.layers[0].down.out_features
-        return [torch.zeros(B, T, width, dtype=self.embedding.weight.dtype) for _ in self.layers]
+        return [torch.zeros(B, T, self.width, dtype=self.embedding.weight.dtype) for _ in self.layers]
 
 
 def rotate(x: Tensor, position: Tensor) -> Tensor:
@@ -148,8 +149,28 @@ def generate(step: Callable[..., Tensor], model: Model, prompt: bytes, length: i
     return bytes(text)
 
 
+def compare(model: Model, windows: Tensor, codegen: str) -> Table:
+    """Perplexity of ``windows`` by the model as it was trained and optimized, by dtype and with and without folding."""
+    table = Table(title=f"{windows[:, 1:].numel():,} held-out bytes, decoded one by one", title_justify="left")
+    for column in ("dtype", "model", "absorbed", "perplexity", "against float32", "ms a step"):
+        table.add_column(column, justify="left" if column in ("dtype", "model") else "right")
+    wanted = 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        one = copy.deepcopy(model).to(dtype)
+        for fold in (None, "never", "always"):
+            step: Any = one if fold is None else mla_compile.optimize(one, fold=fold, codegen=codegen)
+            perplexity, milliseconds = decode(step, one, windows)
+            wanted = wanted or perplexity
+            name = "as trained" if fold is None else f"optimized, fold={fold}"
+            absorbed = "" if fold is None else f"{step.mla_report.absorbed} of {len(step.mla_report.sites)}"
+            change = f"{perplexity / wanted - 1:+.1e}"
+            cells = (str(dtype).removeprefix("torch."), name, absorbed, f"{perplexity:.5f}", change)
+            table.add_row(*cells, f"{milliseconds:.2f}", end_section=fold == "always")
+    return table
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Train, save, load, compare."""
+    """Train, save, load, compare, generate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2.5, help="time to train")
     parser.add_argument("--steps", type=int, help="train this many steps instead")
@@ -172,22 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     first = torch.linspace(0, len(held_out) - given.context - 1, given.windows).long()
     windows = held_out[first[:, None] + torch.arange(given.context + 1)]
-    table = Table(title=f"{windows[:, 1:].numel():,} held-out bytes, decoded one by one", title_justify="left")
-    for column in ("dtype", "model", "absorbed", "perplexity", "against float32", "ms a step"):
-        table.add_column(column, justify="left" if column in ("dtype", "model") else "right")
-    wanted = 0.0
-    for dtype in (torch.float32, torch.bfloat16):
-        one = copy.deepcopy(model).to(dtype)
-        for fold in (None, "never", "always"):
-            step = one if fold is None else mla_compile.optimize(one, fold=fold, codegen=given.codegen)
-            perplexity, milliseconds = decode(step, one, windows)
-            wanted = wanted or perplexity
-            name = "as trained" if fold is None else f"optimized, fold={fold}"
-            absorbed = "" if fold is None else f"{step.mla_report.absorbed} of {len(step.mla_report.sites)}"
-            change = f"{perplexity / wanted - 1:+.1e}"
-            cells = (str(dtype).removeprefix("torch."), name, absorbed, f"{perplexity:.5f}", change)
-            table.add_row(*cells, f"{milliseconds:.2f}", end_section=fold == "always")
-    Console(width=100).print(table)
+    Console(width=100).print(compare(model, windows, given.codegen))
 
     fast = mla_compile.optimize(model, codegen=given.codegen)
     expected = generate(model, model, b"The absorbed form ", given.context)

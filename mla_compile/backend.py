@@ -197,9 +197,18 @@ class Compiler:
         """Code for one graph: Inductor's, or the graph itself."""
         if self.explain_only or self.options.codegen == "eager":
             return gm
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor import compile_fx, exc
 
-        code: Any = compile_fx(gm, list(example_inputs), config_patches=self.patches)
+        try:
+            code: Any = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
+        except exc.InductorError as error:
+            if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
+                raise
+            _warn(
+                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
+                'or ask for that with codegen="eager"'
+            )
+            return gm
         return cast("Callable[..., Any]", code)
 
 

@@ -18,7 +18,7 @@ from mla_compile.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, difference
 from mla_compile.dims import Dims
 from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.facts import Survey
-from mla_compile.measuring import Times, available_bytes, in_turns, machine, median_ratio
+from mla_compile.measuring import Times, available_bytes, in_turns, machine, median_ratio, require_compiler
 from mla_compile.report import Report
 from mla_compile.survey import survey_config
 
@@ -219,6 +219,8 @@ class Bench:
         Raises :class:`NothingToCompareError` where variants differ.
         """
         settings = self.settings
+        if settings.codegen == "inductor" and settings.device == "cpu":
+            require_compiler()
         yield "building the model"
         torch._dynamo.reset()
         steps = self._steps = self._build()

@@ -71,12 +71,12 @@ def demo(
             settings = demo_.Settings(layers, lengths, dtype)
         with progress(demo_.stages(settings)) as stage:
             outcome = demo_.run(settings, stage)
-    if as_json:
-        print_json(outcome.to_dict())
-    else:
-        _show(outcome)
-    if not outcome.agreement.ok:
-        raise typer.Exit(NEGATIVE)
+        if as_json:
+            print_json(outcome.to_dict())
+        else:
+            _show(outcome)
+        if not outcome.agreement.ok:
+            raise typer.Exit(NEGATIVE)
 
 
 def _show(outcome: demo_.Outcome) -> None:

@@ -74,12 +74,12 @@ def bench(
             from mla_compile.plotting import draw_times
 
             draw_times(f"{run.subject.survey.name}, {settings.dtype}", {r.context: r.times() for r in rows}, plot)
-    if as_json:
-        print_json(run.to_dict())
-    else:
-        _show(run)
-    if interrupted:
-        raise failed(f"interrupted; {len(rows)} of {len(settings.contexts)} lengths were measured", INTERRUPTED)
+        if as_json:
+            print_json(run.to_dict())
+        else:
+            _show(run)
+        if interrupted:
+            raise failed(f"interrupted; {len(rows)} of {len(settings.contexts)} lengths were measured", INTERRUPTED)
 
 
 def _run(run: Bench) -> bool:

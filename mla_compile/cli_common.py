@@ -44,6 +44,8 @@ def ending() -> Iterator[None]:
     """Turns an error that is not ours into one line on stderr and an exit code."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has enough: click ends quietly then
+        raise
     except _ANSWERS as error:
         raise failed(error, NEGATIVE) from None
     except (MlaCompileError, OSError) as error:

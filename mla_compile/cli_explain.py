@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mla_compile import cli_values
 from mla_compile.cli_common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside
+from mla_compile.errors import InputError
 from mla_compile.explained import CONTEXTS, Explained, SiteChoice, explained
 from mla_compile.page.write import checked, write_page
 from mla_compile.survey import survey
@@ -41,18 +42,21 @@ def explain(
     with ending():
         name = cli_values.dtype(dtype)
         target = None if html is None else checked(html)
+        own = (Path(source), Path(source) / "config.json")
+        if target is not None and target.exists() and any(p.exists() and p.samefile(target) for p in own):
+            raise InputError(f"{target} is the model's config, which the page would replace; give it another name")
         with err.status("tracing a decode step"):
             result = explained(survey(source, name), name, cli_values.BYTES[name])
             if target is not None:
                 write_page(result, target, _title(source))
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _show(result)
-    if target is not None:
-        say_aside(f"wrote {target}")
-    if not result.survey.report.absorbed:
-        raise typer.Exit(NEGATIVE)
+        if as_json:
+            print_json(result.to_dict())
+        else:
+            _show(result)
+        if target is not None:
+            say_aside(f"wrote {target}")
+        if not result.survey.report.absorbed:
+            raise typer.Exit(NEGATIVE)
 
 
 def _title(source: str) -> str:

@@ -25,7 +25,7 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the model's where left out.")] = None,
     fold: Annotated[str, typer.Option(help="auto, never or always.")] = "auto",
     verify: Annotated[bool, typer.Option(help="Compare with the original before anything is written.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory that an export wrote.")] = False,
     random_weights: Annotated[
         int | None, typer.Option(metavar="SEED", help="Build the model from its config with random weights.")
     ] = None,
@@ -52,7 +52,7 @@ def export(
                 model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, verify=verify,
                 overwrite=overwrite, progress=status.update,
             )  # fmt: skip
-    if as_json:
-        print_json(exported.to_dict())
-    else:
-        say(exported.text(), f"written to {exported.directory}")
+        if as_json:
+            print_json(exported.to_dict())
+        else:
+            say(exported.text(), f"written to {exported.directory}")

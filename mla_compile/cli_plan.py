@@ -72,14 +72,14 @@ def plan(
             from mla_compile.plotting import draw
 
             draw(model, machine, request, plot)
-    texts = formula_lines(result, any(a.latent for a in planning.attentions(model))) if show_formulas else []
-    if as_json:
-        print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
-    else:
-        _show(result)
-        say(*texts)
-    if not result.fits:
-        raise typer.Exit(NEGATIVE)
+        texts = formula_lines(result, any(a.latent for a in planning.attentions(model))) if show_formulas else []
+        if as_json:
+            print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
+        else:
+            _show(result)
+            say(*texts)
+        if not result.fits:
+            raise typer.Exit(NEGATIVE)
 
 
 def formula_lines(result: Plan, latent: bool) -> list[str]:

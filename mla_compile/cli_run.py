@@ -60,8 +60,8 @@ def run(
         say_aside(f"{', '.join(session.providers)}; {session.decision}")
         steps = Generation(session, prompts, max_new_tokens=max_new_tokens, sampling=sampling)
         outcome = _stream(session, prompts, steps, quiet=as_json)
-    if as_json:
-        print_json(outcome)
+        if as_json:
+            print_json(outcome)
 
 
 def _ids(text: str) -> list[int]:

@@ -44,11 +44,11 @@ def read_raw(source: str) -> tuple[dict[str, Any], Path]:
             + ("" if path.exists() else f"; there is no file {path}")
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise InputError(f"{path} holds a {type(raw).__name__}, expected a JSON object with the fields of a config")
+        raise InputError(f"{path} is JSON, but no object with the fields of a config")
     check_sizes(raw, str(path))
     return raw, path
 
@@ -80,7 +80,7 @@ def transformers() -> Any:
     return library
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """Kind and message of somebody else's error, cut where it goes on for long."""
     return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
@@ -91,8 +91,9 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
     known = library.CONFIG_MAPPING
     kind = raw.get("model_type")
     notes: tuple[str, ...] = ()
-    if kind is None:
-        raise InputError(f"{path} has no model_type, so it is no config of a transformers model")
+    if not isinstance(kind, str):
+        has = "no model_type" if kind is None else f"{kind!r} as its model_type"
+        raise InputError(f"{path} has {has}, so it is no config of a transformers model")
     if kind in known:
         config_class = known[kind]
     else:
@@ -100,7 +101,7 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
         if config_class is None:
             raise InputError(
                 f"{path}: transformers {library.__version__} has no model type {kind!r}"
-                f"{nearest(str(kind), known.keys())}; a model with its own code goes in as python:MODULE:FUNCTION"
+                f"{nearest(kind, known.keys())}; a model with its own code goes in as python:MODULE:FUNCTION"
             )
         name = config_class.model_type
         notes = (f"model type {kind!r} is read as {name!r}, which its architecture {raw['architectures'][0]} is of",)

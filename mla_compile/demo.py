@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mla_compile
 from mla_compile.errors import InputError, NothingToCompareError
-from mla_compile.measuring import available_bytes
+from mla_compile.measuring import available_bytes, require_compiler
 from mla_compile.report import Report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -153,11 +153,12 @@ def stages(settings: Settings) -> int:
 def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     """Build, optimize, compare and time; ``progress`` is told the name of each stage as it begins.
 
-    Raises :class:`InputError` when transformers is not installed or the memory is too small, and
+    Raises :class:`InputError` when transformers or a C++ compiler is not installed or the memory is too small, and
     :class:`NothingToCompareError` when nothing was absorbed. Tokens that differ are no error here: see
     :attr:`Agreement.ok`.
     """
     _check_memory(settings)
+    require_compiler()
     progress("building the model")
     model = build(settings)
     progress("optimizing it")

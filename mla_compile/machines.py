@@ -56,8 +56,8 @@ def machine(name: str) -> Machine:
     Raises :class:`InputError` for a name nobody knows and a file that does not hold the fields.
     """
     table = _table()
-    if name in table["devices"]:
-        return _from_record(table["devices"][name], name)
+    if name.lower() in table["devices"]:
+        return _from_record(table["devices"][name.lower()], name)
     path = Path(name)
     if path.suffix.lower() in _SUFFIXES:
         return _from_record(_read(path), str(path))
@@ -76,13 +76,13 @@ def _table() -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if path.suffix.lower() == ".json":
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is no JSON: {error}") from error
     try:
         yaml: Any = import_module("yaml")
@@ -90,13 +90,13 @@ def _read(path: Path) -> Any:
         raise InputError(f'{path}: reading YAML needs pyyaml: pip install "mla-compile[demo]", or write JSON') from None
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise InputError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
 
 
 def _from_record(record: Any, where: str) -> Machine:
     if not isinstance(record, Mapping):
-        raise InputError(f"{where} holds a {type(record).__name__}, expected the fields {', '.join(_REQUIRED)}")
+        raise InputError(f"{where} describes no machine: expected the fields {', '.join(_REQUIRED)}")
     known = {*_REQUIRED, "name", "link_bytes_per_s", "memory_share", "compute_share", "source"}
     for field in record:
         if field not in known:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mla_compile.errors import InputError
 from mla_compile.version import __version__
 
 
@@ -49,6 +50,20 @@ def available_bytes(device: torch.device | None = None) -> int:
     except OSError:
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def require_compiler() -> None:
+    """Raise :class:`InputError` where Inductor, which is compared with, can compile nothing for the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise InputError(
+            "torch finds no C++ compiler, and Inductor, which this compares with, needs one: "
+            "install g++, or name one in CXX"
+        ) from None
 
 
 def timed(call: Callable[[], Any]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,17 +48,9 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
 
     A config of several parts gives its text part where that is a model by itself. Raises :class:`InputError`.
     """
-    library = transformers()
-    text = config.get_text_config()
-    # Some models are in no list of transformers: its classes are named after their configs.
-    usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
-    named = getattr(library, next(iter(config.architectures or ()), usual), None)
-    attempts = [
-        (library.AutoModelForCausalLM.from_config, part) for part in ((config,) if text is config else (config, text))
-    ]
-    errors = []
+    errors = ["it has none"]
     before = torch.get_default_dtype()
-    for make, part in [*attempts, *([(named, config)] if named is not None else [])]:
+    for make, part in _makers(config):
         part.dtype = dtype
         torch.set_default_dtype(dtype)
         try:
@@ -71,6 +63,20 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
             torch.set_default_dtype(before)
     kind = getattr(config, "model_type", "?")
     raise InputError(f"transformers builds no causal language model from a config of type {kind!r}: {errors[-1]}")
+
+
+def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
+    """What of transformers may build a causal language model from a config or its text part, the likeliest first."""
+    library = transformers()
+    text = config.get_text_config()
+    for part in (config,) if text is config else (config, text):
+        if type(part) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+            yield library.AutoModelForCausalLM.from_config, part
+    # Some models are in no list of transformers: its classes are named after their configs.
+    usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
+    for name, part in ((usual, text), (next(iter(config.architectures or ()), ""), config)):
+        if (named := getattr(library, name, None)) is not None:
+            yield named, part
 
 
 def layers_of(model: nn.Module) -> Layers:
@@ -169,6 +175,20 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
     return cache, notes if skipped else ()
 
 
+def to_untouched_memory(model: nn.Module, cache: Any) -> None:
+    """Move both from the meta device to the CPU, in place, without values: memory that nobody writes to takes none."""
+    model.to_empty(device="cpu")
+    _replace_tensors(cache, "cpu")
+
+
+def _replace_tensors(cache: Any, device: str) -> None:
+    """Put tensors without values in the places of a cache's."""
+    for slot in getattr(cache, "layers", ()):
+        for name, value in vars(slot).items():
+            if isinstance(value, torch.Tensor):
+                setattr(slot, name, torch.empty(value.shape, dtype=value.dtype, device=device))
+
+
 def _prefill(model: nn.Module, context: int) -> Any:
     ids = torch.zeros(1, context, dtype=torch.long, device="meta")
     with torch.no_grad():
@@ -182,10 +202,7 @@ def _fake_prefill(model: nn.Module, context: int) -> Any:
         copied = copy.deepcopy(model)
     with mode:
         cache = _prefill(copied, context)
-    for slot in getattr(cache, "layers", ()):
-        for name, value in vars(slot).items():
-            if isinstance(value, torch.Tensor):
-                setattr(slot, name, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+    _replace_tensors(cache, "meta")
     return cache
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mla_compile import config_file
+from mla_compile import config_file, skeleton
 from mla_compile.errors import InputError
 from mla_compile.measuring import available_bytes
 
@@ -52,13 +52,13 @@ def call(source: str) -> Any:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{source!r} cannot be found: {error}") from error
-    except Exception as error:  # the user's module, which raises what it likes
+    except (Exception, SystemExit) as error:  # the user's module, which raises what it likes
         raise InputError(f"{source!r} cannot be imported: {config_file.in_one_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
     try:
         return make()
-    except Exception as error:  # the user's function
+    except (Exception, SystemExit) as error:  # the user's function
         raise InputError(f"{source!r} raised {config_file.in_one_line(error)}") from error
 
 
@@ -82,21 +82,15 @@ def _pretrained(directory: Path) -> torch.nn.Module:
 
 def _from_config(path: Path, seed: int) -> torch.nn.Module:
     config, _ = config_file.read(str(path))
-    make = _transformers().AutoModelForCausalLM.from_config
-    try:
-        with torch.device("meta"):
-            size = sum(p.numel() * p.element_size() for p in make(config).parameters())
-        if size > 0.8 * (free := available_bytes()):
-            raise InputError(
-                f"the weights of {path} take {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free"
-            )
-        torch.manual_seed(seed)
-        model: torch.nn.Module = make(config)
-    except InputError:
-        raise
-    except Exception as error:  # as above: sizes that do not fit each other fail anywhere in the model's code
-        raise InputError(f"transformers does not build a model from {path}: {_first_line(error)}") from error
-    return model.eval()
+    dtype = config.get_text_config().dtype
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    size = sum(p.numel() * p.element_size() for p in skeleton.build(config, dtype).parameters())
+    if size > 0.8 * (free := available_bytes()):
+        raise InputError(
+            f"the weights of {path} take {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free"
+        )
+    torch.manual_seed(seed)
+    return skeleton.build(config, dtype, "cpu")
 
 
 def _transformers() -> Any:

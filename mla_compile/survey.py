@@ -17,7 +17,7 @@ from torch import nn
 import mla_compile
 from mla_compile import config_file, skeleton, sources
 from mla_compile.dims import Dims
-from mla_compile.errors import InputError
+from mla_compile.errors import CaptureError, InputError
 from mla_compile.facts import CachedLayers, Family, LatentSites, Survey
 from mla_compile.report import Report
 from mla_compile.weights import Weights, first_int, text_config, weights_of
@@ -71,13 +71,29 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
     cache, left_out = skeleton.cached_call(model)
     cached = _cached_layers(cache, layers)
     notes += _not_counted(cache, cached)
-    step = torch.zeros(1, 1, dtype=torch.long, device="meta")
-    report = mla_compile.explain(model, input_ids=step, past_key_values=cache, use_cache=True)
+    report = _step_explained(model, cache)
     kinds = layers.kinds()
     if len(kinds) < len(layers.like):
         traced = ", ".join(f"layer {i} for {n}" if n > 1 else f"layer {i}" for i, n in kinds.items())
         notes += (f"of {len(layers.like)} layers {len(kinds)} are traced, one of each kind: {traced}",)
     return _assemble(model, report, layers, cached, weights, notes + left_out)
+
+
+def _step_explained(model: nn.Module, cache: Any) -> Report:
+    """The report of a decode step of a model that is ours, on the meta device, and its cache."""
+
+    def on(device: str) -> Report:
+        step = torch.zeros(1, 1, dtype=torch.long, device=device)
+        return mla_compile.explain(model, input_ids=step, past_key_values=cache, use_cache=True)
+
+    try:
+        return on("meta")
+    except CaptureError as error:  # torch traces less there: no index that is a list, for one
+        try:
+            skeleton.to_untouched_memory(model, cache)
+        except RuntimeError:  # more than this machine promises
+            raise error from None
+        return on("cpu")
 
 
 def _assemble(

@@ -13,6 +13,8 @@ import sympy
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import compile_fx
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv
@@ -236,6 +238,21 @@ def test_a_failure_falls_back_with_its_reason_or_is_raised_when_strict(
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(BackendCompilerFailed, match=str(error)):
         compiled(model, compiler(strict=True))(x, rows)
+
+
+def test_without_a_compiler_graphs_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found(*_: Any, **__: Any) -> Any:
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", none_found)
+    model, (x, rows) = Toy().eval(), decode_inputs(cached=300)
+    backend = Compiler(Options())
+    with torch.no_grad(), pytest.warns(MlaCompileWarning, match=r"no C\+\+ compiler"):
+        torch.testing.assert_close(compiled(model, backend)(x, rows), model(x, rows), rtol=1e-4, atol=1e-5)
+    assert backend.reports[0].absorbed == 1
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(InductorError):
+        compiled(model, Compiler(Options(strict=True)))(x, rows)
 
 
 def test_an_interrupt_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,14 +218,46 @@ def test_layers_that_return_tuples(here):
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
 
 
-def test_the_line_that_torch_does_not_trace(here):
-    """torch does not index a tensor on the meta device by a list."""
-    done = call(write(falcon(multi_query=True, alibi=False)))
+def test_what_torch_does_not_trace_on_the_meta_device(here, monkeypatch):
+    """An index that is a list: it is traced in memory that nobody touches, or the line is named where there is none."""
+    source = write(falcon(multi_query=True, alibi=False))
+    model = survey(source)
+    assert model.family == "MQA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(1, 24, 2)]
+
+    def too_much(*_):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(skeleton, "to_untouched_memory", too_much)
+    done = call(source)
     assert done.exit_code == 2, done.output
     assert "FalconForCausalLM cannot be captured at falcon/modeling_falcon.py:" in done.output
     assert "[-2]" in done.output
     assert "explain a small model of the kind that has values" in done.output
     assert len(done.output.splitlines()) == 1
+
+
+def test_the_text_part_of_a_config_of_several_parts(here):
+    """Also where transformers lists the class of neither."""
+    text = {name: value for name, value in TINY.items() if name not in ("model_type", "architectures")}
+    model = survey(write({"model_type": "mistral3", "text_config": {"model_type": "mistral4", **text}}))
+    assert model.name == "Mistral4ForCausalLM"
+    assert model.family == "MLA"
+
+
+def test_a_page_does_not_replace_the_config(here):
+    before = Path(write(LLAMA)).read_text()
+    Path("link").symlink_to("config.json")
+    for source, page in (("config.json", "config.json"), (".", "config.json"), ("config.json", "link")):
+        done = call(source, "--html", page)
+        assert done.exit_code == 2, done.output
+        assert "is the model's config, which the page would replace" in " ".join(done.output.split())
+    assert Path("config.json").read_text() == before
+
+
+def test_a_config_with_a_byte_order_mark(here):
+    Path("config.json").write_text(json.dumps(LLAMA), encoding="utf-8-sig")
+    assert config_file.read("config.json")[0].num_hidden_layers == LLAMA["num_hidden_layers"]
 
 
 def test_a_refusal_shows_the_line(here):
@@ -249,7 +281,7 @@ def test_a_module_with_its_inputs(here):
         ("nowhere.json", "there is no file nowhere.json"),
         ("empty", "no directory with one"),
         ("{", "cannot be read as JSON"),
-        ("[1]", "holds a list, expected a JSON object"),
+        ("[1]", "is JSON, but no object"),
         ("{}", "has no model_type"),
         ({**LLAMA, "model_type": "lama"}, "did you mean 'llama'"),
         ({**LLAMA, "hidden_size": -48}, "hidden_size is -48, expected a whole number from 1"),
@@ -259,9 +291,11 @@ def test_a_module_with_its_inputs(here):
         ({"model_type": "llava", "text_config": {**LLAMA, "vocab_size": 0}}, "text_config: vocab_size is 0"),
         ({**LLAMA, "hidden_size": "many"}, "hidden_size"),
         ({**LLAMA, "num_attention_heads": 5}, "multiple of the number of attention heads"),
-        ({"model_type": "vit"}, "no causal language model"),
+        ({**LLAMA, "model_type": ["llama"]}, "has ['llama'] as its model_type"),
+        ({"model_type": "vit"}, "builds no causal language model from a config of type 'vit': it has none"),
         ("python:explained_models", "expected python:MODULE:FUNCTION"),
         ("python:explained_models:missing", "cannot be found"),
+        ("python:sys:exit", "raised SystemExit"),
         ("python:explained_models:number", "returned int, expected an nn.Module"),
         ("python:explained_models:bare", "without inputs; return (model, args)"),
     ],

@@ -179,6 +179,29 @@ def test_no_memory_and_an_interruption_end_a_command(here, monkeypatch):
         assert text in refused(["demo"], code)
 
 
+def test_what_compares_with_inductor_needs_its_compiler(here, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    assert "install g++, or name one in CXX" in refused(["demo"])
+    assert "install g++, or name one in CXX" in refused(["bench", "--dims", "H=2 L=24 R=8 N=12 V=10 D=32"])
+
+
+def test_output_that_cannot_be_written(here, monkeypatch):
+    """A full disk is told; a reader who has enough, such as head, is none of our business."""
+    for error, code, text in (
+        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device"),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),
+    ):
+
+        def fails(*_, error=error):
+            raise error
+
+        monkeypatch.setattr("mla_compile.cli_plan.print_json", fails)
+        done = CliRunner().invoke(app, ["plan", "config.json", "--json"])
+        assert done.exit_code == code
+        assert isinstance(done.exception, SystemExit)
+        assert done.stderr.strip() == text
+
+
 def test_json_of_an_export_and_of_a_run(here, monkeypatch):
     """The two whose results are files or a stream otherwise."""
     ran = CliRunner().invoke(app, ["run", *COMMANDS["run"], "--json", "--max-new-tokens", "3"])

@@ -242,14 +242,19 @@ class TestBadInput:
         model = models.build("minicpm3", num_hidden_layers=1)
         with pytest.raises(ExportError, match="exists; pass overwrite=True"):
             mla_compile.export_onnx(model, tmp_path / "m")
+        with pytest.raises(ExportError, match="files that no export wrote"):
+            mla_compile.export_onnx(model, tmp_path / "m", overwrite=True)
         assert (tmp_path / "m" / "mine").read_text() == "precious"
+        for name in ("report.json", "weights.bin"):
+            (tmp_path / "m" / name).write_text("")
         mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, prefill=False, verify=False)
         assert not (tmp_path / "m" / "mine").exists()
         assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
     def test_a_failure_keeps_what_was_to_be_replaced(self, tmp_path):
         (tmp_path / "m").mkdir()
-        (tmp_path / "m" / "mine").write_text("precious")
+        for name in ("mine", "report.json", "weights.bin"):
+            (tmp_path / "m" / name).write_text("precious")
         with pytest.raises(InputError):
             mla_compile.export_onnx(torch.nn.Linear(2, 2), tmp_path / "m", overwrite=True)
         assert (tmp_path / "m" / "mine").read_text() == "precious"

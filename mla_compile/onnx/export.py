@@ -46,7 +46,7 @@ def export_onnx(
         dynamic_shapes: as in ``torch.export.export``, beside ``example_inputs``.
         fold: as in ``optimize``; "auto" multiplies weights ahead where the cost model gains.
         verify: run prompts and steps through the graphs and through the original before anything is written.
-        overwrite: replace a directory that is there, once the new one is complete.
+        overwrite: replace a directory that an earlier export wrote, once the new one is complete.
         progress: called with the name of each stage.
 
     Returns:
@@ -79,7 +79,7 @@ def export_onnx(
                 raise OptionError("dtype is for modules that are wired here; cast the model before tracing it")
             program = _traced(model, example_inputs, dynamic_shapes)
             exported = program_export.export(program, stage, chosen, prefill=prefill, fold=fold, check=verify, say=say)
-        (stage / "report.json").write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")
+        (stage / artifact.REPORT).write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")
         (stage / "report.txt").write_text(exported.text())
         say("moving the finished directory into place")
     return Exported(target, exported.profile, exported.report, exported.verification)
