@@ -110,7 +110,8 @@ class Whole(Sides):
         for term in self.site.masks:
             mask = self._mask_axes(term)
             if term.kind == "add":
-                mask = self.builder.cast(mask, torch.promote_types(val(mask).dtype, torch.float32))
+                dtype = torch.promote_types(val(mask).dtype, wide(val(self.site.products[0].q.node).dtype))
+                mask = self.builder.cast(mask, dtype)
                 if term.scale != 1.0:
                     mask = self.builder.call(aten.mul.Tensor, mask, term.scale)
                 if term.dtype is not None:

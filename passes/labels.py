@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """A two-operand product as einsum labels: (left, labels), (right, labels), result labels."""
+    """A product (einsum, sum, matmul, bmm, mm) as einsum labels: (left, labels), (right, labels), result labels."""
     op = packet(node)
     if op is aten.einsum:
         parsed = parse_einsum(node)
@@ -25,11 +25,7 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
         return (operands[0], a), (operands[1], b), out
     if op is aten.sum:
         return _multiplied_and_summed(node)
-    if op not in (aten.matmul, aten.bmm, aten.mm):
-        return None
     left, right = args_of(node)[0], args_of(node)[1]
-    if not is_tensor(left) or not is_tensor(right):
-        return None
     ra, rb = len(shape(left)), len(shape(right))
     if ra < 2 or rb < 2:
         return None

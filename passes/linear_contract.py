@@ -31,7 +31,7 @@ def _usable(expr: Expr, node: fx.Node) -> Stop | None:
     if not expr.value.dtype.is_floating_point or expr.value.dtype.itemsize < 2:
         return Stop(node, "unsupported_weight", f"a weight of dtype {expr.value.dtype} without dequantization")
     if any(not isinstance(d, int) for d in expr.value.shape):
-        return Stop(node, "position_dependent", "a factor whose size is that of the tokens")
+        return Stop(node, "unsupported_weight", "a weight whose size is only known when it is computed")
     return None
 
 

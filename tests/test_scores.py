@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from mla_compile.codes import Code
+from mla_compile.passes.find_attention import find_attention
 from tests.modules import MLA, H, causal, inputs
-from tests.programs import absorbed, assert_untouched, codes, export, optimized, refused
+from tests.programs import OP, absorbed, assert_untouched, codes, export, optimized, refused, seeded
 from tests.test_find_attention import B, S, T, closed, find, one, qkv, sizes
+from tests.test_linear_odd import symbolic
 
 
 def between(fn, **options):
@@ -103,3 +107,65 @@ def test_a_sum_of_products_that_see_the_heads_in_other_factors(grouped_first):
             return ((parts[0] + parts[1]) * self.scale).masked_fill(~mask, -1e9).softmax(-1) @ v
 
     absorbed(Grouped(H=4), [*inputs(S=3), causal(3, 7)])
+
+
+NO_PRODUCTS = {
+    "three operands": lambda q, k, v: torch.einsum("bhsk,bhtk,h->bhst", q, k, q[0, :, 0, 0]).softmax(-1) @ v,
+    "a query without an axis of queries": lambda q, k, v: (k[0, 0] @ q[0, 0, 0]).softmax(-1) @ v[0, 0],
+    "two numbers for each key": lambda q, k, v: (
+        torch.einsum("bhsij,bhtij->bhst", q.unflatten(-1, (2, 3)), k.unflatten(-1, (2, 3))).softmax(-1) @ v
+    ),
+    "a number times the queries, summed": lambda q, k, v: (q * 2.0).sum(-1, keepdim=True).softmax(-2) * v[:, :, :S],
+    "the weights of a key summed by themselves": lambda q, k, v: torch.einsum(
+        "bhst,bhuv->bhsv", (q @ k.mT).softmax(-1), v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_PRODUCTS)
+def test_no_attention_is_found_in(name):
+    assert find(NO_PRODUCTS[name], qkv()) == []
+
+
+def test_keys_that_the_queries_have_too():
+    """A weight for each token from its own query and key: no sum over the keys of other queries."""
+
+    def fn(q, k, v):
+        return torch.einsum("bhs,bhsv->bhv", torch.einsum("bhsk,bhsk->bhs", q, k).softmax(-1), v)
+
+    (site,) = find(fn, qkv(T=S))
+    assert (site.problem.code, site.problem.detail) == (
+        "softmax_axis",
+        "the values are not summed over the keys of the query-key product",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mask_that_is_scaled_with_the_scores(dtype):
+    """In the dtype of the scores, whatever its own."""
+
+    def fn(scores, v):
+        return ((scores + (torch.arange(7) / 3).to(dtype)) * 0.7).softmax(-1)
+
+    assert OP.removesuffix(".default") in str(absorbed(between(fn), inputs(S=3), lowering="op").gm.code)
+
+
+def test_a_fused_attention_of_heads_of_any_width():
+    program = symbolic(F.scaled_dot_product_attention, qkv(), [])
+    (site,) = find_attention(program.gm.graph, ())
+    assert (site.problem.code, site.problem.detail) == (
+        "unsupported_op",
+        "a scale or head width that is not a constant",
+    )
+
+
+def test_an_attention_in_a_graph_of_its_own_is_told():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return torch.cond(
+                x.sum() > 0, lambda x: (x @ (x + 1.0).transpose(1, 2)).softmax(-1) @ x, lambda x: x * 2.0, (x,)
+            )
+
+    outcome = optimized(export(Branch(), [seeded(2, 5, 4)]))
+    assert codes(outcome) == [Code.UNSUPPORTED_OP]
+    assert outcome.report.sites[0].reason == "the attention is in a graph of its own, which cond calls"
