@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.absorb import Absorbed
+from mla_compile.passes.arrange import Sizes, arrange
 from mla_compile.passes.atoms import Atom, flatten
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.fold_sides import narrowest_cut, output_projection
@@ -87,13 +88,15 @@ class _Folder:
         (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
-        if any(len(a) > 1 for a in (*piece.source_axes, *piece.axes)):
+        if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):
             return None
         builder = Builder(node, self.program.fake_mode)
         folded, error = self._input(piece.weight, dtype)
         source_atoms = flatten(piece.source_axes)
         out: list[Atom] = list(flatten(piece.axes))
-        x = builder.cast(self._squeezed(builder, source, piece.source_axes), wide(dtype))
+        sizes = Sizes(builder, [(source, piece.source_axes)])
+        x = arrange(builder, sizes, source, piece.source_axes, [(a,) for a in source_atoms])
+        x = builder.cast(x, wide(dtype))
         new = project(builder, x, source_atoms, folded, piece.weight.atoms, out)
         if piece.scale != 1.0:
             new = builder.call(aten.mul.Tensor, new, piece.scale)
@@ -101,15 +104,9 @@ class _Folder:
             bias, _ = self._input(piece.bias, dtype)
             bias = self._aligned(builder, bias, piece.bias, out)
             new = builder.call(aten.add.Tensor, new, bias)
-        for k, axis in enumerate(piece.axes):
-            if not axis:
-                new = builder.call(aten.unsqueeze.default, new, k)
+        new = arrange(builder, sizes, new, tuple((a,) for a in out), piece.axes)
         node.replace_all_uses_with(same_layout(builder, new, node))
         return Folded(side, error)
-
-    def _squeezed(self, builder: Builder, node: fx.Node, axes: Sequence[tuple[Atom, ...]]) -> fx.Node:
-        empty = [k for k, a in enumerate(axes) if not a]
-        return builder.call(aten.squeeze.dims, node, empty) if empty else node
 
     def _aligned(self, builder: Builder, node: fx.Node, factor: Factor, out: Sequence[Atom]) -> fx.Node:
         order = [factor.atoms.index(a) for a in out if a in factor.atoms]

@@ -127,3 +127,29 @@ def test_attention_among_the_columns():
     tokens = Dim("tokens", min=19, max=64)
     data = inputs(S=20, T=20)
     refused(Across(N=6, R=0, V=6), data[:2], Code.UNSUPPORTED_OP, dynamic=({1: tokens}, {1: tokens}))
+
+
+def test_a_latent_for_each_head():
+    """By one weight for all heads: they are as good as more sequences, of which nothing is saved."""
+    stop = plan_of(
+        lambda q, c, w, u: (q @ (c @ w).mT).softmax(-1) @ (c @ u),
+        [seeded(B, H, S, N), seeded(B, H, T, L)],
+        [seeded(L, N), seeded(L, V)],
+    )
+    assert isinstance(stop, Stop)
+    assert (stop.code, stop.detail) == ("head_dependent_latent", "every head has rows of its own")
+
+
+def test_a_factor_for_each_key_is_no_weight():
+    """Along the last axis of K as [B,H,N,T], where a weight of features would stand."""
+
+    class Positions(MLA):
+        def __init__(self):
+            super().__init__()
+            self.p = nn.Parameter(seeded(7, seed=9))
+
+        def attend(self, q, k, v, mask):
+            return (q @ (k.mT * self.p) * self.scale).softmax(-1) @ (v.mT * self.p).mT
+
+    outcome = refused(Positions(), inputs(S=3), Code.POSITION_DEPENDENT)
+    assert outcome.report.sites[0].reason == "a weight that differs from token to token"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 
 from mla_compile.passes.fold_sides import output_projection
-from tests.programs import assert_equal, calls, export, optimized
+from tests.programs import assert_equal, calls, export, optimized, trace
 
 
 class Projected(nn.Module):
@@ -130,3 +131,72 @@ def test_an_output_read_twice_is_not_folded():
     with program.gm.graph.inserting_after(view):
         program.gm.graph.call_function(torch.ops.aten.neg.default, (attention,))
     assert output_projection(attention) is None
+
+
+class Flat(Projected):
+    """Tokens of all sequences in one axis, before and after; queries scaled."""
+
+    def forward(self, c_q, c, k_rope):
+        (B, S, _), N = c_q.shape, self.N
+        linear = nn.functional.linear
+        q = 0.5 * linear(c_q.reshape(B * S, -1), self.w_q).view(B, S, self.H, -1).transpose(1, 2)
+        kv = linear(c, self.w_kv).view(B, c.shape[1], self.H, -1).transpose(1, 2)
+        k = torch.cat([kv[..., :N], k_rope[:, None].expand(-1, self.H, -1, -1)], -1)
+        out = nn.functional.scaled_dot_product_attention(q, k, kv[..., N:])
+        return linear(out.transpose(1, 2).reshape(B * S, -1), self.w_o).view(B, S, -1)
+
+
+@pytest.mark.parametrize("S", [1, 3])
+def test_tokens_in_one_axis_fold_too(S):
+    module = Flat()
+    outcome = folded(module, module.inputs(S=S))
+    assert outcome.report.sites[0].form == "folded"
+    assert len(outcome.program.folds) == 2
+    assert_equal(module, outcome.program, module.inputs(S=S))
+
+
+def test_any_number_of_tokens_in_one_axis():
+    """Their numbers can be read off the output, not off the queries."""
+    module, B, S = Flat(), Dim("B", min=2, max=64), Dim("S", min=2, max=64)
+    program = export(module, module.inputs(S=3), ({0: B, 1: S}, {0: B}, {0: B}))
+    outcome = optimized(program, fold="always", forms="absorbed")
+    for given in (module.inputs(S=3), module.inputs(B=3, S=5)):
+        assert_equal(module, outcome.program, given)
+
+
+def test_weights_without_values_fold_with_an_unknown_rounding():
+    module = Projected().to("meta")
+    program = export(module, [x.to("meta") for x in Projected().inputs()])
+    outcome = optimized(program, fold="always", forms="absorbed", verify=False)
+    assert [site.fold_error for site in outcome.report.sites] == [None]
+    assert len(outcome.program.folds) == 2
+
+
+def test_columns_of_two_query_projections_are_not_folded():
+    class Cut(Projected):
+        """The queries' own join lies between the columns that meet the latent."""
+
+        def forward(self, c_q, c, k_rope):
+            (B, S, _), N = c_q.shape, self.N
+            heads = nn.functional.linear(c_q, self.w_q).view(B, S, self.H, -1).transpose(1, 2)
+            q = torch.cat([heads[..., : N - 3], heads[..., N - 3 :].sin()], -1)
+            kv = nn.functional.linear(c, self.w_kv).view(B, c.shape[1], self.H, -1).transpose(1, 2)
+            k = torch.cat([kv[..., :N], k_rope[:, None].expand(-1, self.H, -1, -1)], -1)
+            out = nn.functional.scaled_dot_product_attention(q, k, kv[..., N:])
+            return nn.functional.linear(out.transpose(1, 2).flatten(2), self.w_o)
+
+    module = Cut()
+    outcome = folded(module, module.inputs())
+    assert outcome.report.sites[0].dims.Q is None
+    assert len(outcome.program.folds) == 1
+    assert_equal(module, outcome.program, module.inputs())
+
+
+def test_an_output_that_reaches_no_projection():
+    def fn(x):
+        for _ in range(20):
+            x = x.neg()
+        return x
+
+    program = trace(fn, [torch.ones(2)], [])
+    assert output_projection(program.gm.graph.find_nodes(op="placeholder")[0]) is None
