@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.atoms import Atom, Axes, Axis, Split, flatten, fresh_axes, substitute
 from mla_compile.passes.expr import Expr
-from mla_compile.passes.graph import args_of, argument, is_tensor, packet, shape, val
+from mla_compile.passes.graph import ancestors, args_of, argument, is_tensor, packet, same, shape, val
 
 aten = torch.ops.aten
 
@@ -314,8 +314,6 @@ _NONLINEAR = [
     "clamp",
     "sin",
     "cos",
-    "where",
-    "masked_fill",
 ]
 _TOKEN_MIXING = [
     "cumsum",
@@ -363,6 +361,17 @@ def _over_rows(node: fx.Node) -> bool:
     return bool(several) and all(isinstance(d, int) and d % rank != rank - 1 for d in several)
 
 
+def _chosen(node: fx.Node, name: str) -> Stop:
+    """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
+    values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
+    condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
+    if condition is None or any(n in values for n in ancestors(condition)):
+        return Stop(node, "nonlinear", f"{name} by a condition that is computed from the values")
+    if all(same(s, 1) for s in shape(condition)[:-1]):
+        return Stop(node, "unsupported_op", f"no rule for {name} along the features")
+    return Stop(node, "position_dependent", f"{name} by a condition that differs from row to row")
+
+
 def unexplained(node: fx.Node) -> Stop:
     """What can be said of an operator that has no rule, or whose rule found it used in another way."""
     if node.op != "call_function":
@@ -374,10 +383,13 @@ def unexplained(node: fx.Node) -> Stop:
         return Stop(node, "token_mixing", f"{name} over another axis than the last")
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
+    if name in ("where", "masked_fill") and len(node.args) == 3:
+        return _chosen(node, name)
     if name in _ONE_AXIS and _over_features(node, _ONE_AXIS[name]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
-    if name in ("view_as_complex", "view_as_real", "mul", "add", "sub", "div"):
+    rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
+    if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
         return Stop(node, "position_dependent", f"{name} with a factor that differs from token to token")
     return Stop(node, "unsupported_op", f"no rule for {name}")

@@ -16,7 +16,7 @@ from torch import fx
 
 from mla_compile.passes.atoms import Atom, common_factors, flatten
 from mla_compile.passes.factors import scaled, total
-from mla_compile.passes.graph import args_of, is_tensor, packet, shape, val
+from mla_compile.passes.graph import ancestors, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
 from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Stop, unexplained
 from mla_compile.passes.linear_segments import (
@@ -86,6 +86,9 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
     left, right = maps.map(a), maps.map(b)
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
+        cause = _spoilt(maps, left, right) or _spoilt(maps, right, left)
+        if cause is not None:
+            return cause
         projected = all(p.projected for p in (*left.pieces, *right.pieces))
         code = "too_many_sources" if projected else "position_dependent"
         return Stop(node, code, "a sum of maps of different sources")
@@ -96,6 +99,18 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return piece if isinstance(piece, Stop) else LinearMap.single(piece)
 
 
+def _spoilt(maps: LinearMaps, one: LinearMap, other: LinearMap) -> Stop | None:
+    """Why ``one`` is no map of the rows of ``other``, where it is made of them: what was done on the way."""
+    rows = {p.source for p in other.pieces}
+    for piece in one.pieces:
+        stop = None if piece.source is None else maps.reasons.get(piece.source)
+        if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
+            assert piece.source is not None
+            if any(n in rows for n in ancestors(piece.source)):
+                return stop
+    return None
+
+
 def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     """``a + factor * b`` for two maps of one source: the weights are added (LoRA)."""
     if a.source is None or a.source is not b.source or (a.weight is None) != (b.weight is None):
@@ -104,13 +119,13 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
         splits = common_factors(x, y)
         if splits is None:
             rows = {*x, *y} & (a.source_atoms | b.source_atoms)
-            code = "position_dependent" if rows else "unsupported_op"
+            code = "token_mixing" if rows else "unsupported_op"
             return Stop(node, code, "a sum of maps whose axes do not line up")
         a, b = a.split(splits[0]), b.split(splits[1])
     rename: dict[Atom, Atom] = {}
     for own, other in zip(flatten(a.axes), flatten(b.axes), strict=True):
         if (own in a.source_atoms or other in b.source_atoms) and own is not other:
-            return Stop(node, "position_dependent", "a sum of maps of different rows")
+            return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other] = own
     if a.source_axes != b.source_axes:
         return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")

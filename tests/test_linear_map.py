@@ -460,8 +460,27 @@ STOPS = {
     ),
     "a sum of a map and what it is a map of": ("position_dependent", lambda z, w: z @ w + z, [W(L, L)], []),
     "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
-    "a sum with the tokens turned": (
+    "what is positive": ("nonlinear", lambda z, w: (lambda k: torch.where(k > 0, k, 0.0))(z @ w), [W(L, 6)], []),
+    "some tokens hidden": (
         "position_dependent",
+        lambda z, w: (z @ w).masked_fill(torch.arange(T)[:, None] > 2, 0.0),
+        [W(L, 6)],
+        [],
+    ),
+    "some features hidden": (
+        "unsupported_op",
+        lambda z, w: torch.where(torch.arange(6) > 2, z @ w, 0.0),
+        [W(L, 6)],
+        [],
+    ),
+    "a sum with some tokens averaged": (
+        "token_mixing",
+        lambda z, w: (lambda k: k + k.cumsum(1))(z @ w),
+        [W(L, 6)],
+        [],
+    ),
+    "a sum with the tokens turned": (
+        "token_mixing",
         lambda z, w: (lambda k: k + k.transpose(0, 1))(z[:, :2] @ w),
         [W(L, 6)],
         [],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_compile import pipeline
+from mla_compile.codes import Code
 from mla_compile.options import Options
 from mla_compile.passes.atoms import axis_size
 from mla_compile.passes.normalize import normalize
@@ -75,18 +76,21 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
     of_rows = place in ("keys", "values", "both", "weights")
     whole = site.verdict == "absorbed" and not site.parts
     found = rank(base, program, limit) if of_rows and (mutation.legal or not whole) else 0
-    if found > limit and not mutation.legal:
-        breaks = Obligations(base, program).broken()
-        assert any(breaks.values()), f"rank {found} is more than {limit}, but no obligation is broken"
-        check_codes(base, site, breaks, mutation.codes)
-    elif mutation.outside and not of_rows and not kept:
-        wrong = [f"{code} ({words})" for _, code, words in said(site) if code not in mutation.outside]
-        assert not wrong, f"{', '.join(wrong)} is said"
-    for verdict in verdicts(plain) if outcome.absorbed else ():
+    absorbable = False
+    for verdict in verdicts(plain) if outcome.absorbed or kept else ():
         if verdict.absorb and verdict.plan is not None:
             own = sum(_width(r) for r in verdict.plan.rows) + 1
             have = claimed_rank(base, plain, verdict.plan, own)
             assert have <= own, f"absorbed as rows of {own - 1} values, but their rank is {have} or more"
+            absorbable = True
+    if found > limit and not mutation.legal:
+        breaks = Obligations(base, program).broken()
+        assert any(breaks.values()), f"rank {found} is more than {limit}, but no obligation is broken"
+        costs = (Code.COST_PREFILL,) if kept and absorbable else ()  # made of other rows than the base's
+        check_codes(base, site, breaks, (*mutation.codes, *costs))
+    elif mutation.outside and not of_rows and not kept:
+        wrong = [f"{code} ({words})" for _, code, words in said(site) if code not in mutation.outside]
+        assert not wrong, f"{', '.join(wrong)} is said"
     if mutation.legal:
         assert found <= limit, f"the oracle finds a legal mutation illegal: rank {found}, limit {limit}"
         assert site.verdict == "absorbed" or kept, f"{site.verdict} ({site.code}): {site.reason} at {site.blame}"

@@ -54,7 +54,7 @@ def check_codes(base: Base, site: SiteReport, breaks: dict[str, set[str]], also:
     case = base.case
     of_base = {Code.TOO_MANY_SOURCES} if case.lora else set()  # the same rows by two ways, of which one is changed
     if case.R and case.D <= case.R:  # what makes the rotary key of the hidden state is an up-projection too
-        of_base |= {Code.POSITION_DEPENDENT, Code.COST_LATENT_WIDE}
+        of_base |= {Code.POSITION_DEPENDENT, Code.COST_LATENT_WIDE, Code.NONLINEAR}
     for part, code, words in said(site):
         what = breaks[part.split()[-1]] if site.kept else set().union(*breaks.values())
         true = {*ALWAYS, *of_base, *also}.union(*(TRUE[w] for w in what))
@@ -75,7 +75,7 @@ class Obligations:
     def broken(self) -> dict[str, set[str]]:
         """The obligations that K and V break, by their names in :data:`TRUE`."""
         one, other = self._draw(1), self._draw(2)
-        of_one, of_other = self._of(one), self._of(other)
+        of_one = self._of(one)
         count = len(of_one["keys"])
         tokens = count // self.base.case.B
         found: dict[str, set[str]] = {}
@@ -83,10 +83,12 @@ class Obligations:
             found[side] = {"random"} if _differ(self._of(one, seed=1)[side], of_one[side]) else set()
             if any(_differ(self._of(one, inputs=self.base.inputs(draw))[side], of_one[side]) for draw in (1, 2)):
                 found[side].add("elsewhere")
-            total = self._of({r: one[r] + other[r] for r in one})[side]
             zero = self._of({r: 0 * one[r] for r in one})[side]
-            if _differ(total + zero, of_one[side] + of_other[side]):
-                found[side].add("nonlinear")
+            for size in (1.0, 30.0):  # what is bounded may seem linear while the rows are small
+                big, more = ({r: size * x[r] for r in x} for x in (one, other))
+                total = self._of({r: big[r] + more[r] for r in one})[side]
+                if _differ(total + zero, self._of(big)[side] + self._of(more)[side]):
+                    found[side].add("nonlinear")
             for m in range(count):
                 at = torch.arange(count)[:, None] == m
                 some = self._of({r: torch.where(at, other[r], one[r]) for r in one})[side]

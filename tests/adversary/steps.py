@@ -168,7 +168,10 @@ def overwritten(rng, x):
 # Axes confused.
 
 
-@mutation(*ROWS, "queries", "scores", "probs", "mask", "weights")
+# Tokens and heads may be swapped: each head has rows of its own then.
+@mutation(
+    *ROWS, "queries", "scores", "probs", "mask", "weights", codes=(Code.PER_HEAD_ROPE, Code.HEAD_DEPENDENT_LATENT)
+)
 def axes_swapped(rng, x):
     a, b = two_axes(rng, x)
     return lambda x: x.transpose(a, b)
