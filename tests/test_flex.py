@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from mla_compile import backend
 from mla_compile.codes import Code
 from mla_compile.passes.flex import write_flex
 from tests.modules import MLA, H, inputs
-from tests.programs import absorbed, assert_equal, calls, codes, export, optimized, seeded
+from tests.programs import absorbed, assert_equal, calls, codes, error, export, optimized, seeded
 
 S, T = 3, 7
 
@@ -91,3 +93,29 @@ def test_what_is_not_taken_apart_is_told(name):
     assert codes(outcome) == [Code.UNSUPPORTED_OP]
     assert "flex_attention" in outcome.report.sites[0].reason
     assert_equal(module, outcome.program, inputs(S=S))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # the original, for comparison
+def test_constants_inside_of_score_mod():
+    """Of two layers, each with tensors of its own that bear the same names."""
+
+    def sloped(first):
+        slopes = [first, 0.2, 0.3]
+        return Flex(score_mod=lambda score, b, h, i, j: score + torch.tensor(slopes, dtype=score.dtype)[h] * j)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = sloped(0.1), sloped(0.9)
+
+        def forward(self, x, c, r):
+            return self.first(x, c, r) + self.second(x, c, r)
+
+    module = Two()
+    reports = backend.reports()
+    options = {"codegen": "eager", "strict": True, "forms": "absorbed"}
+    with torch.no_grad():
+        result = torch.compile(module, backend="mla", options=options)(*inputs(S=S))
+        assert error(result, module(*inputs(S=S))) < 1e-10
+    (report,) = [r for r in backend.reports() if r not in reports]
+    assert [s.code for s in report.sites] == [Code.ABSORBED] * 2
