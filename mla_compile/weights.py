@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from mla_compile.errors import InputError
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -38,7 +40,7 @@ class Weights:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """Count the parameters of a model, on any device."""
+    """Count the parameters of a model, on any device. Raises :class:`InputError` for a token of too many experts."""
     total = sum(p.numel() for p in model.parameters())
     lookup = 0
     if hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings"):
@@ -52,6 +54,8 @@ def weights_of(model: nn.Module) -> Weights:
     if not count or not top_k:
         return Weights(total, lookup)
     idle = first_int(config, ("zero_expert_num",)) or 0  # experts without weights, which a token may take too
+    if top_k > count + idle:
+        raise InputError(f"a token takes {top_k} experts by the model's config, and there are {count + idle}")
     experts, unused = _expert_values(model, count, idle)
     return Weights(total - unused, lookup, experts, count, top_k * count / (count + idle))
 

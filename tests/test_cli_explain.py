@@ -288,6 +288,7 @@ def test_a_module_with_its_inputs(here):
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({**LLAMA, "num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
         ({**TINY, "kv_lora_rank": 1e12}, "kv_lora_rank is 1000000000000.0"),
+        ({**TINY, "num_experts_per_tok": 7}, "a token takes 7 experts by the model's config, and there are 6"),
         ({"model_type": "llava", "text_config": {**LLAMA, "vocab_size": 0}}, "text_config: vocab_size is 0"),
         ({**LLAMA, "hidden_size": "many"}, "hidden_size"),
         ({**LLAMA, "num_attention_heads": 5}, "multiple of the number of attention heads"),

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch._inductor import config as inductor_config
 from typer.testing import CliRunner
 
 import mla_compile
@@ -179,10 +180,10 @@ def test_no_memory_and_an_interruption_end_a_command(here, monkeypatch):
         assert text in refused(["demo"], code)
 
 
-def test_what_compares_with_inductor_needs_its_compiler(here, monkeypatch):
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
-    assert "install g++, or name one in CXX" in refused(["demo"])
-    assert "install g++, or name one in CXX" in refused(["bench", "--dims", "H=2 L=24 R=8 N=12 V=10 D=32"])
+def test_what_compares_with_inductor_needs_its_compiler(here):
+    with inductor_config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "install g++, or name one in CXX" in refused(["demo"])
+        assert "install g++, or name one in CXX" in refused(["bench", "--dims", "H=2 L=24 R=8 N=12 V=10 D=32"])
 
 
 def test_output_that_cannot_be_written(here, monkeypatch):
