@@ -358,3 +358,31 @@ def test_keys_that_someone_else_reads_stay():
     program = export(Reads(), data())
     outcome = optimized(program, forms="absorbed")
     assert_untouched(program, outcome)
+
+
+class WrittenIntoZeros(nn.Module):
+    """Heads of two latents are written into zeros that are wider; the keys of half of them are squashed."""
+
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ParameterList(seeded(L, H * (N + V), seed=k) for k in (1, 2))
+
+    def forward(self, q, r, *latents):
+        B, T, _ = r.shape
+        k = torch.zeros(B, T, 2 * H, N + R + 1, dtype=r.dtype)
+        v = torch.zeros(B, T, 2 * H, V + 1, dtype=r.dtype)
+        for half, (c, up) in enumerate(zip(latents, self.ups, strict=True)):
+            made = (c @ up).view(B, T, H, N + V)
+            heads = slice(half * H, (half + 1) * H)
+            k[:, :, heads, :N] = made[..., :N].tanh() if half else made[..., :N]
+            v[:, :, heads, :V] = made[..., N:]
+        k[..., N : N + R] = r[:, :, None]
+        return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=0.3)
+
+
+def test_groups_are_verified_together_where_they_read_the_same_rows_in_two_ways_and_zeros():
+    given = [seeded(2, 2 * H, 1, N + R + 1), seeded(2, 7, R, seed=1), seeded(2, 7, L, seed=2), seeded(2, 7, L, seed=3)]
+    outcome = optimized(export(WrittenIntoZeros(), given), forms="absorbed", verify=True, strict=True)
+    (site,) = outcome.report.sites
+    assert [(k.part, k.code) for k in site.kept] == [(f"keys of heads {H}-{2 * H - 1} of {2 * H}", Code.NONLINEAR)]
+    assert_equal(WrittenIntoZeros(), outcome.program, given)
