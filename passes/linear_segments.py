@@ -198,6 +198,13 @@ def _fill(node: fx.Node) -> fx.Node | None:
     return node if packet(node) in FILLS else None
 
 
+def _assembled(node: fx.Node) -> bool:
+    """Whether parts are written into zeros, or nothing yet, to make ``node``."""
+    while packet(node) in (aten.slice, aten.slice_scatter, aten.select_scatter):
+        node = args_of(node)[0]
+    return packet(node) in FILLS
+
+
 def nothing(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """A tensor made of zeros, or of nothing yet."""
     filled = _fill(node)
@@ -323,6 +330,8 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if same(size, shape(x)[dim]):
         return finish(new, node)
     if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds) or not _joinable([new, old], dim, rank):
+        if _assembled(base):  # of heads as well as of tokens
+            return Stop(node, "unsupported_op", "a tensor is put together from parts")
         return Stop(node, "token_mixing", "rows of another tensor are overwritten")
     start, stop, step = slice(*bounds).indices(size)
     if step != 1:
