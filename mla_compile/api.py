@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, overload
@@ -84,7 +85,8 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
         model: an ``nn.Module``, an ``ExportedProgram`` or a ``GraphModule``.
         *example_inputs: the arguments of its forward; those of a decode step show what happens in decode. An
             ExportedProgram needs none, a GraphModule only where its placeholders have no ``meta["val"]``.
-        **arguments: keyword arguments of its forward; those that are names of ``Options`` are options.
+        **arguments: keyword arguments of its forward; those that are names of ``Options`` are options, unless the
+            forward has an argument of that name and the option has no such value (a ``cache`` that is no string).
 
     Returns:
         One entry for each attention site. A module that breaks into several graphs has one report for all of them.
@@ -94,7 +96,8 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
         OptionError: an option has no such value.
         CaptureError: the model does not become a functional graph.
     """
-    chosen = {name: arguments.pop(name) for name in Options.names() if name in arguments}
+    own = {name for name in Options.names() if name in arguments and not _is_argument(model, name, arguments[name])}
+    chosen = {name: arguments.pop(name) for name in own}
     options = Options.parse(chosen)
     if isinstance(model, (torch.export.ExportedProgram, fx.GraphModule)) and arguments:
         raise OptionError(f"there is no option {', '.join(arguments)}; options: {', '.join(Options.names())}")
@@ -111,6 +114,19 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
             f"explain() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(model).__name__}"
         )
     return explain_module(model, example_inputs, arguments, options)
+
+
+def _is_argument(model: Any, name: str, value: Any) -> bool:
+    """Whether ``value`` is meant for the forward of ``model``, which has an argument called like an option."""
+    if not isinstance(model, torch.nn.Module) or isinstance(model, (fx.GraphModule, torch.jit.ScriptModule)):
+        return False
+    if name not in inspect.signature(model.forward).parameters:
+        return False
+    try:
+        Options.parse({name: value})
+    except OptionError:
+        return True
+    return False
 
 
 def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:

@@ -46,7 +46,7 @@ from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.flex import restore_flex, write_flex
 from mla_compile.passes.fold import fold
 from mla_compile.passes.graph import remove_dead_code, weight_nodes
-from mla_compile.passes.head_report import gains, groups_of, notes_of, reports_of, shown
+from mla_compile.passes.head_report import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.judge import Verdict, judge
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.lower import lower_to_aten
@@ -157,7 +157,7 @@ def _run_once(
     frozen: bool,
     kept: PassRecord,
     draw: bool,
-    whole: Mapping[str, tuple[str, ...]] | None = None,
+    whole: Mapping[str, Unsplit] | None = None,
 ) -> tuple[Outcome, dict[str, Check]]:
     """``whole``: attentions that are not to be split by heads, and what is to be said of that."""
     program = base.copy()
@@ -182,13 +182,13 @@ def _run_once(
         return found, maps
 
     verdicts, maps = judged()
-    verdicts = [replace(v, notes=(*v.notes, *whole.get(v.site.node.name, ()))) for v in verdicts]
+    verdicts = [whole.get(v.site.node.name, Unsplit()).told(v) for v in verdicts]
     groups = [
         found
         for v in verdicts
         if not {v.site.node.name} & {*whole, *failed} and (found := groups_of(v, maps)) is not None
     ]
-    unsplit = {g.site.node: next(v for v in verdicts if v.site is g.site) for g in groups}
+    together = {g.site.node: next(v for v in verdicts if v.site is g.site) for g in groups}
     before = copy.deepcopy(graph) if options.verify and groups else None
     splits = clock.run("split_heads", lambda: split_heads(groups, program.fake_mode), len) if groups else []
     if splits:
@@ -196,7 +196,7 @@ def _run_once(
         weights = weight_nodes(graph, program.weights)
         verdicts, _ = judged()
         by_node = {v.site.node: v for v in verdicts}
-        useless = {s.name: notes_of(s, by_node) for s in splits if not gains(s, unsplit[s.site.node], by_node)}
+        useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, together[s.site.node], by_node)}
         if useless:
             return _run_once(base, options, name, failed, frozen, kept, draw, {**whole, **useless})
     lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, [v.site for v in verdicts]), lambda _: 0)

@@ -81,6 +81,8 @@ class AxisParts:
             return found
         if how.own_rows and any(n in self.weights for n in how.reads):
             return [Run(k, k + 1, frozenset([(node, k)])) for k in range(length)]
+        if how.reads and all(n in self.weights for n in how.reads):  # its columns: rows by a weight
+            return [Run(0, length, self.made_of(node))]
         layers = [[Run(0, length, frozenset())]]
         for operand, place in how.reads.items():
             runs = self.runs(operand, place.dim, depth + 1)

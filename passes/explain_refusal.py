@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from mla_compile.passes.atoms import Atom
 from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_hint, is_tensor, packet, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
 from mla_compile.passes.plan import make_plan
 from mla_compile.passes.residual import shortcut
-from mla_compile.passes.site import AttentionSite
+from mla_compile.passes.site import AttentionSite, Operand, Product
 
 aten = torch.ops.aten
 
@@ -39,7 +40,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
     if failed.code != "not_mla" and isinstance(whole, Stop) and whole.code in ("token_mixing", "position_dependent"):
         return whole  # by weights alone, which no walk ends at
-    if failed.code == "not_mla" and _made_outside(site, maps):
+    if failed.code == "not_mla" and _made_outside(site, maps) and not _shared_by_heads(site, maps):
         return Stop(
             site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
         )
@@ -62,6 +63,29 @@ def _made_outside(site: AttentionSite, maps: LinearMaps) -> bool:
     """Whether no weight of this graph has a part in K and V."""
     operands = (*(p.k.node for p in site.products), site.v.node)
     return not any(maps.is_weight(a) for node in operands for a in (node, *ancestors(node)) if a.op != "get_attr")
+
+
+def _shared_by_heads(site: AttentionSite, maps: LinearMaps) -> bool:
+    """Whether several heads of the queries read the same rows as keys and as values: no head has rows of its own."""
+    operands = (*(p.k for p in site.products), site.v)
+    own = [a for a in site.lead if not all(_repeats(o, a, maps) for o in operands)]
+    return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
+
+
+def _repeats(operand: Operand, atom: Atom, maps: LinearMaps) -> bool:
+    """Whether the rows of ``operand`` are the same for every position of ``atom``."""
+    at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
+    if at is None:
+        return True
+    pieces = maps.map(operand.node).pieces
+    return all(p.weight is None and not set(p.axes[at]) & set(p.source_atoms) for p in pieces)
+
+
+def _more_axes(product: Product) -> bool:
+    """Whether the queries have an axis besides their tokens that the keys do not have."""
+    read = {a for axis in product.k.axes for a in axis}
+    own = [axis for axis in product.q.axes if not set(axis) & read]
+    return any(own) and len(own) - sum(not axis for axis in product.k.axes) > 1
 
 
 def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -76,14 +76,28 @@ def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verd
     return list(found.values())
 
 
-def notes_of(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Unsplit:
+    """What the groups of an attention say of the whole, where a split does not pay.
+
+    ``kept``: why none of the groups is absorbed, where each of them legally could be.
+    """
+
+    notes: tuple[str, ...] = ()
+    kept: Verdict | None = None
+
+    def told(self, verdict: Verdict) -> Verdict:
+        if self.kept is None or verdict.absorb:
+            return replace(verdict, notes=(*verdict.notes, *self.notes))
+        return replace(verdict, code=self.kept.code, reason=f"by groups of heads: {self.kept.reason}", blame=None)
+
+
+def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
     """What could be absorbed of the groups of a split that does not pay."""
-    found = ((g, verdicts[g.node]) for g in split.groups if g.node in verdicts)
-    return tuple(
-        f"{heads_of(split, g)} alone could be absorbed; {v.reason}"
-        for g, v in found
-        if v.plan is not None and CODES[v.code].verdict == "kept"
-    )
+    found = [(g, verdicts[g.node]) for g in split.groups if g.node in verdicts]
+    legal = [(g, v) for g, v in found if v.plan is not None and CODES[v.code].verdict == "kept"]
+    notes = tuple(f"{heads_of(split, g)} alone could be absorbed; {v.reason}" for g, v in legal)
+    return Unsplit(notes, legal[0][1] if len(legal) == len(split.groups) else None)
 
 
 def heads_of(split: SplitSite, group: Group) -> str:

@@ -191,12 +191,29 @@ FILLS = {
 }  # fmt: skip
 
 
+def _fill(node: fx.Node) -> fx.Node | None:
+    """What filled ``node``, itself or a part of what was filled; None where it is something else."""
+    while packet(node) in (aten.slice, aten.narrow, aten.select):
+        node = args_of(node)[0]
+    return node if packet(node) in FILLS else None
+
+
+def _assembled(node: fx.Node) -> bool:
+    """Whether parts are written into zeros, or nothing yet, to make ``node``."""
+    while packet(node) in (aten.slice, aten.slice_scatter, aten.select_scatter):
+        node = args_of(node)[0]
+    return packet(node) in FILLS
+
+
 def nothing(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     """A tensor made of zeros, or of nothing yet."""
-    op = packet(node)
+    filled = _fill(node)
+    if filled is None:
+        return unexplained(node)
+    op = packet(filled)
     if op in (aten.full, aten.full_like, aten.new_full):
         position = 1 if op is aten.full or op is aten.full_like else 2
-        if argument(node, position, "fill_value") != 0:
+        if argument(filled, position, "fill_value") != 0:
             return unexplained(node)
     defined = op not in (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
     piece = Piece(tuple(fresh_axis(s) for s in shape(node)), val(node).dtype, defined=defined)
@@ -236,7 +253,7 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     rank = len(shape(node))
     inputs = [x for x in args_of(node)[0] if len(shape(x)) == rank]  # torch lets empty 1-D tensors join anything
     dim = axis(argument(node, 1, "dim", 0), rank)
-    if any(maps.is_weight(x) and packet(x) not in FILLS for x in inputs):
+    if any(maps.is_weight(x) and _fill(x) is None for x in inputs):
         return Stop(node, "unsupported_op", "constants are joined to columns of a linear map")
     sources: list[LinearMap] = []
     for x in inputs:
@@ -303,7 +320,7 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     dim = axis(argument(node, 2, "dim", 0), rank)
     size = shape(node)[dim]
     bounds = argument(node, 3, "start"), argument(node, 4, "end"), argument(node, 5, "step", 1)
-    if maps.is_weight(x) or (maps.is_weight(base) and packet(base) not in FILLS):
+    if maps.is_weight(x) or (maps.is_weight(base) and _fill(base) is None):
         return unexplained(node)
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
@@ -313,6 +330,8 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if same(size, shape(x)[dim]):
         return finish(new, node)
     if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds) or not _joinable([new, old], dim, rank):
+        if _assembled(base):  # of heads as well as of tokens
+            return Stop(node, "unsupported_op", "a tensor is put together from parts")
         return Stop(node, "token_mixing", "rows of another tensor are overwritten")
     start, stop, step = slice(*bounds).indices(size)
     if step != 1:

@@ -7,6 +7,10 @@ Before::
 
 After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks were true when the graph was traced and
 guard nothing that Dynamo's own guards do not. Copies whose value escapes (outputs, inputs written in place) stay.
+
+Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, which is what ``k[..., a:b] = x`` becomes
+
+After: ``new = slice_scatter(k, x, dim, a, b)``, which reads nothing of what is overwritten
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from mla_compile.passes.graph import args_of, packet, same, shape, val
 
 aten = torch.ops.aten
 _CHECKS = {aten._assert_tensor_metadata}
+_SCATTERS = {aten.slice_scatter, aten.select_scatter}
 
 
 def normalize(graph: fx.Graph) -> int:
@@ -31,7 +36,22 @@ def normalize(graph: fx.Graph) -> int:
             node.replace_all_uses_with(args_of(node)[0])
             graph.erase_node(node)
             removed += 1
+        elif _is_write_of_all(node):
+            node.replace_all_uses_with(args_of(node)[1])
+            graph.erase_node(node)
+            removed += 1
     return removed
+
+
+def _is_write_of_all(node: fx.Node) -> bool:
+    """``copy(part, x)`` that changes nothing of ``x``, on its way into a larger tensor."""
+    if packet(node) is not aten.copy or not isinstance(x := args_of(node)[1], fx.Node):
+        return False
+    if any(packet(user) not in _SCATTERS or user.args[1:2] != (node,) or user.args[0] is node for user in node.users):
+        return False
+    old, new = val(x), val(node)
+    alike = old.dim() == new.dim() and old.dtype == new.dtype and old.device == new.device
+    return alike and all(map(same, shape(x), shape(node)))
 
 
 def _is_empty(node: fx.Node) -> bool:

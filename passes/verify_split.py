@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import ancestors, is_tensor, whole_rows
+from mla_compile.passes.graph import ancestors, is_tensor, packet, whole_rows
 from mla_compile.passes.judge import Verdict
+from mla_compile.passes.linear_segments import FILLS
 from mla_compile.passes.split_heads import SplitSite
 from mla_compile.passes.verify import Check, compare
 
@@ -41,7 +42,9 @@ def _boundary(
             rows += map(whole_rows, verdict.plan.sources)
         else:
             others += [*(p.k.node for p in site.products), site.v.node]
-    found = _frontier(rows, before, (), weights)
+    found: set[fx.Node] = set()
+    for row in sorted(rows):  # one group may read rows as another makes them
+        found |= _frontier([row], before, found, weights)
     return found | _frontier(others, before, found, weights)
 
 
@@ -58,6 +61,8 @@ def _frontier(
     while queue:
         node = queue.pop()
         if node in rows or node.name in weights or not (is_tensor(node) or node.all_input_nodes):
+            continue
+        if packet(node) in FILLS:  # zeros that something is written into are no input, but zeros
             continue
         if is_tensor(node) and node.name in before and not any(a in rows for a in ancestors(node)):
             found.add(node)

@@ -284,6 +284,18 @@ def test_explain_a_model_that_fits_in_no_memory() -> None:
     assert report.sites[0].dims.latent_values == 576
 
 
+def test_an_argument_of_the_forward_may_be_called_like_an_option() -> None:
+    class Cached(Toy):
+        def forward(self, x: torch.Tensor, cache: Any = None) -> Any:
+            return super().forward(x, *cache)
+
+    x, *rows = decode_inputs()
+    assert explain(Cached().eval(), x, cache=rows).absorbed == 1
+    assert explain(Cached().eval(), x, rows, cache="expanded", forms="expanded").kept == 1
+    with pytest.raises(OptionError, match="cache is 'latnt'"):
+        explain(Toy().eval(), x, *rows, cache="latnt")
+
+
 def test_explain_goes_on_with_values_where_the_model_asks_for_them() -> None:
     class Asking(Toy):
         def forward(self, x: Any, rows: Any) -> Any:

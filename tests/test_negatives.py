@@ -548,3 +548,31 @@ def test_keys_that_a_residual_connection_is_added_to_are_explained():
         return k + torch.relu(k.cumsum(2)), v
 
     one_side(spoiled(added), inputs(), "values", Code.NONLINEAR)
+
+
+class RowsGiven(nn.Module):
+    """K and V are rows that come in as they are; ``heads``: how the queries of H heads meet them."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, q, c, r):
+        if self.heads == "einsum":
+            scores = torch.einsum("bhsl,btl->bhst", q[..., :L], c) + torch.einsum("bhsr,btr->bhst", q[..., L:], r)
+            return torch.einsum("bhst,btl->bhsl", scores.softmax(-1), c)
+        k, v = torch.cat([c, r], -1), c
+        if self.heads != "own":
+            k, v = k[:, None], v[:, None]
+        if self.heads == "expanded":
+            k, v = (x.expand(-1, H, -1, -1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("heads", ["einsum", "broadcast", "expanded", "own"])
+def test_rows_that_come_in_are_cut_off_by_a_graph_break_only_where_every_head_has_its_own(heads, S):
+    lead = (2, H) if heads == "own" else (2,)
+    given = [seeded(2, H, S, L + R), seeded(*lead, 7, L, seed=1), seeded(*lead, 7, R, seed=2)]
+    code = Code.GRAPH_BREAK if heads == "own" else Code.NOT_MLA
+    assert codes(optimized(export(RowsGiven(heads), given))) == [code]

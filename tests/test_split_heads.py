@@ -358,3 +358,43 @@ def test_keys_that_someone_else_reads_stay():
     program = export(Reads(), data())
     outcome = optimized(program, forms="absorbed")
     assert_untouched(program, outcome)
+
+
+class WrittenIntoZeros(nn.Module):
+    """Heads of two latents are written into zeros that are wider; the keys of half of them go through ``spoil``."""
+
+    def __init__(self, spoil=torch.tanh):
+        super().__init__()
+        self.spoil = spoil
+        self.ups = nn.ParameterList(seeded(L, H * (N + V), seed=k) for k in (1, 2))
+
+    def forward(self, q, r, *latents):
+        B, T, _ = r.shape
+        k = torch.zeros(B, T, 2 * H, N + R + 1, dtype=r.dtype)
+        v = torch.zeros(B, T, 2 * H, V + 1, dtype=r.dtype)
+        for half, (c, up) in enumerate(zip(latents, self.ups, strict=True)):
+            made = (c @ up).view(B, T, H, N + V)
+            heads = slice(half * H, (half + 1) * H)
+            k[:, :, heads, :N] = self.spoil(made[..., :N]) if half else made[..., :N]
+            v[:, :, heads, :V] = made[..., N:]
+        k[..., N : N + R] = r[:, :, None]
+        return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), scale=0.3)
+
+
+def latents(T, S=1):
+    return [seeded(2, 2 * H, S, N + R + 1), *(seeded(2, T, width, seed=k) for k, width in enumerate((R, L, L), 1))]
+
+
+def test_groups_are_verified_together_where_they_read_the_same_rows_in_two_ways_and_zeros():
+    outcome = optimized(export(WrittenIntoZeros(), latents(7)), forms="absorbed", verify=True, strict=True)
+    (site,) = outcome.report.sites
+    assert [(k.part, k.code) for k in site.kept] == [(f"keys of heads {H}-{2 * H - 1} of {2 * H}", Code.NONLINEAR)]
+    assert_equal(WrittenIntoZeros(), outcome.program, latents(7))
+
+
+@pytest.mark.parametrize(("spoil", "code"), [(torch.neg, Code.FORMS_EXPANDED), (torch.tanh, Code.UNSUPPORTED_OP)])
+def test_what_keeps_all_groups_keeps_the_whole(spoil, code):
+    program = export(WrittenIntoZeros(spoil), latents(7))
+    outcome = optimized(program, forms="expanded")
+    assert_untouched(program, outcome)
+    assert codes(outcome) == [code], outcome.report
