@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_compile.passes.atoms import Atom, Axis, Split, axis_size, common_factors, flatten
-from mla_compile.passes.linear_map import LinearMap, Piece, Stop
+from mla_compile.passes.linear_map import LinearMap, Piece
 from mla_compile.passes.site import AttentionSite, Operand
+from mla_compile.passes.stops import Stop
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from mla_compile.codes import CODES
 from mla_compile.drawing import Drawing, DrawnNode, Role, SiteDrawing
 from mla_compile.passes.graph import ancestors, is_tensor, packet, shape, val, whole_rows
 from mla_compile.passes.judge import Verdict
-from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.site_report import locate
+from mla_compile.passes.stops import Stop
 
 aten = torch.ops.aten
 MOST = 60

@@ -13,10 +13,11 @@ from torch import fx
 from mla_compile.passes.atoms import Atom
 from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_hint, is_tensor, packet, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
-from mla_compile.passes.linear_map import LinearMaps, Stop, unexplained
+from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.plan import make_plan
 from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite, Operand, Product
+from mla_compile.passes.stops import Stop, unexplained
 
 aten = torch.ops.aten
 

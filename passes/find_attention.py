@@ -20,9 +20,9 @@ from torch import fx
 from mla_compile.passes.atoms import Atom, Axes, Axis, flatten, fresh_axis
 from mla_compile.passes.graph import ancestors, argument, packet, same, shape, size, val
 from mla_compile.passes.labels import product_labels
-from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.scores import Scores, ScoreTracer, align_right, oriented
 from mla_compile.passes.site import AttentionSite, MaskTerm, Operand, Product
+from mla_compile.passes.stops import Stop
 
 aten = torch.ops.aten
 

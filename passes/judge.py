@@ -23,12 +23,13 @@ from mla_compile.passes.cuts import choose_sources
 from mla_compile.passes.explain_refusal import explain_refusal
 from mla_compile.passes.fold_sides import fold_widths
 from mla_compile.passes.graph import ancestors, is_tensor, packet, val
-from mla_compile.passes.linear_map import LinearMaps, Stop
+from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.narrow import readers
 from mla_compile.passes.partial import KeptPart, Side, partial
 from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
 from mla_compile.passes.residual import is_hidden_state
 from mla_compile.passes.site import AttentionSite
+from mla_compile.passes.stops import Stop
 
 aten = torch.ops.aten
 

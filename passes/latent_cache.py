@@ -33,10 +33,11 @@ from torch import fx
 from mla_compile.passes.cache_writes import Write, slice_over, write_of
 from mla_compile.passes.cuts import choose_sources
 from mla_compile.passes.graph import argument, axis, packet, shape, val
-from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop
+from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece
 from mla_compile.passes.plan import pieces_of
 from mla_compile.passes.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.site import AttentionSite, Operand
+from mla_compile.passes.stops import Stop
 
 aten = torch.ops.aten
 

@@ -19,7 +19,8 @@ from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import product, scaled, total
 from mla_compile.passes.graph import args_of, argument, axis, bytes_hint, packet, same, shape, val
 from mla_compile.passes.linear_join import joint_of, one_map
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment
+from mla_compile.passes.stops import Stop, unexplained
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from torch import fx
 
 from mla_compile.passes.atoms import Axes, Axis, fresh_axis
 from mla_compile.passes.graph import args_of, argument, axis, shape, val
-from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop, Visit
+from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Visit
+from mla_compile.passes.stops import Stop
 
 
 def sliced_axis(node: fx.Node) -> int:

@@ -18,7 +18,7 @@ from mla_compile.passes.atoms import Atom, common_factors, flatten
 from mla_compile.passes.factors import scaled, total
 from mla_compile.passes.graph import ancestors, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.linear_contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, Stop, unexplained
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece
 from mla_compile.passes.linear_segments import (
     FILLS,
     cat,
@@ -34,6 +34,7 @@ from mla_compile.passes.linear_segments import (
     stack,
 )
 from mla_compile.passes.linear_views import dropout, expand, finish, permute, repeat, same_values, view
+from mla_compile.passes.stops import Stop, unexplained
 
 aten = torch.ops.aten
 Rule = Callable[[LinearMaps, fx.Node], "LinearMap | Stop"]

@@ -17,8 +17,9 @@ from mla_compile.passes.atoms import Atom, axis_size, fresh_axis
 from mla_compile.passes.factors import merged, narrowed
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
 from mla_compile.passes.linear_join import joint_of, one_map, stacked
-from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment, Stop, unexplained
+from mla_compile.passes.linear_map import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment
 from mla_compile.passes.linear_views import broadcast_to, finish, quantizes
+from mla_compile.passes.stops import Stop, unexplained
 
 aten = torch.ops.aten
 

@@ -12,7 +12,8 @@ from torch import fx
 from mla_compile.passes.atoms import Axis, axis_size, flatten, fresh_axis, regroup
 from mla_compile.passes.graph import Size, args_of, argument, axis, packet, same, shape, val
 from mla_compile.passes.linear_join import one_map
-from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece, Stop, unexplained
+from mla_compile.passes.linear_map import LinearMap, LinearMaps, Piece
+from mla_compile.passes.stops import Stop, unexplained
 
 aten = torch.ops.aten
 

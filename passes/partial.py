@@ -22,10 +22,11 @@ from mla_compile.passes.cost import Choice, Device, Forms, Part, choose_parts
 from mla_compile.passes.cuts import choose_sources, cut
 from mla_compile.passes.explain_refusal import explain_source, of_queries
 from mla_compile.passes.flex import WRITTEN
-from mla_compile.passes.linear_map import LinearMaps, Stop
+from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.plan import AbsorbPlan, Rows, make_part_plan, pieces_of
 from mla_compile.passes.residual import is_hidden_state
 from mla_compile.passes.site import AttentionSite
+from mla_compile.passes.stops import Stop
 
 Side = Literal["keys", "values"]
 

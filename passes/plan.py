@@ -23,8 +23,9 @@ from mla_compile.dims import Dims
 from mla_compile.passes.align import Term, align
 from mla_compile.passes.atoms import Atom, Axis, axis_size, flatten
 from mla_compile.passes.graph import Size
-from mla_compile.passes.linear_map import LinearMap, Piece, Stop
+from mla_compile.passes.linear_map import LinearMap, Piece
 from mla_compile.passes.site import AttentionSite
+from mla_compile.passes.stops import Stop
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from mla_compile.passes.atoms import Axis, axis_size, flatten
 from mla_compile.passes.expr import Expr
 from mla_compile.passes.factors import aligned
 from mla_compile.passes.graph import Size, args_of, shape, val
-from mla_compile.passes.linear_map import Factor, LinearMap, Piece, Stop
+from mla_compile.passes.linear_map import Factor, LinearMap, Piece
+from mla_compile.passes.stops import Stop
 
 aten = torch.ops.aten
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

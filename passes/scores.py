@@ -29,8 +29,8 @@ from mla_compile.passes.atoms import (
 )
 from mla_compile.passes.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
 from mla_compile.passes.labels import product_labels
-from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.site import MaskTerm, Operand, Product
+from mla_compile.passes.stops import Stop
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.atoms import Axes, Axis, Split, substitute
-from mla_compile.passes.linear_map import Stop
+from mla_compile.passes.stops import Stop
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from mla_compile.passes import cost
 from mla_compile.passes.fold import Folded
 from mla_compile.passes.graph import packet, val
 from mla_compile.passes.judge import Verdict
-from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.plan import AbsorbPlan
+from mla_compile.passes.stops import Stop
 from mla_compile.passes.verify import Check
 from mla_compile.records import KeptPart, Location, SiteReport
 

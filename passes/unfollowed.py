@@ -14,9 +14,9 @@ from torch import fx
 
 from mla_compile.passes.graph import args_of, axis, is_tensor, packet, same, shape
 from mla_compile.passes.linear_contract import CONTRACTIONS
-from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.site import AttentionSite
+from mla_compile.passes.stops import Stop
 
 _REACH = 48  # operators between a softmax and either product: scale, masks, casts and a sink are a dozen
 

@@ -12,8 +12,9 @@ from mla_compile.codes import Code
 from mla_compile.passes.atoms import Atom, common_factors, regroup, substitute
 from mla_compile.passes.find_attention import find_attention
 from mla_compile.passes.graph import weight_nodes
-from mla_compile.passes.linear_map import LinearMaps, Stop
+from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.plan import make_plan
+from mla_compile.passes.stops import Stop
 from tests.modules import MLA, inputs
 from tests.programs import absorbed, one_side, refused, seeded, trace
 

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.passes.linear_contract import CONTRACTIONS
-from mla_compile.passes.linear_map import LinearMaps, Stop
+from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.linear_rules import RULES
+from mla_compile.passes.stops import Stop
 from mla_compile.program import Program
 from tests.programs import error, evaluate, found_reasons, linear_map, seeded, trace
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from mla_compile.latent import _tokens
-from mla_compile.passes.linear_map import Stop
 from mla_compile.passes.recipe import expand, make_recipe
+from mla_compile.passes.stops import Stop
 from tests.programs import error, linear_map, seeded, trace
 
 B, T, L, R, H, N = 2, 5, 8, 4, 3, 6

@@ -177,7 +177,11 @@ def axes_swapped(rng, x):
     return lambda x: x.transpose(a, b)
 
 
-@mutation(*ROWS, "queries", "scores", "probs")
+# As above, and after the rotation of a key.
+@mutation(
+    *ROWS, "queries", "scores", "probs",
+    codes=(Code.PER_HEAD_ROPE, Code.HEAD_DEPENDENT_LATENT, Code.POSITION_DEPENDENT),
+)  # fmt: skip
 def scrambled_view(rng, x):
     """A reshape where a transposition was meant: ``x.transpose(1, 2).reshape(x.shape)``."""
     a, b = axis(rng, x), axis(rng, x)
