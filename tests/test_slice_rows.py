@@ -10,17 +10,20 @@ from torch.export import Dim
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.passes import slice_rows
-from tests.modules import MLA, H, N, causal, inputs, padded
+from tests.modules import MLA, H, N, V, causal, inputs, padded
 from tests.programs import (
     absorbed,
     assert_equal,
     assert_untouched,
     calls,
     codes,
+    error,
     export,
     one_side,
     optimized,
     refused,
+    seeded,
+    trace,
 )
 from tests.test_absorb import no_expansion
 from tests.test_negatives import rotate
@@ -66,7 +69,6 @@ CUTS = {
     "from_the_end": lambda y, n: y[:, :, -n:],
     "from_the_middle": lambda y, n: y[:, :, 1 : n - 1],
     "every_other": lambda y, n: y[:, :, ::2],
-    "narrow": lambda y, n: y.narrow(2, 1, n),
     "twice": lambda y, n: y[:, :, :-1][:, :, 1:],
     "some_sequences": lambda y, n: y[:1, :, :n],
     "one_token": lambda y, n: y[:, :, 4:5],
@@ -97,6 +99,41 @@ class SumOfSlices(Used):
 
 def test_a_sum_of_slices():
     of_used_rows(absorbed(SumOfSlices(), used()))
+
+
+class PaddedFirst(Used):
+    """V [B,H,T,V] with zeros beside it, the same for all tokens, and only then cut."""
+
+    def spoil(self, k, v):
+        return k, F.pad(v, (0, 3))
+
+    def attend(self, q, k, v, mask):
+        return super().attend(q, k, v, mask)[..., :V]
+
+
+def test_columns_that_no_rows_make():
+    of_used_rows(absorbed(PaddedFirst(), used()))
+
+
+def test_keys_narrower_than_their_rows():
+    """One head: only K and V together are wider than the latent they share."""
+    absorbed(Used(H=1, R=0), used(R=0))
+
+
+def test_narrow_as_make_fx_leaves_it():
+    def attention(q, c, w_k, w_v):
+        k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2).narrow(2, 1, USED) for w in (w_k, w_v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    given = [seeded(2, H, 1, N), seeded(2, T, 8)]
+    weights = [seeded(H * N, 8, seed=1), seeded(H * V, 8, seed=2)]
+    program = trace(attention, given, weights)
+    assert "narrow.default" in calls(program)
+    outcome = optimized(program, verify=True, strict=True)
+    assert codes(outcome) == [Code.ABSORBED]
+    assert calls(outcome.program).count("narrow.default") == 1
+    (got,), want = outcome.program.gm(*given, *weights), attention(*given, *weights)
+    assert error(got, want) < 1e-10
 
 
 class AsLongAsTheMask(Used):
@@ -217,11 +254,19 @@ def by_data(y, n):
     return y[:, :, :n]
 
 
+def window_by_data(y, n):
+    n = n.item()
+    torch._check(n >= 0)
+    torch._check(n <= T - 2)
+    return y[:, :, n : n + 2]
+
+
 REFUSED = {
     "flip": (Cut(lambda y: y.flip(2)[:, :, :6]), Code.TOKEN_MIXING),
     "ring": (Cut(ring), Code.TOKEN_MIXING),
     "batch_and_tokens_merged": (Cut(merged), Code.UNSUPPORTED_OP),
     "by_data": (Cut(by_data), Code.UNSUPPORTED_OP),
+    "window_by_data": (Cut(window_by_data), Code.UNSUPPORTED_OP),
     "chosen": (Cut(lambda y: y[:, :, torch.tensor([0, 2, 1])]), Code.TOKEN_MIXING),
 }
 
@@ -229,7 +274,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_slice_of_rows(name):
     module, code = REFUSED[name]
-    refused(module, [*used(S=S), torch.tensor(5)] if name == "by_data" else used(S=S), code)
+    refused(module, [*used(S=S), torch.tensor(5)] if "by_data" in name else used(S=S), code)
 
 
 ONE_SIDE = {
