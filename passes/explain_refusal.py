@@ -36,7 +36,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     for operand in (*(p.k for p in site.products), site.v):
         for piece in maps.map(operand.node).pieces:
             found = None if piece.source is None else _explained(piece.source, maps, own)
-            if found is not None:
+            if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
                 return found
     whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
     if failed.code != "not_mla" and isinstance(whole, Stop) and whole.code in ("token_mixing", "position_dependent"):
