@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.linear_rules import RULES
-from mla_compile.passes.stops import Stop
+from mla_compile.passes.stops import Stop, unexplained
 from mla_compile.program import Program
 from tests.programs import error, evaluate, found_reasons, linear_map, seeded, trace
 
@@ -707,6 +707,36 @@ def test_stop(name):
     assert code in found_reasons.values()
     assert code == _last_reason(program)
     assert not any(p.source is not None and p.source.op == "placeholder" and p.weight is not None for p in lmap.pieces)
+
+
+WORDS = {
+    "where of tokens": ("position_dependent", lambda x, p: torch.where(p[:, :T, :1] > 0, x, 0.0)),
+    "masked_fill of tokens": ("position_dependent", lambda x, p: x.masked_fill(p[:, :T, :1] > 0, 0.0)),
+    "masked_fill of features": ("unsupported_op", lambda x, p: x.masked_fill(p[:1, :1] > 0, 0.0)),
+    "masked_fill of negatives": ("nonlinear", lambda x, p: x.masked_fill(x < 0, 0.0)),
+    "view_as_complex turned": ("position_dependent", lambda x, p: _complex(x) * torch.polar(p, p)[..., :3]),
+    "view_as_complex turned and seen": (
+        "position_dependent", lambda x, p: (_complex(x) * torch.polar(p, p)[..., :3]) + _complex(x).conj(),
+    ),
+    "view_as_complex seen": ("unsupported_op", lambda x, p: _complex(x).conj().resolve_conj()),
+    "erf": ("unsupported_op", lambda x, p: x.erf() * p),
+}  # fmt: skip
+
+
+def _complex(x):
+    return torch.view_as_complex(x.unflatten(-1, (3, 2)))
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_what_is_said_of_an_operator(name):
+    code, fn = WORDS[name]
+    program = trace(
+        lambda x, p: torch.view_as_real(y).flatten(-2) if (y := fn(x, p)).is_complex() else y,
+        [z(B, T, 6), z(B, T, 6)],
+        [],
+    )
+    (node, *_) = (n for n in program.gm.graph.nodes if name.split()[0] in str(n.target))
+    assert unexplained(node).code == code
 
 
 def _last_reason(program):
