@@ -158,8 +158,10 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
     """The first node after the up-projection that has no linear map; an operator that says more goes before a view."""
     stops: list[Stop] = []
     node = child
+    walked: set[fx.Node] = set()
     while node is not source:
         node = parent[node]
+        walked.add(node)
         if node in maps.reasons:
             stops.append(maps.reasons[node])
     stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(source))
@@ -167,7 +169,7 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
     if _joins_heads(node, maps):
         return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")
     if (
-        packet(node) is not None
+        node in walked  # what goes into a sum beside the rows is no cache of them
         and stop.code == "token_mixing"
         and any(n.op in ("placeholder", "get_attr") and not maps.is_weight(n) for n in node.all_input_nodes)
     ):

@@ -103,8 +103,9 @@ def _chosen(node: fx.Node, name: str) -> Stop:
     """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
-    if condition is None or any(n in values for n in ancestors(condition)):
-        return Stop(node, "nonlinear", f"{name} by a condition that is computed from the values")
+    rows = {n for v in values for n in (v, *ancestors(v)) if is_tensor(n) and val(n).dtype.is_floating_point}
+    if condition is None or any(n in rows for n in ancestors(condition)):
+        return Stop(node, "nonlinear", f"{name} by a condition that is computed from the rows")
     if all(same(s, 1) for s in shape(condition)[:-1]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     return Stop(node, "position_dependent", f"{name} by a condition that differs from row to row")

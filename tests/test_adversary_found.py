@@ -166,7 +166,7 @@ def test_an_adapter_that_reads_other_rows():
         def _joint(self, c):
             return F.linear(c, self.w) + F.linear(F.linear(c.cumsum(1), self.down), self.back)
 
-    refused(Adapted(), inputs(), Code.TOO_MANY_SOURCES)
+    refused(Adapted(), inputs(), Code.TOKEN_MIXING)
 
 
 def test_dropout_of_a_rotary_key_that_was_expanded():
