@@ -20,7 +20,7 @@ from mla_compile.passes.atoms import axis_size
 from mla_compile.passes.call_sizes import call_sizes
 from mla_compile.passes.cost import Choice, Device, Forms, Part, choose_parts
 from mla_compile.passes.cuts import choose_sources, cut
-from mla_compile.passes.explain_refusal import explain_source, of_queries
+from mla_compile.passes.explain_refusal import by_weights_alone, explain_source, of_queries
 from mla_compile.passes.flex import WRITTEN
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.plan import AbsorbPlan, Rows, make_part_plan, pieces_of
@@ -143,6 +143,7 @@ def _weighed(
 def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
     """The sides and columns that stay, each with the operator that is to blame."""
     site = plan.site
+    read = [rows.node for rows in plan.rows]
     sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
         ("keys", bool(plan.keys), [p.k.node for p in site.products]),
         ("values", bool(plan.vals), [site.v.node]),
@@ -152,8 +153,13 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
             yield KeptPart(side, failed)
             continue
         if not absorbed:
-            sources = [p.source for n in nodes for p in maps.map(n).pieces if p.source is not None]
-            found = (explain_source(s, site, maps) for s in sources)
+            lmaps = [maps.map(n) for n in nodes]
+            alone = make_part_plan(site, lmaps, None) if side == "keys" else make_part_plan(site, None, lmaps[0])
+            if by_weights_alone(alone):
+                yield KeptPart(side, alone)
+                continue
+            sources = [p.source for p in pieces_of(lmaps) if p.source is not None]
+            found = (explain_source(s, site, maps, read) for s in sources)
             default = failed if failed.node in nodes else Stop(nodes[0], failed.code, failed.detail)
             yield KeptPart(side, next((f for f in found if f is not None), default))
             continue
@@ -164,4 +170,4 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
                 own_stop = maps.reasons.get(rows.node)
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
-                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps) or own_stop)
+                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)

@@ -83,6 +83,8 @@ class Obligations:
             found[side] = {"random"} if _differ(self._of(one, seed=1)[side], of_one[side]) else set()
             if any(_differ(self._of(one, inputs=self.base.inputs(draw))[side], of_one[side]) for draw in (1, 2)):
                 found[side].add("elsewhere")
+            if not _differ(self._of(other)[side], of_one[side]):  # the rows have no part in it
+                found[side].add("elsewhere")
             zero = self._of({r: 0 * one[r] for r in one})[side]
             for size in (1.0, 30.0):  # what is bounded may seem linear while the rows are small
                 big, more = ({r: size * x[r] for r in x} for x in (one, other))
