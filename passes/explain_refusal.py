@@ -25,19 +25,18 @@ from mla_compile.passes.stops import Stop, unexplained
 aten = torch.ops.aten
 
 # Codes behind which there may be a cause that says more.
-_SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
-_RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten)
+SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
 _REACH = 48  # operators between an up-projection and the scores: a rotation is a dozen
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: fx.Node | None) -> Stop:
     """The best explanation for ``site``, whose plan failed with ``failed``."""
-    if failed.code not in _SYMPTOMS:
+    if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site)
     rows = [wide] if failed.code == "not_mla" and wide is not None and wide not in own else []
     whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
-    if (failed.code != "not_mla" or rows) and by_weights_alone(whole):
+    if (failed.code != "not_mla" or rows) and _by_weights_alone(whole):
         return whole
     for operand in (*(p.k for p in site.products), site.v):
         for piece in maps.map(operand.node).pieces:
@@ -65,7 +64,7 @@ def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps, rows:
     return _explained(source, maps, of_queries(site), rows)
 
 
-def by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
+def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
     """Whether tokens are mixed or treated differently where no walk ends: by weights, or views."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
@@ -171,7 +170,7 @@ def _is_expansion(node: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Coll
 
 
 def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps: LinearMaps) -> Stop:
-    """The first node after the up-projection that has no linear map; what follows a reshape says more than that."""
+    """The first node after the up-projection that has no linear map; an operator that says more goes before a view."""
     stops: list[Stop] = []
     node = child
     walked: set[fx.Node] = set()
@@ -180,7 +179,7 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
         walked.add(node)
         if node in maps.reasons:
             stops.append(maps.reasons[node])
-    stop = next((s for s in stops if packet(s.node) not in _RESHAPES), stops[0] if stops else unexplained(source))
+    stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(source))
     node = stop.node
     if _joins_heads(node, maps):
         return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")

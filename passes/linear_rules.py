@@ -105,7 +105,7 @@ def _spoilt(maps: LinearMaps, one: LinearMap, other: LinearMap) -> Stop | None:
     rows = {p.source for p in other.pieces}
     for piece in one.pieces:
         stop = None if piece.source is None else maps.reasons.get(piece.source)
-        if stop is not None and stop.code != "position_dependent":
+        if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
             assert piece.source is not None
             if any(n in rows for n in ancestors(piece.source)):
                 return stop
