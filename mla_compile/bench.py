@@ -189,7 +189,7 @@ def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
 
 def nothing(found: Survey) -> str:
     """Why there is nothing to compare, and what to do."""
-    if found.family not in ("MLA", "refused"):
+    if found.family in ("MHA", "GQA", "MQA"):
         return (
             f"{found.name} is {found.family}, not Multi-head Latent Attention: there is no latent to absorb and "
             "nothing to compare; `mla-compile plan` says what it costs to serve"

@@ -75,24 +75,30 @@ def _show(result: Explained) -> None:
         "" if weights.active == weights.total else f", {cli_values.amount(weights.active)} of them read for a token"
     )
     out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
-    for note in model.notes:
+    for note in result.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True)
     out.print()
     out.print(model.report)
     out.print()
     if result.cache:
         out.print(_cache_table(result))
-        say(model.own_cache())
+    if own := model.own_cache():
+        say(own)
     if result.costs:
         out.print(_cost_table(result))
     for choice in result.choices:
         say(*_choice_lines(choice))
     if model.family == "refused":
         say("nothing is absorbed; the report above says what stands in the way, and where")
+    elif model.family == "kept":
+        say("nothing is absorbed, because nothing would be saved; the report above says why")
+    elif model.family == "no attention":
+        say(f"there is no attention in {model.name}, and mla-compile leaves it as it is")
     elif model.family != "MLA":
         say(
             f"{model.name} is {model.family}, not Multi-head Latent Attention: there is no latent in it to absorb, and "
-            "mla-compile leaves it as it is; `mla-compile plan` says what it costs to serve."
+            "mla-compile leaves it as it is"
+            + ("; `mla-compile plan` says what it costs to serve" if model.cached else "")
         )
 
 
@@ -132,8 +138,12 @@ def _choice_lines(choice: SiteChoice) -> list[str]:
             f"  folding {side.product}: {side.chained:,} weights as they are, {side.folded:,} folded "
             f"({side.folded / side.chained:.3g} x): {verdict} in bytes"
         )
+    if not choice.folds:
+        return [*lines, "  fold verdict: not known here, nor are the widths of the query and the output projection"]
     said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
-    times = f"{cli_values.seconds(choice.chained_s)} chained, {cli_values.seconds(choice.folded_s)} with both folded"
+    times = f"{cli_values.seconds(choice.chained_s)} chained"
+    if choice.folded_s is not None:
+        times += f", {cli_values.seconds(choice.folded_s)} with both folded"
     return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]
 
 

@@ -74,8 +74,9 @@ def transformers() -> Any:
     """The library, quiet; :class:`InputError` naming the extra where it is missing."""
     try:
         library = import_module("transformers")
-    except ImportError:
-        raise InputError('reading a config needs transformers: pip install "mla-compile[demo]"') from None
+    except ImportError as error:
+        why = "" if error.name == "transformers" else f", which cannot be imported ({error})"
+        raise InputError(f'reading a config needs transformers{why}: pip install "mla-compile[demo]"') from None
     library.logging.set_verbosity_error()
     return library
 

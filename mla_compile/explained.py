@@ -15,6 +15,8 @@ SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
 """KV heads of the GQA that a latent cache is compared with: the usual number."""
+_UNTOLD = ("refused", "kept")
+"""Families of which nobody knows whether the cache holds K and V, or what they are made of anew in every step."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class FoldSide:
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """Break-even and fold of the sites of one size; seconds are the cost model's, for a GPU and a long context."""
+    """Break-even and fold of the sites of one size; seconds are the cost model's, for a GPU and a long context.
+
+    ``folds``: the sides whose widths are known. ``folded_s`` is with both folded, ``None`` where one is not known.
+    """
 
     dims: Dims
     count: int
@@ -62,7 +67,7 @@ class SiteChoice:
     break_even_long: float
     folds: tuple[FoldSide, ...]
     chained_s: float
-    folded_s: float
+    folded_s: float | None
     fold: tuple[str, ...]
 
 
@@ -77,11 +82,23 @@ class Explained:
     costs: tuple[TokenCost, ...]
     choices: tuple[SiteChoice, ...]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What has to be known to read the tables, or why they are not there."""
+        count = self.survey.in_part
+        if not count:
+            return self.survey.notes
+        which = "1 attention is" if count == 1 else f"{count} attentions are"
+        return (
+            *self.survey.notes,
+            f"{which} absorbed in part or in parts: there are no tables of cache and costs",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the key ``schema`` names the layout."""
         model = self.survey
         record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
-        record |= {"model": model.name, "family": model.family, "notes": list(model.notes)}
+        record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
         record["weights"] = asdict(model.weights) | {"active": model.weights.active}
         record["cached_by_its_code"] = [asdict(layer) | {"values": layer.values} for layer in model.cached]
         record["sites"] = [asdict(site) for site in model.latent]
@@ -95,7 +112,7 @@ def explained(model: Survey, dtype: str, element_bytes: int) -> Explained:
     """The tables of one model, its weights and its cache at ``element_bytes`` per value."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
-        tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent),
+        tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
     )  # fmt: skip
 
 
@@ -103,6 +120,8 @@ def _cache(model: Survey, element: int) -> tuple[CacheRow, ...]:
     """Every layer cached in each way, with its own heads and widths; d is half of what a head's K and V hold."""
     sizes: list[tuple[int, dict[str, float]]]
     own_groups = 1
+    if model.in_part or model.family in _UNTOLD:
+        return ()
     if model.latent:
         dims = [(site.count, site.dims) for site in model.latent]
         sizes = [(n, {"H": d.H, "d": (d.N + d.R + d.V) / 2, "L": d.L, "R": d.R}) for n, d in dims]
@@ -136,6 +155,8 @@ def _values(formula: Any, letters: dict[str, float], groups: int) -> int:
 def token_costs(model: Survey, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
     """A decoded token at each context: as it is, or expanded and absorbed. Without weights, of the attentions alone."""
     active = model.weights.active
+    if model.in_part or model.family in _UNTOLD:
+        return ()
     if not model.latent:
         if model.heads is None or not model.cached:
             return ()
@@ -187,7 +208,9 @@ def _choice(dims: Dims, count: int, element: int) -> SiteChoice:
         dims, B=1, S=1, T=None, element_bytes=element, device=device, forms="absorbed", can_fold_query=True,
         can_fold_output=True,
     )  # fmt: skip
-    folded = cost.seconds("folded", dims, B=1, S=1, T=cost.LONG_CONTEXT, element_bytes=element, device=device)
+    folded = None
+    if len(folds) == len(sides):
+        folded = cost.seconds("folded", dims, B=1, S=1, T=cost.LONG_CONTEXT, element_bytes=element, device=device)
     taken = ["query"] * chosen.fold_query + ["output"] * chosen.fold_output
     return SiteChoice(
         dims, count, tuple(cost.break_even_S(dims, T) for T in CONTEXTS), cost.break_even_S(dims), tuple(folds),

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from mla_compile.dims import Dims
-from mla_compile.report import Report
+from mla_compile.report import Report, SiteReport
 from mla_compile.weights import Weights
 
-Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "no attention"]
-"""``refused``: sites that are not proved to be MLA, and not proved to be anything else either. ``not MLA``: one of the
-three before it, where nothing tells which."""
+Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "no attention"]
+"""``refused``: sites that are not proved to be MLA, and not proved to be anything else either. ``kept``: sites whose
+latent is no narrower than K and V. ``not MLA``: MHA, GQA or MQA, where nothing tells which."""
 
 
 @dataclass(frozen=True)
 class LatentSites:
-    """``count`` attention sites of the same sizes that read one latent row per token."""
+    """``count`` attention sites of the same sizes that read one latent row per token.
+
+    ``whole``: not in part or by groups of heads, for which the formulas of a whole attention do not hold.
+    """
 
     dims: Dims
     count: int
     absorbed: bool
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ class Survey:
         return f"its own code caches {self.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
 
     @property
+    def in_part(self) -> int:
+        """Attentions that are absorbed in part, or by groups of heads: how much they cache and compute is not known."""
+        return sum(copies for site, copies in zip(self.report.sites, self.copies, strict=False) if site.parts)
+
+    @property
     def head_values(self) -> int:
         """Weights into and out of the heads of the latent sites, as far as their widths are known."""
         return self.over_sites(_head_values)
@@ -81,10 +90,25 @@ class Survey:
 
 def facts_of(report: Report, name: str) -> Survey:
     """What a report alone tells: its sites, once each; nothing of weights or of what a cache holds."""
-    latent = Counter((s.dims, s.verdict == "absorbed") for s in report.sites if s.dims is not None)
-    sites = tuple(LatentSites(dims, count, absorbed) for (dims, absorbed), count in latent.items())
-    family: Family = "MLA" if sites else "refused" if report.refused else "not MLA" if report.sites else "no attention"
+    sites = latent_sites((site, site.dims, 1) for site in report.sites)
+    family = family_of(report) or ("not MLA" if report.sites else "no attention")
     return Survey(name, family, report, sites, (), Weights(0), copies=(1,) * len(report.sites))
+
+
+def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
+    """Sites with their sizes, and how many attentions each stands for, added up where they are equal."""
+    counts: Counter[tuple[Dims, bool, bool]] = Counter()
+    for site, dims, copies in found:
+        if dims is not None:
+            counts[dims, site.verdict == "absorbed", not site.parts] += copies
+    return tuple(LatentSites(dims, count, absorbed, whole) for (dims, absorbed, whole), count in counts.items())
+
+
+def family_of(report: Report) -> Family | None:
+    """What the sites of a report say by themselves; ``None`` where they have no latent, or there are none."""
+    if report.absorbed or any(site.dims is not None for site in report.sites):
+        return "MLA"
+    return "refused" if report.refused else "kept" if report.kept else None
 
 
 def _head_values(dims: Dims) -> int:

@@ -206,7 +206,8 @@ def attentions(model: Survey) -> tuple[Attention, ...]:
         found.append(Attention(layer.count, model.heads, G=layer.key_heads, K=layer.key_width, V=layer.value_width))
     if not found:
         raise InputError(
-            f"{model.name} has no attention whose cache grows with the context, so there is nothing to plan"
+            f"{model.name} has no attention whose cache is known and grows with the context, so there is nothing to "
+            "plan; of modules with a cache of their own, latent rows alone are known"
         )
     return tuple(found)
 
@@ -219,6 +220,10 @@ def plan(model: Survey, machine: Machine, request: Request) -> Plan:
     if request.tp > 1:
         layouts += [("context", request.dcp if request.dcp > 1 else request.tp), ("data", 1)]
     notes = list(model.notes)
+    if model.in_part:
+        notes.append(f"attentions absorbed in part or in parts ({model.in_part}) are counted as if they were whole")
+    elif model.family in ("refused", "kept"):
+        notes.append("nothing is absorbed; what is made of the cache anew in every step is not counted")
     for dtype in dict.fromkeys((request.weight_dtype, request.cache_dtype)):
         if dtype not in machine.flops_per_s:
             notes.append(f"{machine.name} computes no {dtype}: it is read as {dtype} and computed as bf16")

@@ -7,6 +7,7 @@ stay in the list as layers that hand their input on, so that every index means w
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,10 +160,7 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
                 try:
                     cache = _fake_prefill(model, context)
                 except Exception:  # noqa: BLE001  as above; the first of the two errors is the one to show
-                    raise InputError(
-                        f"{type(model).__name__} does not run on the meta device: {in_one_line(error)}"
-                        + (f" (in {path})" if path else "")
-                    ) from error
+                    raise InputError(_unable(model, path, error)) from error
                 break
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, _HandOn(module))
@@ -173,6 +171,16 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
         raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to look at")
     notes = (f"left out of the trace, because what runs in it depends on values: {', '.join(skipped)}",)
     return cache, notes if skipped else ()
+
+
+def _unable(model: nn.Module, path: str, error: Exception) -> str:
+    """Why a model did not take a prompt."""
+    name, takes = type(model).__name__, inspect.signature(model.forward).parameters
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return f"{name} is an encoder with a decoder, expected a causal language model"
+    if not {"input_ids", "past_key_values"} <= takes.keys() and not {"args", "kwargs"} <= takes.keys():
+        return f"{name} takes {', '.join(takes)}: it is no causal language model, which takes a prompt and a cache"
+    return f"{name} does not run on the meta device: {in_one_line(error)}" + (f" (in {path})" if path else "")
 
 
 def to_untouched_memory(model: nn.Module, cache: Any) -> None:

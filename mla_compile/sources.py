@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def call(source: str) -> Any:
         raise InputError(f"{source!r}: expected python:MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        make = getattr(importlib.import_module(module), function)
+        with redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+            make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{source!r} cannot be found: {error}") from error
     except (Exception, SystemExit) as error:  # the user's module, which raises what it likes
@@ -57,7 +59,8 @@ def call(source: str) -> Any:
     finally:
         sys.path.remove(os.getcwd())
     try:
-        return make()
+        with redirect_stdout(sys.stderr):
+            return make()
     except (Exception, SystemExit) as error:  # the user's function
         raise InputError(f"{source!r} raised {config_file.in_one_line(error)}") from error
 
@@ -65,7 +68,10 @@ def call(source: str) -> Any:
 def _made_by(source: str) -> torch.nn.Module:
     made = call(source)
     if not isinstance(made, torch.nn.Module):
-        raise InputError(f"{source!r} returned {type(made).__name__}, expected an nn.Module")
+        raise InputError(
+            f"{source!r} returned {type(made).__name__}, expected a causal language model of transformers; other "
+            "modules are exported from Python, with export_onnx(model, path, example_inputs=...)"
+        )
     return made.eval()
 
 
@@ -96,8 +102,9 @@ def _from_config(path: Path, seed: int) -> torch.nn.Module:
 def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
-    except ImportError:
-        raise InputError('reading a model needs transformers: pip install "mla-compile[demo]"') from None
+    except ImportError as error:
+        why = "" if error.name == "transformers" else f", which cannot be imported ({error})"
+        raise InputError(f'reading a model needs transformers{why}: pip install "mla-compile[demo]"') from None
 
 
 def _first_line(error: Exception) -> str:

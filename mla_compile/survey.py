@@ -18,7 +18,7 @@ import mla_compile
 from mla_compile import config_file, skeleton, sources
 from mla_compile.dims import Dims
 from mla_compile.errors import CaptureError, InputError
-from mla_compile.facts import CachedLayers, Family, LatentSites, Survey
+from mla_compile.facts import CachedLayers, Family, Survey, family_of, latent_sites
 from mla_compile.report import Report
 from mla_compile.weights import Weights, first_int, text_config, weights_of
 
@@ -104,24 +104,17 @@ def _assemble(
     weights: Weights,
     notes: tuple[str, ...],
 ) -> Survey:
-    latent: Counter[tuple[Dims, bool]] = Counter()
     copies = tuple(layers.standing_for(site.where.module) for site in report.sites)
-    for site, count in zip(report.sites, copies, strict=True):
-        if site.dims is not None:
-            latent[_with_widths(site.dims, model, site.where.module), site.verdict == "absorbed"] += count
-    sites = tuple(LatentSites(dims, count, absorbed) for (dims, absorbed), count in latent.items())
+    widened = [site.dims and _with_widths(site.dims, model, site.where.module) for site in report.sites]
+    sites = latent_sites(zip(report.sites, widened, copies, strict=True))
     config = text_config(model)
     heads = first_int(config, ("num_attention_heads", "n_head"))
     width = next((s.dims.D for s in sites), None) or first_int(config, ("hidden_size", "n_embd"))
-    family = _family(sites, cached, heads, report)
+    family = family_of(report) or _without_latent(cached, heads, report)
     return Survey(type(model).__name__, family, report, sites, cached, weights, heads, width, notes, copies)
 
 
-def _family(latent: Sequence[LatentSites], cached: Sequence[CachedLayers], heads: int | None, report: Report) -> Family:
-    if latent:
-        return "MLA"
-    if report.refused:
-        return "refused"
+def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: Report) -> Family:
     if not cached and not report.sites:
         return "no attention"
     groups = max((layer.key_heads for layer in cached), default=heads)
@@ -171,5 +164,7 @@ def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
     shapes = [p.shape for p in owner.parameters() if p.dim() == 2]
     D = dims.D or next((n for m, n in shapes if m in (dims.L + dims.R, dims.L)), None)
     widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
+    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of both, has as many rows
+        widths.remove(dims.L)
     Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
     return replace(dims, Q=Q, D=D)

@@ -45,7 +45,10 @@ def weights_of(model: nn.Module) -> Weights:
     lookup = 0
     if hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings"):
         owner: Any = model
-        table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
+        try:
+            table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
+        except NotImplementedError:  # transformers, of a model that is made of several
+            table = head = None
         if isinstance(table, nn.Module) and (head is None or head.weight is not table.weight):
             lookup = sum(p.numel() for p in table.parameters())
     config = text_config(model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mla_compile import config_file, skeleton
+from mla_compile import bench, config_file, skeleton
 from mla_compile.cli import app
 from mla_compile.survey import survey
 from mla_compile.weights import weights_of
@@ -60,6 +60,7 @@ TINY = {
 }
 FACTORY = """
 import torch
+import torch.nn.functional as F
 from torch import nn
 from tests.toy import Toy, decode_inputs
 
@@ -76,7 +77,30 @@ def refused():
     return Squashed(), decode_inputs()
 
 def absorbed():
+    print("a line of their own")
     return Toy(), decode_inputs(cached=300)
+
+class Core(nn.Module):
+    def __init__(self, squash):
+        super().__init__()
+        self.k_up, self.v_up, self.squash = nn.Linear(24, 44), nn.Linear(24, 40), squash
+
+    def forward(self, q, latent):  # the queries and the latent come from outside
+        k, v = (f(latent).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.k_up, self.v_up))
+        return F.scaled_dot_product_attention(q, self.squash(k), v)
+
+def in_part():
+    return Core(torch.tanh), (torch.randn(1, 4, 1, 11), torch.randn(1, 90, 24))
+
+def alone():
+    return Core(nn.Identity()), (torch.randn(1, 4, 1, 11), torch.randn(1, 90, 24))
+
+class Heads(nn.Linear):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*super().forward(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4))
+
+def heads():
+    return Heads(32, 96), (torch.randn(1, 5, 32),)
 
 def bare():
     return Toy()
@@ -264,7 +288,7 @@ def test_a_refusal_shows_the_line(here):
     done = call("python:explained_models:refused")
     assert done.exit_code == 1, done.output
     assert "refused: nonlinear" in done.output
-    assert "explained_models.py:8" in done.output
+    assert "explained_models.py:9" in done.output
     assert "return torch.tanh(super().forward(latent))" in done.output
     assert "nothing is absorbed; the report above says what stands in the way" in done.output
 
@@ -275,9 +299,65 @@ def test_a_module_with_its_inputs(here):
     assert json.loads(done.stdout)["sites"][0]["dims"] == {"H": 4, "L": 16, "R": 6, "N": 12, "V": 10, "Q": 32, "D": 32}
 
 
+def test_what_is_absorbed_in_part_has_no_figures_of_the_whole(here):
+    """Neither the cache nor the costs of the side that stays are known, so no table may say anything of them."""
+    done = call("python:explained_models:in_part", "--html", "page.html", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert (said["family"], said["report"]["sites"][0]["parts"]) == ("MLA", ["values"])
+    assert said["sites"][0]["whole"] is False
+    assert (said["cache"], said["costs"], said["choices"]) == ([], [], [])
+    assert said["notes"] == ["1 attention is absorbed in part or in parts: there are no tables of cache and costs"]
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "The one attention is decoded in absorbed form, in part." in page
+    assert "absorbed are values; keys stay as they were" in page
+    assert "K and V are not expanded" not in page
+    done = CliRunner().invoke(app, ["plan", "python:explained_models:in_part"])
+    assert "in part or in parts (1) are counted as if they were whole" in " ".join(done.output.split())
+
+
+def test_what_is_not_known_of_a_core_alone(here):
+    """Queries that come in as they are: nothing tells how wide what projects them is, so folds have no figures."""
+    done = call("python:explained_models:alone")
+    assert done.exit_code == 0, done.output
+    assert "fold verdict: not known here" in done.output
+    assert "with both folded" not in done.output
+    (choice,) = json.loads(call("python:explained_models:alone", "--json").stdout)["choices"]
+    assert (choice["folds"], choice["folded_s"]) == ([], None)
+
+
+def test_a_module_with_a_cache_of_its_own_is_not_sent_to_plan(here):
+    done = call("python:explained_models:heads", "--html", "page.html")
+    assert done.exit_code == 1, done.output
+    assert "not Multi-head Latent Attention" in done.output
+    assert "plan" not in done.output + Path("page.html").read_text(encoding="utf-8")
+    done = CliRunner().invoke(app, ["plan", "python:explained_models:heads"])
+    assert (done.exit_code, "no attention whose cache is known" in done.output) == (2, True), done.output
+
+
+def test_a_latent_as_wide_as_k_and_v_is_not_called_another_family(here):
+    wide = write({**TINY, "kv_lora_rank": 96, "num_hidden_layers": 2})
+    done = call(wide)
+    assert done.exit_code == 1, done.output
+    assert "kept: cost_latent_wide" in done.output
+    assert "nothing is absorbed, because nothing would be saved" in done.output
+    assert "not Multi-head Latent Attention" not in done.output
+    said = json.loads(call(wide, "--json").stdout)
+    assert (said["family"], said["cache"], said["costs"]) == ("kept", [], [])
+    assert bench.nothing(survey(wide)).startswith("nothing is absorbed")
+
+
+def vision(kind: str, architecture: str, **sizes: object) -> dict[str, object]:
+    small = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return {"model_type": kind, "architectures": [architecture], **(sizes or small)}
+
+
 @pytest.mark.parametrize(
     ("source", "text"),
     [
+        (vision("vit", "ViTForImageClassification"), "takes pixel_values"),
+        (vision("clip", "CLIPModel", text_config=vision("clip_text_model", "")), "it is no causal language model"),
+        (vision("t5", "T5ForConditionalGeneration", d_model=32, d_ff=40, num_layers=2), "an encoder with a decoder"),
         ("nowhere.json", "there is no file nowhere.json"),
         ("empty", "no directory with one"),
         ("{", "cannot be read as JSON"),

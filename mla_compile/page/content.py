@@ -11,7 +11,7 @@ from importlib import metadata
 from mla_compile.codes import CODES, Verdict
 from mla_compile.drawing import DrawnNode
 from mla_compile.explained import CONTEXTS, CacheRow, Explained, SiteChoice, TokenCost, query_flops, token_costs
-from mla_compile.facts import Survey
+from mla_compile.facts import Family, Survey
 from mla_compile.grouping import SiteGroup, grouped
 from mla_compile.page import charts
 from mla_compile.page.graphs import Graph, laid_out
@@ -27,6 +27,8 @@ _QUERY_CONTEXT = 32768
 _WORDS: dict[Verdict, str] = {
     "absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA",
 }  # fmt: skip
+
+_FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a latent as wide as K and V"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def content(result: Explained, title: str) -> Content:
         tone=tone,
         verdict=verdict,
         advice=_advice(model),
-        notes=(*model.notes, *model.report.messages),
+        notes=(*result.notes, *model.report.messages),
         sites=tuple(_site(group, model) for group in grouped(model.report.sites)),
         cache_chart=_cache_chart(result.cache) if result.cache else None,
         cache_table=_cache_table(result) if result.cache else None,
@@ -144,12 +146,19 @@ def _verdict(model: Survey) -> tuple[Verdict, str]:
         what = "Nothing is absorbed" if worst == "refused" else "Nothing needs to be absorbed"
         said = f"{_sites(counts[worst])} {_be(counts[worst])} {_WORDS[worst]} ({first.code}): {first.reason}"
         return worst, f"{what}: {said}."
-    gain = _gain(model)
+    gain = _in_part(model, absorbed) + _gain(model)
     if absorbed == total:
         who = "The one attention is" if total == 1 else f"All {total} attentions are"
         return "absorbed", f"{who} decoded in absorbed form{gain}."
     others = ", ".join(f"{n} {_WORDS[v]}" for v, n in counts.items() if n and v != "absorbed")
     return "absorbed", f"{absorbed} of {total} attentions are decoded in absorbed form{gain}; {others}."
+
+
+def _in_part(model: Survey, absorbed: int) -> str:
+    some = sum(n for site, n in zip(model.report.sites, model.copies, strict=True) if site.kept)
+    if not some:
+        return ""
+    return ", in part" if absorbed == 1 else f", {'all' if some == absorbed else some} of them in part"
 
 
 def _gain(model: Survey) -> str:
@@ -165,12 +174,13 @@ def _advice(model: Survey) -> str:
         return 'Use it with mla_compile.optimize(model), or torch.compile(model, backend="mla").'
     if any(site.verdict in ("refused", "kept") for site in model.report.sites):
         return "Below is what stands in the way, where, and what would change it. The model runs as it is."
-    return "mla_compile leaves it as it is; mla-compile plan says what it costs to serve."
+    plan = "; mla-compile plan says what it costs to serve" if model.cached else ""
+    return f"mla_compile leaves it as it is{plan}."
 
 
 def _facts(model: Survey, dtype: str) -> tuple[str, ...]:
     weights = model.weights
-    said = [model.name, model.family if model.family != "refused" else "not proved to be MLA"]
+    said = [model.name, _FAMILIES.get(model.family, model.family)]
     if weights.total:
         said.append(f"{amount(weights.total)} parameters")
         if weights.active != weights.total:
@@ -189,10 +199,16 @@ def _site(group: SiteGroup, model: Survey) -> SiteView:
         if site.drawing.after is not None:
             pictures.append(Picture("after", laid_out(site.drawing.after), site.drawing.after.nodes))
     return SiteView(
-        site.verdict, headline(site), group.where, count, str(site.code), CODES[site.code].meaning,
+        site.verdict, headline(site), group.where, count, str(site.code), _meaning(site),
         tuple((label, value) for label, value in rows_of(group) if label not in quoted),
         _quotes(site), tuple(pictures),
     )  # fmt: skip
+
+
+def _meaning(site: SiteReport) -> str:
+    if not site.kept:
+        return CODES[site.code].meaning
+    return f"absorbed are {', '.join(site.parts)}; {', '.join(k.part for k in site.kept)} stay as they were"
 
 
 def _quotes(site: SiteReport) -> tuple[Quote, ...]:
@@ -277,11 +293,17 @@ def _choice(choice: SiteChoice) -> Choice:
         for side in choice.folds
     )  # fmt: skip
     fold = f"Fold {' and '.join(choice.fold)}." if choice.fold else "Do not fold."
+    if choice.folds:
+        times = f"about {seconds(choice.chained_s)} chained"
+        if choice.folded_s is not None:
+            times += f", {seconds(choice.folded_s)} with both folded"
+        fold += f" One layer, one query, 32k tokens on a data-centre GPU: {times}, by the cost model."
+    else:
+        fold = "Whether folding pays is not known: the widths of the query and the output projection are not."
     return Choice(
         f"{choice.dims}",
         (f"Absorbing takes fewer FLOPs below {long} queries per call on a long context ({at}).",),
-        f"{fold} One layer, one query, 32k tokens on a data-centre GPU: about {seconds(choice.chained_s)} chained, "
-        f"{seconds(choice.folded_s)} with both folded, by the cost model.",
+        fold,
         Table(
             "Weights read per token and layer",
             ("product", "as they are", "folded", "ratio", "in bytes"),
