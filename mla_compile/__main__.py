@@ -1,6 +1,22 @@
-"""``python -m mla_compile`` is ``mla-compile``, for a checkout that is not installed."""
+"""The program ``mla-compile``; ``python -m mla_compile`` is the same, for a checkout that is not installed."""
 
-from mla_compile.cli import app
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run a command; where a package is missing that every command needs, say so."""
+    try:
+        from mla_compile.cli import app
+    except ModuleNotFoundError as error:
+        package = (error.name or "mla_compile").partition(".")[0]
+        if package == "mla_compile":
+            raise
+        sys.stderr.write(f"error: {package} is not installed: pip install mla-compile\n")
+        raise SystemExit(2) from None
+    app(prog_name="mla-compile")
+
 
 if __name__ == "__main__":
-    app(prog_name="mla-compile")
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -65,10 +66,10 @@ def demo(
     """
     with ending():
         lengths = cli_values.counts(contexts, "contexts", _MOST_CONTEXT)
+        settings = demo_.Settings(layers, lengths, dtype)
         if quick:
-            settings = demo_.Settings(1, tuple(sorted({min(n, 1024) for n in lengths})), dtype, tokens=8, rounds=3)
-        else:
-            settings = demo_.Settings(layers, lengths, dtype)
+            short = tuple(sorted({min(n, 1024) for n in lengths}))
+            settings = replace(settings, layers=1, contexts=short, tokens=8, rounds=3)
         with progress(demo_.stages(settings)) as stage:
             outcome = demo_.run(settings, stage)
         if as_json:

@@ -110,6 +110,8 @@ def _dims(text: str) -> Dims:
         name, _, number = part.partition("=")
         if name not in letters:
             raise InputError(f"--dims has {part!r}, expected a size for each of {', '.join(letters)}")
+        if name in sizes:
+            raise InputError(f"--dims has {name} twice")
         sizes[name] = cli_values.count(number, f"--dims: {name}", config_file.LARGEST_COUNT if name == "H" else 2**17)
     missing = [name for name in "HLRNVD" if name not in sizes]
     if missing:

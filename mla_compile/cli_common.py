@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from mla_compile.errors import ExportError, MlaCompileError, NothingToCompareError, VerificationError
+from mla_compile.errors import ExportError, MlaCompileError, NothingToCompareError, TargetError, VerificationError
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -27,13 +27,14 @@ EXIT_CODES = (
 # An answer about a model, and not about what was typed.
 _ANSWERS = (ExportError, NothingToCompareError, VerificationError)
 _EXTRAS = {
-    "matplotlib": "plot",
-    "numpy": "onnx",
-    "onnx": "onnx",
-    "onnx_ir": "onnx",
-    "onnxruntime": "onnx",
-    "onnxscript": "onnx",
-    "transformers": "demo",
+    "jinja2": "",
+    "matplotlib": "[plot]",
+    "numpy": "[onnx]",
+    "onnx": "[onnx]",
+    "onnx_ir": "[onnx]",
+    "onnxruntime": "[onnx]",
+    "onnxscript": "[onnx]",
+    "transformers": "[demo]",
 }
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead.")]
@@ -46,15 +47,20 @@ def ending() -> Iterator[None]:
         yield
     except BrokenPipeError:  # whoever read the output has enough: click ends quietly then
         raise
+    except TargetError as error:
+        raise failed(error, BAD_INPUT) from None
     except _ANSWERS as error:
         raise failed(error, NEGATIVE) from None
-    except (MlaCompileError, OSError) as error:
+    except MlaCompileError as error:
         raise failed(error, BAD_INPUT) from None
+    except OSError as error:  # a file that vanished, a disk that is full
+        where = f"{error.filename}: " if error.filename else ""
+        raise failed(f"{where}{error.strerror or error}", BAD_INPUT) from None
     except ImportError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        raise failed(f'{error.name} is not installed: pip install "mla-compile[{extra}]"', BAD_INPUT) from None
+        raise failed(f'{package} is not installed: pip install "mla-compile{_EXTRAS[package]}"', BAD_INPUT) from None
     except MemoryError as error:
         raise failed(f"there is not enough memory: {error}", BAD_INPUT) from None
     except KeyboardInterrupt:

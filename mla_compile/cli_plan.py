@@ -55,7 +55,7 @@ def plan(
             cli_values.count(context, "context", _MOST_CONTEXT),
             cli_values.count(users, "users", _MOST_USERS),
             weight_dtype,
-            cli_values.dtype(cache_dtype) if cache_dtype is not None else weight_dtype,
+            cli_values.dtype(cache_dtype, "cache-dtype") if cache_dtype is not None else weight_dtype,
             cli_values.count(tp, "tp", _MOST_MACHINES),
             cli_values.count(dcp, "dcp", _MOST_MACHINES),
             reserve,

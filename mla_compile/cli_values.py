@@ -18,7 +18,8 @@ def count(text: str, what: str, most: int) -> int:
     found = re.fullmatch(r"\s*(\d{1,18})\s*([km]?)\s*", text.replace(",", "").replace("_", ""), re.IGNORECASE)
     number = int(found[1]) * _FACTORS[found[2].lower()] if found else 0
     if not 1 <= number <= most:
-        raise InputError(f"{what} is {text!r}, expected a whole number from 1 to {most:,}, such as 4096 or 128k")
+        example = "4096 or 128k" if most >= 2**17 else "8"
+        raise InputError(f"{what} is {text!r}, expected a whole number from 1 to {most:,}, such as {example}")
     return number
 
 
@@ -27,9 +28,9 @@ def counts(text: str, what: str, most: int) -> tuple[int, ...]:
     return tuple(sorted({count(part, what, most) for part in text.split(",")}))
 
 
-def dtype(text: str) -> str:
+def dtype(text: str, what: str = "dtype") -> str:
     """``fp32``, ``bf16``, ``fp16`` or ``fp8``, also by the long name. Raises :class:`InputError`."""
     name = _LONG.get(text.lower(), text.lower())
     if name not in BYTES:
-        raise InputError(f"dtype is {text!r}, expected one of {', '.join(BYTES)}{nearest(name, BYTES)}")
+        raise InputError(f"{what} is {text!r}, expected one of {', '.join(BYTES)}{nearest(name, BYTES)}")
     return name

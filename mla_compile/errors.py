@@ -42,6 +42,10 @@ class ExportError(MlaCompileError, RuntimeError):
     """A model could not be exported to ONNX; nothing was written to the path that was asked for."""
 
 
+class TargetError(ExportError):
+    """The path of an export exists already, or cannot be written."""
+
+
 class ModelFileError(MlaCompileError, RuntimeError):
     """An exported model, one of its files, or a native library that cannot be used here."""
 

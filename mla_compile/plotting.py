@@ -12,6 +12,7 @@ from mla_compile.errors import InputError
 from mla_compile.facts import Survey
 from mla_compile.machines import Machine
 from mla_compile.measuring import Times
+from mla_compile.page.write import checked
 from mla_compile.planning import Request, plan
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
@@ -23,8 +24,7 @@ def check(path: Path) -> None:
     """Refuse a file that cannot be drawn, before anything takes time: :class:`InputError`."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise InputError(f"{path} is neither .svg nor .png")
-    if not path.parent.is_dir():
-        raise InputError(f"{path.parent} is no directory to write {path.name} to")
+    checked(path)
     try:
         import_module("matplotlib")
     except ImportError:

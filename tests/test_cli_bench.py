@@ -157,6 +157,8 @@ def test_expanded_forms_that_do_not_fit_are_left_out(surveyed, monkeypatch):
         (("--dims", "H=2 L=3 R=3 N=4 V=5 D=6"), "R is 3, expected an even number"),
         (("--dims", "H=1000000000000 L=3 R=2 N=4 V=5 D=6"), "--dims: H is '1000000000000'"),
         (("--dims", "H=-2 L=3 R=2 N=4 V=5 D=6"), "--dims: H is '-2'"),
+        (("--dims", "H=2 H=3 L=3 R=2 N=4 V=5 D=6"), "--dims has H twice"),
+        ((".", "--layers", "0"), "expected a whole number from 1 to 1,024, such as 8"),
         (("python:module:function",), "bench builds its model from a config"),
         ((".", "--dtype", "fp8"), "dtype is 'fp8'"),
         ((".", "--device", "tpu"), "expected cpu, cuda or cuda:N"),

@@ -154,6 +154,17 @@ def test_a_missing_extra_is_named(here, monkeypatch, command, library, extra):
     assert f'pip install "mla-compile[{extra}]"' in refused([command, *COMMANDS[command], *plot])
 
 
+def test_a_missing_package_that_all_commands_need_is_named(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "mla_compile.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "mla_compile.cli_common", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("mla_compile", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: rich is not installed: pip install mla-compile\n"
+
+
 def test_a_module_or_a_function_that_fails_is_named(here, monkeypatch):
     Path("their_models.py").write_text("def fails():\n    raise KeyError('weights')\n")
     Path("their_broken.py").write_text("def fails(:\n")
@@ -166,6 +177,7 @@ def test_a_module_or_a_function_that_fails_is_named(here, monkeypatch):
 
 
 def test_no_memory_and_an_interruption_end_a_command(here, monkeypatch):
+    assert "layers is 0, expected at least 1" in refused(["demo", "--layers", "0", "--quick"])
     monkeypatch.setattr("mla_compile.demo.available_bytes", lambda: 1e9)
     assert "GiB of memory are free; ask for fewer" in refused(["demo", "--layers", "100"])
     for error, code, text in (
@@ -189,7 +201,7 @@ def test_what_compares_with_inductor_needs_its_compiler(here):
 def test_output_that_cannot_be_written(here, monkeypatch):
     """A full disk is told; a reader who has enough, such as head, is none of our business."""
     for error, code, text in (
-        (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (BrokenPipeError(32, "Broken pipe"), 1, ""),
     ):
 

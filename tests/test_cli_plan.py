@@ -16,10 +16,10 @@ from mla_compile import planning
 from mla_compile.cli import app
 from mla_compile.dims import Dims
 from mla_compile.errors import InputError
+from mla_compile.facts import CachedLayers, LatentSites, Survey
 from mla_compile.machines import machine
 from mla_compile.planning import Attention, Request, expressions, floor_seconds, plan
 from mla_compile.report import Report
-from mla_compile.survey import CachedLayers, LatentSites, Survey
 from mla_compile.weights import Weights
 
 V3_DIMS = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
@@ -212,11 +212,12 @@ def test_a_plot(here, suffix):
         (("v3", "--tp", "8", "--dcp", "3"), "dcp is 3, expected a divisor of tp, which is 8"),
         (("v3", "--gpu", "cpu", "--tp", "2"), "has no link_bytes_per_s"),
         (("v3", "--dtype", "fp4"), "dtype is 'fp4', expected one of fp32, bf16, fp16, fp8"),
-        (("v3", "--cache-dtype", "int3"), "dtype is 'int3'"),
+        (("v3", "--cache-dtype", "int3"), "cache-dtype is 'int3'"),
         (("v3", "--reserve", "1"), "reserve is 1.0"),
         (("v3", "--reserve", "nan"), "reserve is nan"),
         (("v3", "--plot", "plan.pdf"), "neither .svg nor .png"),
         (("v3", "--plot", "nowhere/plan.svg"), "no directory to write plan.svg to"),
+        (("v3", "--plot", "folder.svg"), "folder.svg is a directory, expected the name of a file"),
     ],
 )
 def test_bad_input_is_one_line(here, arguments, text):
@@ -230,6 +231,7 @@ def test_bad_input_is_one_line(here, arguments, text):
         "misspelt.json": json.dumps(CUSTOM | {"bytes_per_sec": 1}),
     }.items():
         Path(name).write_text(content)
+    Path("folder.svg").mkdir()
     done = call(*arguments)
     assert done.exit_code == 2, done.output
     assert text in done.output

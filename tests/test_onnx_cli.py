@@ -59,11 +59,12 @@ def test_a_saved_model_and_a_config(here):
         (("export", "nowhere", "out"), "there is no such file"),
         (("export", "python:my_models", "out"), "expected python:MODULE:FUNCTION"),
         (("export", "python:my_models:missing", "out"), "cannot be found"),
-        (("export", "python:my_models:other", "out"), "returned int, expected an nn.Module"),
+        (("export", "python:my_models:other", "out"), "returned int, expected a causal language model"),
         (("export", "broken.json", "out"), "is a config without weights"),
         (("export", "broken.json", "out", "--random-weights", "1"), "cannot be read as JSON"),
         (("export", "empty", "out"), "does not load"),
         (("export", "python:my_models:make", "out", "--profile", "portabel"), "did you mean 'portable'"),
+        (("export", "python:my_models:make", "broken.json/out"), "cannot be written"),
         (("run", "nowhere", "--prompt-ids", "1,2"), "is no directory"),
     ],
 )

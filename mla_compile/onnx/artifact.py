@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from mla_compile.errors import ExportError
+from mla_compile.errors import TargetError
 
 WEIGHTS, REPORT = "weights.bin", "report.json"
 _INLINE = 1024  # bytes: what is smaller stays in the graph's file, where tools show it
@@ -24,27 +24,27 @@ _ALIGNMENT = 4096  # a page, so that a runtime can map a tensor as it lies in th
 def staged(target: Path, overwrite: bool) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its place when the block ends without an error.
 
-    Whatever fails, what was at ``target`` before is still there. Raises :class:`ExportError` for a target that cannot
+    Whatever fails, what was at ``target`` before is still there. Raises :class:`TargetError` for a target that cannot
     be written or exists: with ``overwrite`` an empty directory and one that an export wrote may be replaced, and no
     other, such as that of the model itself.
     """
     if target.exists() and not overwrite:
-        raise ExportError(f"{target} exists; pass overwrite=True to replace it, or choose another path")
+        raise TargetError(f"{target} exists; pass overwrite=True to replace it, or choose another path")
     if target.exists() and not target.is_dir():
-        raise ExportError(f"{target} is a file, and a model is a directory; choose another path")
+        raise TargetError(f"{target} is a file, and a model is a directory; choose another path")
     try:
         if target.exists() and not _replaceable(target):
-            raise ExportError(f"{target} holds files that no export wrote, and is not replaced; choose another path")
+            raise TargetError(f"{target} holds files that no export wrote, and is not replaced; choose another path")
         target.parent.mkdir(parents=True, exist_ok=True)
         stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     except OSError as error:
-        raise ExportError(f"{target} cannot be written: {error.strerror or error}") from error
+        raise TargetError(f"{target} cannot be written: {error.strerror or error}") from error
     try:
         yield stage
         stage.chmod(0o777 & ~_umask())
         _take_place(stage, target)
     except OSError as error:
-        raise ExportError(f"{target} cannot be written: {error.strerror or error}") from error
+        raise TargetError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 

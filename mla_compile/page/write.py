@@ -61,10 +61,10 @@ def render(result: Explained, title: str = "") -> str:
 
 
 def checked(path: str | os.PathLike[str]) -> Path:
-    """The path, if a page can be written there: asked before anything that takes time. Raises :class:`InputError`."""
-    target = Path(path).resolve()  # a link stays, and leads to the new page
+    """The path, if a file can be written there: asked before anything that takes time. Raises :class:`InputError`."""
+    target = Path(path).resolve()  # a link stays, and leads to the new file
     if target.is_dir():
-        raise InputError(f"{target} is a directory, expected the name of a file for the page")
+        raise InputError(f"{target} is a directory, expected the name of a file")
     if not target.parent.is_dir():
         raise InputError(f"{target.parent} is no directory to write {target.name} to")
     if target.exists() and not target.is_file():  # a device would be replaced by a file
