@@ -314,12 +314,12 @@ def _event(content: dict[str, Any]) -> str:
 def main(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="What `mla-compile export` wrote.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     provider: Annotated[list[str] | None, typer.Option(help="Execution provider, such as cuda or cpu.")] = None,
-    batch: Annotated[int, typer.Option(help="Requests that run together.")] = Limits.batch,
-    waiting: Annotated[int, typer.Option(help="Requests that may wait.")] = Limits.waiting,
-    new_tokens: Annotated[int, typer.Option(help="Most new tokens of a request.")] = Limits.new_tokens,
-    prompt_tokens: Annotated[int, typer.Option(help="Most tokens of a prompt.")] = Limits.prompt_tokens,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = Limits.batch,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait.")] = Limits.waiting,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens of a request.")] = Limits.new_tokens,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt.")] = Limits.prompt_tokens,
 ) -> None:
     """Serve an exported model."""
     limits = Limits(prompt_tokens=prompt_tokens, new_tokens=new_tokens, batch=batch, waiting=waiting)

@@ -15,6 +15,9 @@ def main() -> None:
             raise
         sys.stderr.write(f"error: {package} is not installed: pip install mla-compile\n")
         raise SystemExit(2) from None
+    except KeyboardInterrupt:  # importing torch takes a while
+        sys.stderr.write("error: interrupted\n")
+        raise SystemExit(130) from None
     app(prog_name="mla-compile")
 
 

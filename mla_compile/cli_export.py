@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +39,8 @@ def export(
     Exits with 0 when it is written, 1 where the model cannot be exported, 2 for input that cannot be used; nothing is
     written then.
     """
+    # torch, on copying the input tree of an exported program.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     with ending():
         from mla_compile.onnx.export import export_onnx, require_packages  # on use: numpy and the extra onnx
         from mla_compile.sources import load
@@ -46,7 +51,7 @@ def export(
             raise InputError(str(error)) from None
         if directory.exists() and not overwrite:
             raise InputError(f"{directory} exists; pass --overwrite to replace it, or choose another path")
-        with err.status("reading the model") as status:
+        with err.status("reading the model") as status, redirect_stdout(sys.stderr):  # the model's own prints
             model = load(source, random_weights=random_weights)
             exported = export_onnx(
                 model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, verify=verify,

@@ -76,9 +76,14 @@ class Squashed(Toy):
 def refused():
     return Squashed(), decode_inputs()
 
+class Loud(Toy):
+    def forward(self, x, rows):
+        print("a line of the model's")
+        return super().forward(x, rows)
+
 def absorbed():
     print("a line of their own")
-    return Toy(), decode_inputs(cached=300)
+    return Loud(), decode_inputs(cached=300)
 
 class Core(nn.Module):
     def __init__(self, squash):
@@ -107,6 +112,9 @@ def bare():
 
 def number():
     return 3
+
+def unfit():
+    return Toy(), (torch.randn(2, 1, 32), torch.randn(19, 22))
 """
 
 
@@ -379,6 +387,7 @@ def vision(kind: str, architecture: str, **sizes: object) -> dict[str, object]:
         ("python:sys:exit", "raised SystemExit"),
         ("python:explained_models:number", "returned int, expected an nn.Module"),
         ("python:explained_models:bare", "without inputs; return (model, args)"),
+        ("python:explained_models:unfit", "Toy does not run on these inputs"),
     ],
 )
 def test_bad_input_is_one_line(here, source, text):
