@@ -6,6 +6,7 @@ Results go to stdout, everything else to stderr. Exit codes are in :data:`EXIT_C
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -43,6 +44,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 @contextmanager
 def ending() -> Iterator[None]:
     """Turns an error that is not ours into one line on stderr and an exit code."""
+    # torch prints the whole way to what fails on tensors without values, which is said in that one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         yield
     except BrokenPipeError:  # whoever read the output has enough: click ends quietly then

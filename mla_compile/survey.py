@@ -6,7 +6,6 @@ the cache it fills. Only how many experts a token takes is not in any weight and
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,8 +41,6 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
     model, args, kwargs = _parts(made, source)
     if args is None:
         return _of_language_model(model.to("meta"), ())
-    # torch prints where a trace on tensors without values fails; what does not run is said in one line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     with redirect_stdout(sys.stderr):  # what the model prints is no part of our output
         report = mla_compile.explain(model, *args, **kwargs)
     return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
