@@ -56,6 +56,8 @@ def check_codes(base: Base, site: SiteReport, breaks: dict[str, set[str]], also:
     of_base = {Code.TOO_MANY_SOURCES, Code.POSITION_DEPENDENT} if case.lora else set()
     if case.R and case.D <= case.R:  # what makes the rotary key of the hidden state is an up-projection too
         of_base |= {Code.POSITION_DEPENDENT, Code.COST_LATENT_WIDE, Code.NONLINEAR}
+    if case.D <= case.L:  # a latent that is no narrower may be the hidden state: x + f(x), or a convolution of it
+        of_base.add(Code.NOT_MLA)
     for part, code, words in said(site):
         what = breaks[part.split()[-1]] if site.kept else set().union(*breaks.values())
         true = {*ALWAYS, *of_base, *also}.union(*(TRUE[w] for w in what))
