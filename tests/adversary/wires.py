@@ -25,7 +25,8 @@ def joined(rng, base, edge):
     return Edit(fn, (choose(rng, same_shape(base, edge)),))
 
 
-@wiring(*ROWS, codes=(Code.TOKEN_MIXING,))
+# The other tensor may be the same one with tokens and heads swapped.
+@wiring(*ROWS, codes=(Code.TOKEN_MIXING, Code.PER_HEAD_ROPE, Code.HEAD_DEPENDENT_LATENT))
 def half_of_another(rng, base, edge):
     """The first half of one axis is that of another tensor of the same shape."""
     d = axis(rng, val(edge.node), fixed=True)
