@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,12 +105,31 @@ def _over_rows(node: fx.Node) -> bool:
     return bool(several) and all(isinstance(d, int) and d % rank != rank - 1 for d in several)
 
 
+_PROJECTIONS = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.einsum)
+
+
+def of_the_rows(node: fx.Node, rows: Sequence[fx.Node]) -> bool:
+    """Whether ``node`` is computed from ``rows``, or from what those are projected from: no farther back.
+
+    A table of angles is behind the rows of every layer but the first, in which the hidden states are made with it.
+    """
+    found: dict[fx.Node, int] = dict.fromkeys(rows, 0)
+    queue = list(found)
+    while queue:
+        current = queue.pop()
+        projections = found[current] + (packet(current) in _PROJECTIONS)
+        for n in current.all_input_nodes if projections < 2 else ():
+            if is_tensor(n) and val(n).dtype.is_floating_point and found.get(n, 2) > projections:
+                found[n] = projections
+                queue.append(n)
+    return any(n in found for n in (node, *ancestors(node)))
+
+
 def _chosen(node: fx.Node, name: str) -> Stop:
     """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
-    rows = {n for v in values for n in (v, *ancestors(v)) if is_tensor(n) and val(n).dtype.is_floating_point}
-    if condition is None or any(n in rows for n in ancestors(condition)):
+    if condition is None or of_the_rows(condition, values):
         return Stop(node, "nonlinear", f"{name} by a condition that is computed from the rows")
     if all(same(s, 1) for s in shape(condition)[:-1]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
