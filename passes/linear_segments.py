@@ -149,7 +149,9 @@ def select_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         if len(written) == shape(node)[dim]:
             return _stack(maps, [written[k] for k in range(len(written))], dim, node)
         current = write.base
-    return Stop(node, "unsupported_op", "a part of a tensor is overwritten")
+    made = [p for p in maps.map(args_of(node)[0]).pieces if p.projected]
+    tokens = any(a in p.source_atoms for p in made for a in p.axes[dim])
+    return Stop(node, "token_mixing" if tokens else "unsupported_op", "a part of a tensor is overwritten")
 
 
 def _select(source: LinearMap, dim: int, index: object, size: Size, node: fx.Node) -> LinearMap | Stop:
