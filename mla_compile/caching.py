@@ -54,7 +54,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     weights = weight_nodes(graph, program.weights)
     split_products(graph, weights, program.fake_mode)
     write_softmax(graph, weights, program.fake_mode)
-    share_rows(find_attention(graph, weights), LinearMaps(weights, program.fake_mode))
+    share_rows(find_attention(graph, weights), weights, program.fake_mode)
     returned: dict[fx.Node, tuple[int, ...]] = {}
     written = _own_buffers(program) if assume else []
     for index, value in enumerate(program.outputs):

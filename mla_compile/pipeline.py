@@ -178,7 +178,7 @@ def _run_once(
 
     def judged() -> tuple[list[Verdict], LinearMaps]:
         sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
-        if clock.run("share_rows", lambda: share_rows(sites, LinearMaps(weights, program.fake_mode)), int):
+        if clock.run("share_rows", lambda: share_rows(sites, weights, program.fake_mode), int):
             sites = find_attention(graph, weights)
         plain = LinearMaps(weights, program.fake_mode)
         maps = clock.run("slice_rows", lambda: slice_rows(sites, plain), lambda maps: len(maps.shown))

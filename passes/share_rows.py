@@ -14,7 +14,8 @@ all. So a shared rotary key is one row per token, in whatever order it was rotat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.axis_steps import Joined, step
 from mla_compile.passes.graph import Builder, args_of, packet, same, shape
-from mla_compile.passes.linear_map import LinearMaps
+from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_rules import RULES
 from mla_compile.passes.linear_segments import FILLS
 from mla_compile.passes.linear_views import expand, permute, repeat, same_values, view
@@ -34,42 +35,65 @@ _REACH = 48
 """Operators between an attention and the copying that are looked at, at the most."""
 
 
-def share_rows(sites: Iterable[AttentionSite], maps: LinearMaps) -> int:
+def share_rows(sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
     """Makes the copies that K and V of ``sites`` are joined of again, from one; returns how many tensors that are."""
     copies = _Copies()
-    done: dict[fx.Node, fx.Node] = {}
+    done: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for site in sites:
-        for operand in dict.fromkeys([*(p.k.node for p in site.products), site.v.node]):
-            for rows, dim, users in list(_ends(operand, maps, copies)):
+        operands = [*(p.k for p in site.products), site.v]
+        for atom in site.lead:
+            places = [(o.node, k) for o in operands for k, own in enumerate(o.axes) if atom in own]
+            walks = [_walk(node, dim, weights, copies) for node, dim in places]
+            if not any(walk.made for walk in walks):
+                continue  # sequences of a batch
+            for rows, dim, users in (found for walk in walks for found in walk.found):
                 if rows not in done:
-                    done[rows] = _copied(rows, dim, maps.fake_mode)
+                    done[rows] = _copied(rows, dim, fake_mode)
+                one, copied = done[rows]
                 for user in users:
-                    user.replace_input_with(rows, done[rows])
+                    if user is not one:
+                        user.replace_input_with(rows, copied)
     return len(done)
 
 
-def _ends(operand: fx.Node, maps: LinearMaps, copies: _Copies) -> Iterator[tuple[fx.Node, int, list[fx.Node]]]:
-    """Copies on the way to ``operand`` to which something was done, their axis, and who reads them."""
-    readers: dict[fx.Node, list[fx.Node]] = {operand: [n for n in operand.users if n.op == "call_function"]}
-    queue = [operand]
-    for node in queue:
-        dim = next((d for d in range(len(shape(node))) if copies.along(node, d)), None)
-        if dim is not None:
+@dataclass
+class _Walk:
+    """What is behind an axis of K or V: copies that something was done to, with their axis and their readers.
+
+    ``made``: a weight makes some of its positions, as heads are made.
+    """
+
+    found: list[tuple[fx.Node, int, list[fx.Node]]] = field(default_factory=list)
+    made: bool = False
+
+
+def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Copies) -> _Walk:
+    walk = _Walk()
+    readers = {(operand, dim): [n for n in operand.users if n.op == "call_function"]}
+    queue = [(operand, dim)]
+    for place in queue:
+        node, at = place
+        how = step(node, at)
+        if node in weights:
+            walk.made = True
+        elif copies.along(node, at):
             if not _just_copied(node):
-                yield node, dim, readers[node]
-        elif packet(node) in RULES:
-            for read in maps.operands(node):
-                if read not in readers and len(readers) < _REACH:
-                    readers[read] = []
-                    queue.append(read)
-                if read in readers and read in node.all_input_nodes:
-                    readers[read].append(node)
+                walk.found.append((node, at, readers[place]))
+        elif how is None:
+            walk.made |= packet(node) in CONTRACTIONS and any(n in weights for n in node.all_input_nodes)
+        elif len(readers) < _REACH:
+            parts = ((p.node, p) for p in how.parts) if isinstance(how, Joined) else how.reads.items()
+            for read, p in parts:
+                if (read, p.dim) not in readers:
+                    queue.append((read, p.dim))
+                readers.setdefault((read, p.dim), []).append(node)
+    return walk
 
 
 def _just_copied(node: fx.Node) -> bool:
     while (rule := RULES.get(packet(node))) in (view, permute, same_values):
         node = args_of(node)[0]
-    return rule in (expand, repeat)
+    return rule in (expand, repeat) or packet(node) in FILLS
 
 
 class _Copies:
@@ -101,9 +125,9 @@ class _Copies:
         return all(same(shape(n)[p.dim], 1) or self.along(n, p.dim, depth) for n, p in how.reads.items())
 
 
-def _copied(rows: fx.Node, dim: int, fake_mode: FakeTensorMode | None) -> fx.Node:
-    """The first of the copies in ``rows``, copied again."""
+def _copied(rows: fx.Node, dim: int, fake_mode: FakeTensorMode | None) -> tuple[fx.Node, fx.Node]:
+    """The first of the copies in ``rows``, and all of them again."""
     builder = Builder(rows.next, fake_mode)
-    one = builder.call(aten.unsqueeze.default, builder.call(aten.select.int, rows, dim, 0), dim)
+    one = builder.call(aten.select.int, rows, dim, 0)
     sizes = [n if d == dim else -1 for d, n in enumerate(shape(rows))]
-    return builder.call(aten.expand.default, one, sizes)
+    return one, builder.call(aten.expand.default, builder.call(aten.unsqueeze.default, one, dim), sizes)

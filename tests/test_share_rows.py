@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.modules import MLA, H, N, R, inputs, padded
+from tests.modules import MLA, H, L, N, R, V, inputs, padded
 from tests.programs import absorbed, assert_equal, export, optimized, seeded
 from tests.test_absorb import no_expansion
 from tests.test_negatives import rotate, rotate_complex
@@ -83,3 +83,28 @@ def test_what_tells_the_heads_apart(turn):
     (site,) = outcome.report.sites
     assert site.kept, "the rotary key stays one of every head"
     assert_equal(module, outcome.program, given)
+
+
+def test_sequences_that_share_a_latent_keep_their_rows():
+    """What is copied to the batch is as good as rows of each sequence; their rotary keys differ."""
+
+    class OneLatent(MLA):
+        def latent(self, c):
+            return F.rms_norm(c[:1].expand_as(c), (L,))
+
+    absorbed(OneLatent(), inputs())
+
+
+def test_keys_that_are_copies_as_a_whole_and_are_read_twice():
+    """What is left of the keys where a model absorbs them by hand, and normalizes them as keys of each head."""
+
+    class Shared(MLA):
+        def forward(self, x, c, r):
+            _, v = self.expand(c)
+            k = F.rms_norm(torch.cat([c, r], -1)[:, None].expand(-1, H, -1, -1), (L + R,))
+            q = F.pad(self.query(x), (0, L + R - N - R))
+            y = self.attend(q, k, v, None)
+            return y + self.attend(q * 2, k, v, None)
+
+    program = absorbed(Shared(L=L), inputs(), sites=2)
+    assert no_expansion(program, H, 7, V)
