@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from mla_compile.passes.stops import Stop, unexplained
 
 aten = torch.ops.aten
 Rule = Callable[[LinearMaps, fx.Node], "LinearMap | Stop"]
+_NEAR = 16
+"""Operators within which a factor of rows is seen to be one of the same rows: a norm is half a dozen."""
 
 
 def negate(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
@@ -66,6 +69,8 @@ def multiply(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if isinstance(b, (int, float)):
         return finish(_times(maps.map(a), 1.0 / b if packet(node) is aten.div else float(b)), node)
     if not maps.is_weight(b):
+        if a is b or a in islice(ancestors(b), _NEAR) or b in islice(ancestors(a), _NEAR):
+            return Stop(node, "nonlinear", f"{packet(node).__name__} with a factor that is computed from the rows")
         return Stop(
             node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from the inputs"
         )

@@ -490,6 +490,13 @@ STOPS = {
     "silu": ("nonlinear", lambda z, w: F.silu(z @ w), [W(L, 6)], []),
     "softmax": ("nonlinear", lambda z, w: (z @ w).softmax(-1), [W(L, 6)], []),
     "rms norm": ("nonlinear", lambda z, w: F.rms_norm(z @ w, (6,)), [W(L, 6)], []),
+    "rms norm by hand": (
+        "nonlinear",
+        lambda z, w: (lambda k: k * k.float().square().mean(-1, True).add(1e-6).rsqrt())(z @ w),
+        [W(L, 6)],
+        [],
+    ),
+    "its own factor": ("nonlinear", lambda z, w: (lambda k: torch.sigmoid(k) * k)(z @ w), [W(L, 6)], []),
     "layer norm": ("nonlinear", lambda z, w: F.layer_norm(z @ w, (6,)), [W(L, 6)], []),
     "mean": ("nonlinear", lambda z, w: (z @ w).mean(-1), [W(L, 6)], []),
     "rounding to int8": ("nonlinear", lambda z, w: (z @ w).to(torch.int8), [W(L, 6)], []),

@@ -134,8 +134,7 @@ def test_a_norm_after_the_up_projection(norm):
     outcome = optimized(program, forms="absorbed")
     (site,) = outcome.report.sites
     assert site.parts == ("values",)
-    # Written out, a norm is a factor that differs by token.
-    assert site.kept[0].code in (Code.NONLINEAR, Code.POSITION_DEPENDENT)
+    assert site.kept[0].code is Code.NONLINEAR
     assert_computed_as_before(program, outcome, "values")
     assert_equal(module, outcome.program, inputs())
 
