@@ -7,6 +7,9 @@ none, the attention is plain MHA, GQA or MQA.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import TypeGuard
+
 import torch
 from torch import fx
 
@@ -15,7 +18,7 @@ from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_h
 from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps
-from mla_compile.passes.plan import make_plan
+from mla_compile.passes.plan import AbsorbPlan, make_plan
 from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite, Operand, Product
 from mla_compile.passes.stops import Stop, unexplained
@@ -23,25 +26,26 @@ from mla_compile.passes.stops import Stop, unexplained
 aten = torch.ops.aten
 
 # Codes behind which there may be a cause that says more.
-_SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
+SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
 _REACH = 48  # operators between an up-projection and the scores: a rotation is a dozen
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: fx.Node | None) -> Stop:
     """The best explanation for ``site``, whose plan failed with ``failed``."""
-    if failed.code not in _SYMPTOMS:
+    if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site)
-    if failed.code == "not_mla" and wide is not None and wide not in own:
-        return Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
+    rows = [wide] if failed.code == "not_mla" and wide is not None and wide not in own else []
+    whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
+    if (failed.code != "not_mla" or rows) and _by_weights_alone(whole):
+        return whole
     for operand in (*(p.k for p in site.products), site.v):
         for piece in maps.map(operand.node).pieces:
-            found = None if piece.source is None else _explained(piece.source, maps, own)
+            found = None if piece.source is None else _explained(piece.source, maps, own, rows)
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
                 return found
-    whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
-    if failed.code != "not_mla" and isinstance(whole, Stop) and whole.code in ("token_mixing", "position_dependent"):
-        return whole  # by weights alone, which no walk ends at
+    if rows:
+        return Stop(rows[0], "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
     if failed.code == "not_mla" and _made_outside(site, maps) and not _shared_by_heads(site, maps):
         return Stop(
             site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
@@ -52,13 +56,22 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
 
 
-def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps) -> Stop | None:
-    """What lies between ``source`` and an up-projection behind it; None where there is none."""
-    return _explained(source, maps, of_queries(site))
+def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps, rows: Collection[fx.Node]) -> Stop | None:
+    """What lies between ``source`` and an up-projection behind it; None where there is none.
+
+    ``rows``: what the rest of the site is projected from. What is projected from those, too, was meant to be absorbed,
+    though it is no wider.
+    """
+    return _explained(source, maps, of_queries(site), rows)
 
 
-def _explained(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
-    return _behind(source, maps, own) or _blocked_projection(source, maps, own)
+def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
+    """Whether tokens are mixed or treated differently where no walk ends: by weights, or views."""
+    return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
+
+
+def _explained(source: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Collection[fx.Node]) -> Stop | None:
+    return _behind(source, maps, own, rows) or _blocked_projection(source, maps, own)
 
 
 def _made_outside(site: AttentionSite, maps: LinearMaps) -> bool:
@@ -124,18 +137,18 @@ def of_queries(site: AttentionSite) -> set[fx.Node]:
     return {a for p in site.products for a in (p.q.node, *ancestors(p.q.node))}
 
 
-def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
+def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Collection[fx.Node]) -> Stop | None:
     """An up-projection among the nearest ancestors of ``source`` that something follows, or that is none itself."""
     parent: dict[fx.Node, fx.Node] = {}
     queue = [source]
     while queue and len(parent) < _REACH:
         node = queue.pop(0)
-        for child in _inputs(node):
+        for child in _inputs(node, rows):
             if child in parent or child is source or maps.is_weight(child):
                 continue
             parent[child] = node
             if is_tensor(child):
-                if _is_expansion(child, maps, own):
+                if child in rows or _is_expansion(child, maps, own, rows):
                     return _blame(child, parent, source, maps)
                 blocked = _blocked_projection(child, maps, own)
                 if blocked is not None:
@@ -146,22 +159,24 @@ def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None
     return None
 
 
-def _inputs(node: fx.Node) -> list[fx.Node]:
-    """What ``node`` is computed from; of a residual connection ``x + f(x)`` only ``x``.
+def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
+    """What ``node`` is computed from; of a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` is the rows.
 
     Inside ``f``, a feed-forward network or an attention, rows are widened and something follows, but no latent.
     """
-    through = shortcut(node)
-    return list(node.all_input_nodes) if through is None else [through]
+    inputs = list(node.all_input_nodes)
+    through = None if any(n in rows for n in inputs) else shortcut(node)
+    return inputs if through is None else [through]
 
 
-def _is_expansion(node: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> bool:
+def _is_expansion(node: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Collection[fx.Node]) -> bool:
     for piece in maps.map(node).pieces:
         if not piece.path or not piece.path[-1].contractions:
             continue
         total = piece.path[-1].contractions
         wide = min(bytes_hint(v.node) for v in piece.path if v.contractions == total)
-        if any(v.contractions < total and bytes_hint(v.node) < wide and v.node not in own for v in piece.path):
+        before = [v.node for v in piece.path if v.contractions < total]
+        if any(n in rows or (bytes_hint(n) < wide and n not in own) for n in before):
             return True
     return False
 
@@ -183,10 +198,14 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
     if (
         node in walked  # what goes into a sum beside the rows is no cache of them
         and stop.code == "token_mixing"
-        and any(n.op in ("placeholder", "get_attr") and not maps.is_weight(n) for n in node.all_input_nodes)
+        and any(_is_input(n) and n is not child and not maps.is_weight(n) for n in node.all_input_nodes)
     ):
         return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
     return stop
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
 
 
 def _joins_heads(node: fx.Node, maps: LinearMaps) -> bool:

@@ -149,9 +149,7 @@ def select_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
         if len(written) == shape(node)[dim]:
             return _stack(maps, [written[k] for k in range(len(written))], dim, node)
         current = write.base
-    made = [p for p in maps.map(args_of(node)[0]).pieces if p.projected]
-    tokens = any(a in p.source_atoms for p in made for a in p.axes[dim])
-    return Stop(node, "token_mixing" if tokens else "unsupported_op", "a part of a tensor is overwritten")
+    return _overwritten(node)
 
 
 def _select(source: LinearMap, dim: int, index: object, size: Size, node: fx.Node) -> LinearMap | Stop:
@@ -201,11 +199,14 @@ def _fill(node: fx.Node) -> fx.Node | None:
     return node if packet(node) in FILLS else None
 
 
-def _assembled(node: fx.Node) -> bool:
-    """Whether parts are written into zeros, or nothing yet, to make ``node``."""
-    while packet(node) in (aten.slice, aten.slice_scatter, aten.select_scatter):
-        node = args_of(node)[0]
-    return packet(node) in FILLS
+def _overwritten(node: fx.Node) -> Stop:
+    """What is said of a write that is not followed; parts of zeros, or of nothing yet, are heads as well as tokens."""
+    base = node
+    while packet(base) in (aten.slice, aten.slice_scatter, aten.select_scatter):
+        base = args_of(base)[0]
+    if packet(base) in FILLS:
+        return Stop(node, "unsupported_op", "a tensor is put together from parts")
+    return Stop(node, "token_mixing", "rows of another tensor are overwritten")
 
 
 def nothing(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
@@ -333,9 +334,7 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if same(size, shape(x)[dim]):
         return finish(new, node)
     if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds) or not _joinable([new, old], dim, rank):
-        if _assembled(base):  # of heads as well as of tokens
-            return Stop(node, "unsupported_op", "a tensor is put together from parts")
-        return Stop(node, "token_mixing", "rows of another tensor are overwritten")
+        return _overwritten(node)
     start, stop, step = slice(*bounds).indices(size)
     if step != 1:
         return Stop(node, "unsupported_op", "columns are interleaved")

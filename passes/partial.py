@@ -20,7 +20,7 @@ from mla_compile.passes.atoms import axis_size
 from mla_compile.passes.call_sizes import call_sizes
 from mla_compile.passes.cost import Choice, Device, Forms, Part, choose_parts
 from mla_compile.passes.cuts import choose_sources, cut
-from mla_compile.passes.explain_refusal import explain_source, of_queries
+from mla_compile.passes.explain_refusal import SYMPTOMS, explain_source, of_queries
 from mla_compile.passes.flex import WRITTEN
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.plan import AbsorbPlan, Rows, make_part_plan, pieces_of
@@ -143,6 +143,7 @@ def _weighed(
 def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
     """The sides and columns that stay, each with the operator that is to blame."""
     site = plan.site
+    read = [rows.node for rows in plan.rows]
     sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
         ("keys", bool(plan.keys), [p.k.node for p in site.products]),
         ("values", bool(plan.vals), [site.v.node]),
@@ -152,10 +153,7 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
             yield KeptPart(side, failed)
             continue
         if not absorbed:
-            sources = [p.source for n in nodes for p in maps.map(n).pieces if p.source is not None]
-            found = (explain_source(s, site, maps) for s in sources)
-            default = failed if failed.node in nodes else Stop(nodes[0], failed.code, failed.detail)
-            yield KeptPart(side, next((f for f in found if f is not None), default))
+            yield KeptPart(side, _why(site, nodes, maps, failed, read))
             continue
         terms = plan.keys if side == "keys" else plan.vals
         own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
@@ -164,4 +162,14 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
                 own_stop = maps.reasons.get(rows.node)
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
-                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps) or own_stop)
+                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)
+
+
+def _why(site: AttentionSite, nodes: list[fx.Node], maps: LinearMaps, failed: Stop, read: Collection[fx.Node]) -> Stop:
+    """Why the side made by ``nodes`` stays: what the whole failed for, where that is a cause and no symptom."""
+    if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
+        return failed
+    pieces = pieces_of([maps.map(n) for n in nodes])
+    found = (explain_source(p.source, site, maps, read) for p in pieces if p.source is not None)
+    default = failed if failed.node in nodes else Stop(nodes[0], failed.code, failed.detail)
+    return next((f for f in found if f is not None), default)

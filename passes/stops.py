@@ -52,6 +52,11 @@ _NONLINEAR = [
     "clamp",
     "sin",
     "cos",
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "sign",
 ]
 _TOKEN_MIXING = [
     "cumsum",

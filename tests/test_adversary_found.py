@@ -181,3 +181,31 @@ def test_dropout_of_a_rotary_key_that_was_expanded():
     (site,) = outcome.report.sites
     assert (site.code, site.parts) == (Code.ABSORBED, ("keys", "values"))
     assert [k.code for k in site.kept] == [Code.DROPOUT]
+
+
+class SpoiltValues(MLA):
+    """Values from rows no wider than themselves, and ``step`` on the rows or on the values."""
+
+    def __init__(self, of_rows=None, of_values=None) -> None:
+        super().__init__(up="two", V=2)
+        self.of_rows, self.of_values = of_rows or (lambda c: c), of_values or (lambda v: v)
+
+    def expand(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        k, _ = super().expand(c)
+        _, v = super().expand(self.of_rows(c))
+        return k, self.of_values(v)
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [
+        ({"of_values": lambda v: v.cumsum(2)}, Code.TOKEN_MIXING),
+        ({"of_values": lambda v: v.relu()}, Code.NONLINEAR),
+        ({"of_rows": lambda c: c.cumsum(1)}, Code.TOKEN_MIXING),
+        ({"of_rows": lambda c: c * torch.arange(7.0)[:, None]}, Code.POSITION_DEPENDENT),
+        ({"of_rows": lambda c: c.flip(1) + c}, Code.TOKEN_MIXING),
+    ],
+)
+def test_values_no_wider_than_their_rows(step, code):
+    """Nothing is expanded on the way of such values, so it was said that every head has rows of its own."""
+    one_side(SpoiltValues(**step), inputs(), "keys", code)

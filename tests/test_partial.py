@@ -333,8 +333,8 @@ def test_forms_expanded_changes_nothing():
 
 
 def test_a_latent_wider_than_the_values_alone():
-    """L = 8 is narrower than K and V together, and wider than V alone."""
-    refused(rotated(V=2), inputs(), Code.COST_LATENT_WIDE)
+    """L = 8 is narrower than K and V together, and wider than V alone: what is said is what happens to K."""
+    refused(rotated(V=2), inputs(), Code.POSITION_DEPENDENT)
 
 
 def test_a_symbolic_number_of_queries_is_picked_in_each_call():

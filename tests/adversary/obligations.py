@@ -52,7 +52,8 @@ def said(site: SiteReport) -> list[tuple[str, Code, str]]:
 def check_codes(base: Base, site: SiteReport, breaks: dict[str, set[str]], also: Sequence[Code] = ()) -> None:
     """Raises AssertionError where the report says of K or V what is not so; ``also``: further codes that are true."""
     case = base.case
-    of_base = {Code.TOO_MANY_SOURCES} if case.lora else set()  # the same rows by two ways, of which one is changed
+    # The same rows by two ways, of which one is changed: another source, or something that is added.
+    of_base = {Code.TOO_MANY_SOURCES, Code.POSITION_DEPENDENT} if case.lora else set()
     if case.R and case.D <= case.R:  # what makes the rotary key of the hidden state is an up-projection too
         of_base |= {Code.POSITION_DEPENDENT, Code.COST_LATENT_WIDE, Code.NONLINEAR}
     for part, code, words in said(site):
@@ -82,6 +83,8 @@ class Obligations:
         for side in BOTH:
             found[side] = {"random"} if _differ(self._of(one, seed=1)[side], of_one[side]) else set()
             if any(_differ(self._of(one, inputs=self.base.inputs(draw))[side], of_one[side]) for draw in (1, 2)):
+                found[side].add("elsewhere")
+            if not _differ(self._of(other)[side], of_one[side]):  # the rows have no part in it
                 found[side].add("elsewhere")
             zero = self._of({r: 0 * one[r] for r in one})[side]
             for size in (1.0, 30.0):  # what is bounded may seem linear while the rows are small

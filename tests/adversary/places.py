@@ -109,7 +109,7 @@ def apply(base: Base, edge: Edge, edit: Edit) -> Program:
         program.gm.register_buffer(name, tensor)
         with graph.inserting_before(next(iter(graph.nodes))):
             node = graph.get_attr(name)
-        node.meta["val"] = program.fake_mode.from_tensor(tensor)
+        node.meta["val"] = program.fake_mode.from_tensor(tensor, static_shapes=True)
         program.weights[node.name] = tensor
         inputs.append(node)
     try:

@@ -144,7 +144,7 @@ def matrix(rng, base, edge):
     return Edit(lambda x, w: (x.transpose(d, -1) @ w).transpose(d, -1), (), (numbers,))
 
 
-@mutation(*ROWS)
+@mutation(*ROWS, codes=(Code.NOT_MLA,))  # x + f(x) is what a hidden state looks like, where it is no wider
 def neighbours(rng, x):
     d = axis(rng, x)
     return lambda x: x + 0.5 * x.roll(1, d)
