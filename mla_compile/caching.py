@@ -15,6 +15,7 @@ from mla_compile.passes.keep_latents import LatentCache, keep_latents
 from mla_compile.passes.latent_cache import Past, find_caches
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.normalize import normalize
+from mla_compile.passes.share_rows import share_rows
 from mla_compile.passes.split_products import split_products
 from mla_compile.passes.written_softmax import write_softmax
 from mla_compile.program import Program
@@ -53,6 +54,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     weights = weight_nodes(graph, program.weights)
     split_products(graph, weights, program.fake_mode)
     write_softmax(graph, weights, program.fake_mode)
+    share_rows(find_attention(graph, weights), weights, program.fake_mode)
     returned: dict[fx.Node, tuple[int, ...]] = {}
     written = _own_buffers(program) if assume else []
     for index, value in enumerate(program.outputs):

@@ -8,6 +8,7 @@ write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
+share_rows         before judge: what is the same for all heads is copied to them last;
 slice_rows         before judge: slices of rows beside the slices of K and V that they make; nothing reads them yet;
 split_heads        an attention that was refused, where groups of its heads can be judged by themselves; then all are
                    found and judged again, and the split is taken back where that absorbs no more of it;
@@ -53,6 +54,7 @@ from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.narrow import narrow
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
+from mla_compile.passes.share_rows import share_rows
 from mla_compile.passes.site_report import unfollowed_report
 from mla_compile.passes.slice_rows import slice_rows
 from mla_compile.passes.split_heads import SplitSite, split_heads
@@ -176,6 +178,8 @@ def _run_once(
 
     def judged() -> tuple[list[Verdict], LinearMaps]:
         sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
+        if clock.run("share_rows", lambda: share_rows(sites, weights, program.fake_mode), int):
+            sites = find_attention(graph, weights)
         plain = LinearMaps(weights, program.fake_mode)
         maps = clock.run("slice_rows", lambda: slice_rows(sites, plain), lambda maps: len(maps.shown))
         found = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)

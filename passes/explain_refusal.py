@@ -15,6 +15,7 @@ from torch import fx
 
 from mla_compile.passes.atoms import Atom
 from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_hint, is_tensor, packet, shape
+from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps
 from mla_compile.passes.plan import AbsorbPlan, make_plan
@@ -99,7 +100,18 @@ def _more_axes(product: Product) -> bool:
     """Whether the queries have an axis besides their tokens that the keys do not have."""
     read = {a for axis in product.k.axes for a in axis}
     own = [axis for axis in product.q.axes if not set(axis) & read]
-    return any(own) and len(own) - sum(not axis for axis in product.k.axes) > 1
+    return any(own) and (len(own) - sum(not axis for axis in product.k.axes) > 1 or _stretched(product))
+
+
+def _stretched(product: Product) -> bool:
+    """Whether an axis of the keys, of size 1, is met by one of the queries that is longer."""
+    labelled = None if product.node is None else product_labels(product.node)
+    if labelled is None:
+        return False
+    (left, of_left), (_, of_right), _ = labelled
+    of_q, of_k = (of_left, of_right) if left is product.q.node else (of_right, of_left)
+    met = {label for label, axis in zip(of_k, product.k.axes, strict=True) if not axis}
+    return any(axis and label in met for label, axis in zip(of_q, product.q.axes, strict=True))
 
 
 def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:

@@ -34,7 +34,7 @@ from mla_compile.passes.linear_segments import (
     stack,
 )
 from mla_compile.passes.linear_views import dropout, expand, finish, permute, repeat, same_values, view
-from mla_compile.passes.stops import Stop, of_the_rows, unexplained
+from mla_compile.passes.stops import Stop, same_rows, unexplained
 
 aten = torch.ops.aten
 Rule = Callable[[LinearMaps, fx.Node], "LinearMap | Stop"]
@@ -66,8 +66,9 @@ def multiply(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     if isinstance(b, (int, float)):
         return finish(_times(maps.map(a), 1.0 / b if packet(node) is aten.div else float(b)), node)
     if not maps.is_weight(b):
-        of_rows = is_tensor(b) and (of_the_rows(b, [a]) or of_the_rows(a, [b]))
-        code, what = ("nonlinear", "the rows") if of_rows else ("position_dependent", "the inputs")
+        code, what = (
+            ("nonlinear", "the rows") if is_tensor(b) and same_rows(a, b) else ("position_dependent", "the inputs")
+        )
         return Stop(node, code, f"{packet(node).__name__} with a factor that is computed from {what}")
     return multiply_weight(maps, node, a, b, reciprocal=packet(node) is aten.div)
 

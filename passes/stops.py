@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import ancestors, args_of, argument, is_tensor, packet, same, shape, val
+from mla_compile.passes.graph import args_of, argument, is_tensor, packet, same, shape, val
 
 aten = torch.ops.aten
 
@@ -108,28 +107,34 @@ def _over_rows(node: fx.Node) -> bool:
 _PROJECTIONS = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.einsum)
 
 
-def of_the_rows(node: fx.Node, rows: Sequence[fx.Node]) -> bool:
-    """Whether ``node`` is computed from ``rows``, or from what those are projected from: no farther back.
+def same_rows(one: fx.Node, other: fx.Node) -> bool:
+    """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
-    A table of angles is behind the rows of every layer but the first, in which the hidden states are made with it.
+    No farther back than that: a table of angles is behind the rows of all layers but the first.
     """
-    found: dict[fx.Node, int] = dict.fromkeys(rows, 0)
-    queue = list(found)
+    of_one, of_other = _near(one), _near(other)
+    return one in of_other or other in of_one or any(of_one.get(n) and of_other.get(n) for n in of_one)
+
+
+def _near(node: fx.Node) -> dict[fx.Node, int]:
+    """What ``node`` is computed from, up to the second projection: 1 where there is one in between, or else 0."""
+    found = {node: 0}
+    queue = [node]
     while queue:
         current = queue.pop()
         projections = found[current] + (packet(current) in _PROJECTIONS)
         for n in current.all_input_nodes if projections < 2 else ():
-            if is_tensor(n) and val(n).dtype.is_floating_point and found.get(n, 2) > projections:
+            if is_tensor(n) and found.get(n, 2) > projections:
                 found[n] = projections
                 queue.append(n)
-    return any(n in found for n in (node, *ancestors(node)))
+    return found
 
 
 def _chosen(node: fx.Node, name: str) -> Stop:
     """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
-    if condition is None or of_the_rows(condition, values):
+    if condition is None or any(same_rows(condition, v) for v in values):
         return Stop(node, "nonlinear", f"{name} by a condition that is computed from the rows")
     if all(same(s, 1) for s in shape(condition)[:-1]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")

@@ -303,11 +303,29 @@ class _Run:
             return self._values[n]
 
         args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), real))
+        limit = None if self.dtype is None else _narrowed_to(node)
+        if limit is not None:
+            args = (_within(args[0], limit), *args[1:])
         kwargs = {k: widened(fx.map_arg(v, real), self.dtype) for k, v in node.kwargs.items()}
         if node.target is aten.view.default:  # the values drawn here may lie in another order
             return aten.reshape.default(*args)
         assert callable(node.target)
         return node.target(*args, **kwargs)
+
+
+def _narrowed_to(node: fx.Node) -> float | None:
+    """The largest number of the dtype that ``node`` casts its operand to, where the operand's dtype has larger ones."""
+    dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
+    x: Any = next(iter(node.args), None)
+    if dtype is None or not is_tensor(x) or not (dtype.is_floating_point and val(x).dtype.is_floating_point):
+        return None
+    limit = torch.finfo(dtype).max
+    return limit if limit < torch.finfo(val(x).dtype).max else None
+
+
+def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
+    return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

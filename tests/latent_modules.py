@@ -66,7 +66,8 @@ class Layer(nn.Module):
         q = self.q(x).view(b, s, H, N + R).transpose(1, 2)
         c, k_rope = self.down(x).split([L, R], -1)
         k_nope, v = self.up(self.norm(c)).view(b, s, H, N + V).transpose(1, 2).split([N, V], -1)
-        k_rope = rotated(k_rope.view(b, 1, s, R), positions)
+        k_rope = k_rope.view(b, 1, s, R)
+        k_rope = rotated(k_rope.expand(b, H, s, R) if self.style == "copied_first" else k_rope, positions)
         q = torch.cat([q[..., :N], rotated(q[..., N:], positions)], -1)
         k = self.joined(k_nope, k_rope)
         if self.style == "rope_on_keys":

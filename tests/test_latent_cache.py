@@ -54,7 +54,7 @@ def stored(cache) -> int:
     return sum(r.numel() for r in rows.values())
 
 
-@pytest.mark.parametrize("style", ["plain", "assigned", "bias", "written_out", "heads_last"])
+@pytest.mark.parametrize("style", ["plain", "assigned", "bias", "written_out", "heads_last", "copied_first"])
 def test_the_cache_holds_rows_and_the_numbers_stay(style):
     model = Model(style)
     fast = compiled(model)

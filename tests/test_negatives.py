@@ -134,8 +134,7 @@ def test_a_norm_after_the_up_projection(norm):
     outcome = optimized(program, forms="absorbed")
     (site,) = outcome.report.sites
     assert site.parts == ("values",)
-    # Written out, a norm is a factor that differs by token.
-    assert site.kept[0].code in (Code.NONLINEAR, Code.POSITION_DEPENDENT)
+    assert site.kept[0].code is Code.NONLINEAR
     assert_computed_as_before(program, outcome, "values")
     assert_equal(module, outcome.program, inputs())
 
@@ -564,6 +563,8 @@ class RowsGiven(nn.Module):
         if self.heads in ("einsum", "mixed"):
             scores = torch.einsum("bhsl,btl->bhst", q[..., :L], c) + torch.einsum("bhsr,btr->bhst", q[..., L:], r)
             return torch.einsum("bhst,btl->bhsl", scores.softmax(-1), c)
+        if self.heads == "matmul":
+            return (q[..., :L] @ c[:, None].mT + q[..., L:] @ r[:, None].mT).softmax(-1) @ c[:, None]
         k, v = torch.cat([c, r], -1), c
         if self.heads != "own":
             k, v = k[:, None], v[:, None]
@@ -573,7 +574,7 @@ class RowsGiven(nn.Module):
 
 
 @pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("heads", ["einsum", "mixed", "broadcast", "expanded", "own"])
+@pytest.mark.parametrize("heads", ["einsum", "mixed", "matmul", "broadcast", "expanded", "own"])
 def test_rows_that_come_in_are_cut_off_by_a_graph_break_only_where_every_head_has_its_own(heads, S):
     lead = (2, H) if heads == "own" else (2,)
     given = [seeded(2, H, S, L + R), seeded(*lead, 7, L, seed=1), seeded(*lead, 7, R, seed=2)]

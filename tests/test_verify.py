@@ -132,3 +132,18 @@ def test_sizes_that_are_symbolic_stay_so():
     symbolic = [d for shape in shapes for d in shape if isinstance(d, torch.SymInt)]
     assert len(symbolic) == 6
     assert all(not d.node.expr.is_number for d in symbolic)
+
+
+@pytest.mark.parametrize("narrow", [lambda s: s.float().softmax(-1), lambda s: s.softmax(-1, dtype=torch.float32)])
+def test_a_fill_that_a_cast_makes_infinite_is_so_in_the_float64_run_too(narrow):
+    """Where every key is hidden, as in most of the masks drawn for two of them, the softmax gives nan."""
+
+    class Filled(MLA):
+        def attend(self, q, k, v, mask):
+            hidden = ~(torch.arange(k.shape[2]) <= torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None])
+            scores = (q @ k.mT * self.scale).masked_fill(hidden, torch.finfo(q.dtype).min)
+            return narrow(scores).to(v.dtype) @ v
+
+    _, outcome = verified(Filled(), inputs(T=2))
+    (site,) = outcome.report.sites
+    assert site.code is Code.ABSORBED, site.reason
