@@ -8,6 +8,7 @@ none, the attention is plain MHA, GQA or MQA.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -30,18 +31,34 @@ SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sourc
 _REACH = 48  # operators between an up-projection and the scores: a rotation is a dozen
 
 
+@dataclass(frozen=True)
+class _Search:
+    """What up-projections are looked for behind a source.
+
+    ``own``: what the queries are made of, which is no latent. ``rows``: what the site, or the rest of it, is projected
+    from: what is projected from those, too, was meant to be absorbed, though it is no wider. ``others``: whether any
+    other rows count, that are narrower than what is projected from them.
+    """
+
+    maps: LinearMaps
+    own: Collection[fx.Node]
+    rows: Collection[fx.Node] = ()
+    others: bool = True
+
+
 def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: fx.Node | None) -> Stop:
     """The best explanation for ``site``, whose plan failed with ``failed``."""
     if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site)
     rows = [wide] if failed.code == "not_mla" and wide is not None and wide not in own else []
+    search = _Search(maps, own, rows, others=not rows)
     whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
     if (failed.code != "not_mla" or rows) and _by_weights_alone(whole):
         return whole
     for operand in (*(p.k for p in site.products), site.v):
         for piece in maps.map(operand.node).pieces:
-            found = None if piece.source is None else _explained(piece.source, maps, own, rows)
+            found = None if piece.source is None else _explained(piece.source, search)
             if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
                 return found
     if rows:
@@ -59,10 +76,9 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
 def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps, rows: Collection[fx.Node]) -> Stop | None:
     """What lies between ``source`` and an up-projection behind it; None where there is none.
 
-    ``rows``: what the rest of the site is projected from. What is projected from those, too, was meant to be absorbed,
-    though it is no wider.
+    ``rows``: what the rest of the site is projected from.
     """
-    return _explained(source, maps, of_queries(site), rows)
+    return _explained(source, _Search(maps, of_queries(site), rows))
 
 
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
@@ -70,8 +86,8 @@ def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
 
-def _explained(source: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Collection[fx.Node]) -> Stop | None:
-    return _behind(source, maps, own, rows) or _blocked_projection(source, maps, own)
+def _explained(source: fx.Node, search: _Search) -> Stop | None:
+    return _behind(source, search) or _blocked_projection(source, search)
 
 
 def _made_outside(site: AttentionSite, maps: LinearMaps) -> bool:
@@ -114,14 +130,15 @@ def _stretched(product: Product) -> bool:
     return any(axis and label in met for label, axis in zip(of_q, product.q.axes, strict=True))
 
 
-def _blocked_projection(source: fx.Node, maps: LinearMaps, own: set[fx.Node]) -> Stop | None:
+def _blocked_projection(source: fx.Node, search: _Search) -> Stop | None:
     """Why ``source``, a product of rows and a weight, is none that a map can be drawn through."""
-    stop = maps.reasons.get(source)
+    maps = search.maps
+    stop = maps.reasons.get(source) if search.others else None
     if stop is None or packet(source) not in CONTRACTIONS:
         return None
     if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
-    if all(n in own for n in source.all_input_nodes if not maps.is_weight(n)):
+    if all(n in search.own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
     return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
 
@@ -137,20 +154,20 @@ def of_queries(site: AttentionSite) -> set[fx.Node]:
     return {a for p in site.products for a in (p.q.node, *ancestors(p.q.node))}
 
 
-def _behind(source: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Collection[fx.Node]) -> Stop | None:
+def _behind(source: fx.Node, search: _Search) -> Stop | None:
     """An up-projection among the nearest ancestors of ``source`` that something follows, or that is none itself."""
     parent: dict[fx.Node, fx.Node] = {}
     queue = [source]
     while queue and len(parent) < _REACH:
         node = queue.pop(0)
-        for child in _inputs(node, rows):
-            if child in parent or child is source or maps.is_weight(child):
+        for child in _inputs(node, search.rows):
+            if child in parent or child is source or search.maps.is_weight(child):
                 continue
             parent[child] = node
             if is_tensor(child):
-                if child in rows or _is_expansion(child, maps, own, rows):
-                    return _blame(child, parent, source, maps)
-                blocked = _blocked_projection(child, maps, own)
+                if child in search.rows or _is_expansion(child, search):
+                    return _blame(child, parent, source, search.maps)
+                blocked = _blocked_projection(child, search)
                 if blocked is not None:
                     return blocked
                 queue.append(child)
@@ -169,15 +186,15 @@ def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
     return inputs if through is None else [through]
 
 
-def _is_expansion(node: fx.Node, maps: LinearMaps, own: set[fx.Node], rows: Collection[fx.Node]) -> bool:
-    for piece in maps.map(node).pieces:
+def _is_expansion(node: fx.Node, search: _Search) -> bool:
+    for piece in search.maps.map(node).pieces:
         if not piece.path or not piece.path[-1].contractions:
             continue
         total = piece.path[-1].contractions
         wide = min(bytes_hint(v.node) for v in piece.path if v.contractions == total)
-        before = [v.node for v in piece.path if v.contractions < total]
-        if any(n in rows or (bytes_hint(n) < wide and n not in own) for n in before):
-            return True
+        for n in (v.node for v in piece.path if v.contractions < total):
+            if n in search.rows or (search.others and bytes_hint(n) < wide and n not in search.own):
+                return True
     return False
 
 
