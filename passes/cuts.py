@@ -34,10 +34,12 @@ def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | 
     return None if best is None or where is None else Cut(where, best[0], piece)
 
 
-def choose_sources(pieces: Sequence[Piece], without: Collection[fx.Node] = ()) -> tuple[set[fx.Node], fx.Node | None]:
+def choose_sources(
+    pieces: Sequence[Piece], without: Collection[fx.Node] = (), any_width: bool = False
+) -> tuple[set[fx.Node], fx.Node | None]:
     """Where the walks should end, and a source that was passed over because its rows are no narrower.
 
-    ``without``: nodes that are not to be the source of a projection.
+    ``without``: nodes that are not to be the source of a projection; ``any_width``: none is passed over.
     """
     proper: dict[fx.Node, list[Piece]] = {}
     as_they_are: list[Cut] = []
@@ -52,7 +54,7 @@ def choose_sources(pieces: Sequence[Piece], without: Collection[fx.Node] = ()) -
     chosen: set[fx.Node] = set()
     for node, using in proper.items():
         cuts = [c for c in (cut(p, proper=False) for p in using) if c is not None]
-        if bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
+        if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
             chosen.add(node)
         else:
             as_they_are += cuts

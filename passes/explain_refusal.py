@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from mla_compile.passes.atoms import Atom
+from mla_compile.passes.cuts import choose_sources
 from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_hint, is_tensor, packet, shape
 from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps
-from mla_compile.passes.plan import AbsorbPlan, make_plan
+from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
 from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite, Operand, Product
 from mla_compile.passes.stops import Stop, unexplained
@@ -36,14 +37,12 @@ class _Search:
     """What up-projections are looked for behind a source.
 
     ``own``: what the queries are made of, which is no latent. ``rows``: what the site, or the rest of it, is projected
-    from: what is projected from those, too, was meant to be absorbed, though it is no wider. ``others``: whether any
-    other rows count, that are narrower than what is projected from them.
+    from: what is projected from those, too, was meant to be absorbed, though it is no wider.
     """
 
     maps: LinearMaps
     own: Collection[fx.Node]
-    rows: Collection[fx.Node] = ()
-    others: bool = True
+    rows: Collection[fx.Node]
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: fx.Node | None) -> Stop:
@@ -51,26 +50,34 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site)
-    rows = [wide] if failed.code == "not_mla" and wide is not None and wide not in own else []
-    search = _Search(maps, own, rows, others=not rows)
-    whole = make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
+    pieces = pieces_of([maps.map(n) for n in (*(p.k.node for p in site.products), site.v.node)])
+    rows, too_wide = [], None
+    if failed.code == "not_mla" and wide is not None and wide not in own:
+        rows = [wide]
+        too_wide = Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
+        if not isinstance(_plan(site, maps.with_stops(choose_sources(pieces, any_width=True)[0])), Stop):
+            return too_wide
+    whole = _plan(site, maps)
     if (failed.code != "not_mla" or rows) and _by_weights_alone(whole):
         return whole
-    for operand in (*(p.k for p in site.products), site.v):
-        for piece in maps.map(operand.node).pieces:
-            found = None if piece.source is None else _explained(piece.source, search)
-            if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-                return found
-    if rows:
-        return Stop(rows[0], "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
+    for source in dict.fromkeys(p.source for p in pieces):
+        found = None if source is None else _explained(source, _Search(maps, own, rows))
+        if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
+            return found
+    if too_wide is not None:
+        return too_wide
     if failed.code == "not_mla" and _made_outside(site, maps) and not _shared_by_heads(site, maps):
         return Stop(
             site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
         )
-    projected = [p for o in (*(p.k for p in site.products), site.v) for p in maps.map(o.node).pieces if p.projected]
+    projected = [p for p in pieces if p.projected]
     if failed.code != "not_mla" and projected and all(p.source in own for p in projected):
         return Stop(site.node, "not_mla", "K and V are projected from hidden states, which the queries are made of")
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
+
+
+def _plan(site: AttentionSite, maps: LinearMaps) -> AbsorbPlan | Stop:
+    return make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps, rows: Collection[fx.Node]) -> Stop | None:
@@ -133,7 +140,7 @@ def _stretched(product: Product) -> bool:
 def _blocked_projection(source: fx.Node, search: _Search) -> Stop | None:
     """Why ``source``, a product of rows and a weight, is none that a map can be drawn through."""
     maps = search.maps
-    stop = maps.reasons.get(source) if search.others else None
+    stop = maps.reasons.get(source)
     if stop is None or packet(source) not in CONTRACTIONS:
         return None
     if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
@@ -193,7 +200,7 @@ def _is_expansion(node: fx.Node, search: _Search) -> bool:
         total = piece.path[-1].contractions
         wide = min(bytes_hint(v.node) for v in piece.path if v.contractions == total)
         for n in (v.node for v in piece.path if v.contractions < total):
-            if n in search.rows or (search.others and bytes_hint(n) < wide and n not in search.own):
+            if n in search.rows or (bytes_hint(n) < wide and n not in search.own):
                 return True
     return False
 

@@ -328,7 +328,7 @@ class Interleaved(SomeHeads):
 
 
 MEETING = {
-    MixedKeysAndValues: Code.COST_LATENT_WIDE,
+    MixedKeysAndValues: Code.HEAD_DEPENDENT_LATENT,
     NormsOverHeads: Code.HEAD_DEPENDENT_LATENT,
     TalkingHeads: Code.UNSUPPORTED_OP,
     SoftmaxOverHeads: Code.HEAD_DEPENDENT_LATENT,
