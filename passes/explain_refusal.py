@@ -20,7 +20,7 @@ from mla_compile.passes.graph import ancestors, args_of, argument, axis, bytes_h
 from mla_compile.passes.labels import product_labels
 from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_map import LinearMaps
-from mla_compile.passes.plan import AbsorbPlan, make_plan, pieces_of
+from mla_compile.passes.plan import AbsorbPlan, make_part_plan, make_plan, pieces_of
 from mla_compile.passes.residual import shortcut
 from mla_compile.passes.site import AttentionSite, Operand, Product
 from mla_compile.passes.stops import Stop, unexplained
@@ -50,17 +50,20 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site)
-    pieces = pieces_of([maps.map(n) for n in (*(p.k.node for p in site.products), site.v.node)])
+    sides = [[maps.map(p.k.node) for p in site.products], [maps.map(site.v.node)]]
+    pieces = pieces_of([*sides[0], *sides[1]])
+    at_cuts = _plans(site, maps.with_stops(choose_sources(pieces, any_width=True)[0]))
     rows, too_wide = [], None
     if failed.code == "not_mla" and wide is not None and wide not in own:
         rows = [wide]
         too_wide = Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
-        if not isinstance(_plan(site, maps.with_stops(choose_sources(pieces, any_width=True)[0])), Stop):
+        if not isinstance(at_cuts[0], Stop):
             return too_wide
-    whole = _plan(site, maps)
-    if (failed.code != "not_mla" or rows) and _by_weights_alone(whole):
-        return whole
-    for source in dict.fromkeys(p.source for p in pieces):
+    for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
+        if _by_weights_alone(plan):
+            return plan
+    illegal = [side for side, plan in zip(sides, at_cuts[1:], strict=True) if not _shared(plan)]
+    for source in dict.fromkeys(p.source for side in illegal or sides for p in pieces_of(side)):
         found = None if source is None else _explained(source, _Search(maps, own, rows))
         if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
             return found
@@ -76,8 +79,15 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: f
     return site.problem if site.problem is not None and failed.code != "not_mla" else failed
 
 
-def _plan(site: AttentionSite, maps: LinearMaps) -> AbsorbPlan | Stop:
-    return make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
+def _plans(site: AttentionSite, maps: LinearMaps) -> list[AbsorbPlan | Stop]:
+    """Of the whole, of the keys alone, and of the values alone."""
+    keys, values = [maps.map(p.k.node) for p in site.products], maps.map(site.v.node)
+    return [make_plan(site, keys, values), make_part_plan(site, keys, None), make_part_plan(site, None, values)]
+
+
+def _shared(plan: AbsorbPlan | Stop) -> bool:
+    """Whether a side can be absorbed, all of it from rows that the heads share."""
+    return not isinstance(plan, Stop) and not any(rows.heads for rows in plan.rows)
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: LinearMaps, rows: Collection[fx.Node]) -> Stop | None:

@@ -328,7 +328,7 @@ class Interleaved(SomeHeads):
 
 
 MEETING = {
-    MixedKeysAndValues: Code.HEAD_DEPENDENT_LATENT,
+    MixedKeysAndValues: Code.UNSUPPORTED_OP,
     NormsOverHeads: Code.HEAD_DEPENDENT_LATENT,
     TalkingHeads: Code.UNSUPPORTED_OP,
     SoftmaxOverHeads: Code.HEAD_DEPENDENT_LATENT,
