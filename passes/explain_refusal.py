@@ -46,7 +46,11 @@ class _Search:
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: LinearMaps, wide: fx.Node | None) -> Stop:
-    """The best explanation for ``site``, whose plan failed with ``failed``."""
+    """The best explanation for ``site``, whose plan failed with ``failed``.
+
+    In this order: only too wide; broken by weights or views, where no walk ends; an operator behind the side that is
+    illegal by itself; nothing that is known.
+    """
     if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site)
