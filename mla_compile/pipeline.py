@@ -54,7 +54,7 @@ from mla_compile.passes.lower import lower_to_aten
 from mla_compile.passes.narrow import narrow
 from mla_compile.passes.normalize import normalize
 from mla_compile.passes.project import lower_projections
-from mla_compile.passes.share_rows import share_rows
+from mla_compile.passes.share_rows import Copied, restore_copies, share_rows
 from mla_compile.passes.site_report import unfollowed_report
 from mla_compile.passes.slice_rows import slice_rows
 from mla_compile.passes.split_heads import SplitSite, split_heads
@@ -176,14 +176,18 @@ def _run_once(
     # fold saves: with that cost counted, "auto" comes out as "never" for all dims.
     folding = "never" if options.fold == "auto" and not frozen else options.fold
 
+    copied: list[Copied] = []
+
     def judged() -> tuple[list[Verdict], LinearMaps]:
         sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
-        if clock.run("share_rows", lambda: share_rows(sites, weights, program.fake_mode), int):
+        found = clock.run("share_rows", lambda: share_rows(sites, weights, program.fake_mode), len)
+        if found:
+            copied.extend(found)
             sites = find_attention(graph, weights)
         plain = LinearMaps(weights, program.fake_mode)
         maps = clock.run("slice_rows", lambda: slice_rows(sites, plain), lambda maps: len(maps.shown))
-        found = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
-        return found, maps
+        told = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
+        return told, maps
 
     verdicts, maps = judged()
     verdicts = [whole.get(v.site.node.name, Unsplit()).told(v) for v in verdicts]
@@ -203,6 +207,7 @@ def _run_once(
         useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, together[s.site.node], by_node)}
         if useless:
             return _run_once(base, options, name, failed, frozen, kept, draw, {**whole, **useless})
+    restore_copies(copied)
     lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, [v.site for v in verdicts]), lambda _: 0)
     verdicts = [
         replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -27,6 +28,7 @@ from mla_compile.passes.linear_contract import CONTRACTIONS
 from mla_compile.passes.linear_rules import RULES
 from mla_compile.passes.linear_segments import FILLS
 from mla_compile.passes.linear_views import expand, permute, repeat, same_values, view
+from mla_compile.passes.sides import same_layout
 from mla_compile.passes.site import AttentionSite
 
 aten = torch.ops.aten
@@ -35,10 +37,20 @@ _REACH = 48
 """Operators between an attention and the copying that are looked at, at the most."""
 
 
-def share_rows(sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
-    """Makes the copies that K and V of ``sites`` are joined of again, from one; returns how many tensors that are."""
+class Copied(NamedTuple):
+    """``rows``, the same for all heads, the first of them, and that one copied again, which is read instead."""
+
+    rows: fx.Node
+    one: fx.Node
+    copied: fx.Node
+
+
+def share_rows(
+    sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None
+) -> list[Copied]:
+    """Makes the copies that K and V of ``sites`` are joined of again, from one."""
     copies = _Copies()
-    done: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+    done: dict[fx.Node, Copied] = {}
     for site in sites:
         operands = [*(p.k for p in site.products), site.v]
         for atom in site.lead:
@@ -49,11 +61,16 @@ def share_rows(sites: Iterable[AttentionSite], weights: Collection[fx.Node], fak
             for rows, dim, users in (found for walk in walks for found in walk.found):
                 if rows not in done:
                     done[rows] = _copied(rows, dim, fake_mode)
-                one, copied = done[rows]
                 for user in users:
-                    if user is not one:
-                        user.replace_input_with(rows, copied)
-    return len(done)
+                    if user is not done[rows].one:
+                        user.replace_input_with(rows, done[rows].copied)
+    return list(done.values())
+
+
+def restore_copies(found: Iterable[Copied]) -> None:
+    """What still reads a tensor in copies reads what it read before: attentions that stay, stay as they were."""
+    for rows, _, copied in found:
+        copied.replace_all_uses_with(rows)
 
 
 @dataclass
@@ -125,9 +142,9 @@ class _Copies:
         return all(same(shape(n)[p.dim], 1) or self.along(n, p.dim, depth) for n, p in how.reads.items())
 
 
-def _copied(rows: fx.Node, dim: int, fake_mode: FakeTensorMode | None) -> tuple[fx.Node, fx.Node]:
-    """The first of the copies in ``rows``, and all of them again."""
+def _copied(rows: fx.Node, dim: int, fake_mode: FakeTensorMode | None) -> Copied:
     builder = Builder(rows.next, fake_mode)
     one = builder.call(aten.select.int, rows, dim, 0)
     sizes = [n if d == dim else -1 for d, n in enumerate(shape(rows))]
-    return one, builder.call(aten.expand.default, builder.call(aten.unsqueeze.default, one, dim), sizes)
+    copied = builder.call(aten.expand.default, builder.call(aten.unsqueeze.default, one, dim), sizes)
+    return Copied(rows, one, same_layout(builder, copied, rows))

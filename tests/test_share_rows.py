@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mla_compile.codes import Code
 from tests.modules import MLA, H, L, N, R, V, inputs, padded
-from tests.programs import absorbed, assert_equal, export, optimized, seeded
+from tests.programs import absorbed, assert_equal, assert_untouched, codes, export, optimized, seeded
 from tests.test_absorb import no_expansion
 from tests.test_negatives import rotate, rotate_complex
 
@@ -108,3 +109,31 @@ def test_keys_that_are_copies_as_a_whole_and_are_read_twice():
 
     program = absorbed(Shared(L=L), inputs(), sites=2)
     assert no_expansion(program, H, 7, V)
+
+
+def viewed(r):
+    """A view that copies, which lie in no memory of their own, could not be seen through."""
+    turned = rotate(r).transpose(1, 2).contiguous()
+    return turned.view(*turned.shape[:2], -1).view(turned.shape).transpose(1, 2)
+
+
+@pytest.mark.parametrize("turn", [rotate, viewed])
+def test_an_attention_that_stays_reads_what_it_read(turn):
+    program = export(Copied(COPIES["expand"], turn), inputs(S=7))
+    for forms, code in (("expanded", Code.FORMS_EXPANDED), ("auto", Code.COST_PREFILL)):
+        outcome = optimized(program, forms=forms)
+        assert codes(outcome) == [code]
+        assert_untouched(program, outcome)
+    absorbed(Copied(COPIES["expand"], turn), inputs(S=7))
+
+
+def test_keys_that_stay_read_what_they_read():
+    class RotatedKeys(Copied):
+        def spoil(self, k, v):
+            return rotate(k), v
+
+    module = RotatedKeys(COPIES["expand"], viewed)
+    outcome = optimized(export(module, inputs()), forms="absorbed")
+    assert [site.parts for site in outcome.report.sites] == [("values",)]
+    assert_equal(module, outcome.program, inputs())
+    assert not any(node.target is torch.ops.aten.select.int for node in outcome.program.gm.graph.nodes)
