@@ -207,7 +207,6 @@ def _run_once(
         useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, together[s.site.node], by_node)}
         if useless:
             return _run_once(base, options, name, failed, frozen, kept, draw, {**whole, **useless})
-    restore_copies(copied)
     lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, [v.site for v in verdicts]), lambda _: 0)
     verdicts = [
         replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v
@@ -223,6 +222,7 @@ def _run_once(
     checks: dict[str, Check] = {}
     if before is not None:
         checks = clock.run("verify", lambda: _verify(rewritten, splits, verdicts, before, program), lambda _: 0)
+    restore_copies(copied)  # not before: the check computes an attention as it was from the rows that it reads now
     folded = clock.run("fold", lambda: fold(program, rewritten, chosen), lambda done: sum(map(len, done.values())))
     reports = reports_of(verdicts, splits, checks, folded)
     reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]

@@ -89,7 +89,7 @@ WRITES: dict[str, Write] = {
         "rows", lambda m, k, v: v.copy_(v[:, :1].clone()), Code.TOKEN_MIXING
     ),
     "values scaled by the keys' norm": Write(
-        "rows", lambda m, k, v: v.mul_(k.norm(dim=-1, keepdim=True)), Code.POSITION_DEPENDENT
+        "rows", lambda m, k, v: v.mul_(k.norm(dim=-1, keepdim=True)), Code.NONLINEAR
     ),
     "keys plus a constant": Write("rows", lambda m, k, v: k.add_(0.5), True),
     "rotary part of the joined keys overwritten": Write("joined", lambda m, k, v: _put(k, 0.3, ..., -1), True),

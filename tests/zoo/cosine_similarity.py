@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from tests.zoo.base import InPart, Usual, carried
 
-EXPECTED = InPart("values", "position_dependent")
+EXPECTED = InPart("values", "nonlinear")
 
 
 class Attention(Usual):

@@ -4,7 +4,7 @@ rounding is no linear map. Illegal for K."""
 from tests.latent_layer import LatentLayer
 from tests.zoo.base import InPart, carried
 
-EXPECTED = InPart("values", "position_dependent")
+EXPECTED = InPart("values", "nonlinear")
 
 
 class Attention(LatentLayer):

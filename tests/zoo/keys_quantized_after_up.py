@@ -2,7 +2,7 @@
 
 from tests.zoo.base import InPart, Usual, carried
 
-EXPECTED = InPart("values", "position_dependent")
+EXPECTED = InPart("values", "nonlinear")
 
 
 class Attention(Usual):
