@@ -86,6 +86,14 @@ def test_what_tells_the_heads_apart(turn):
     assert_equal(module, outcome.program, given)
 
 
+@pytest.mark.parametrize("drawn", [lambda r: F.dropout(r, 0.5, training=True), lambda r: r * torch.rand_like(r)])
+def test_chance_tells_the_heads_apart(drawn):
+    """One factor drawn for all heads would be another distribution, which no comparison of numbers need show."""
+    outcome = optimized(export(Copied(COPIES["expand"], lambda r: rotate(drawn(r))), inputs()), forms="absorbed")
+    assert outcome.report.sites[0].kept
+    assert not any(node.target is torch.ops.aten.select.int for node in outcome.program.gm.graph.nodes)
+
+
 def test_sequences_that_share_a_latent_keep_their_rows():
     """What is copied to the batch is as good as rows of each sequence; their rotary keys differ."""
 
