@@ -8,7 +8,8 @@ write_softmax      first, so that every later pass sees one spelling;
 find_attention,
 unfollowed,
 linear_map, judge  read only: they decide everything before anything is changed;
-share_rows         before judge: what is the same for all heads is copied to them last;
+share_rows         before judge: what is the same for all heads is copied to them last; what still reads such copies
+                   after verify gets the model's own back;
 slice_rows         before judge: slices of rows beside the slices of K and V that they make; nothing reads them yet;
 split_heads        an attention that was refused, where groups of its heads can be judged by themselves; then all are
                    found and judged again, and the split is taken back where that absorbs no more of it;

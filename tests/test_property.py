@@ -67,7 +67,8 @@ def test_generated_attention(part: int) -> None:
 
 # A hidden state narrower than the rotary key, which comes from the projection that makes the latent too (twice);
 # returned keys that are narrow enough to be mistaken for such rows; a finite fill that is minus infinity in the dtype
-# of the softmax, so that rows without a visible key are NaN; and two caches whose lengths only a guard makes equal.
+# of the softmax, so that rows without a visible key are NaN; two caches whose lengths only a guard makes equal; and a
+# latent that is too wide and else legal, from a hidden state narrower still.
 FOUND = [
     Case(T=1, D=1, H=6, L=1, Q=6, N=1, R=4, V=6, steps=1, dtype="float32", up="two", latent_scale="vector", rope="none",
          share="repeat", join="assign", core="bmm", scale="after_mask", factor=1.0, mask_rank=3, extra="probs",
@@ -85,6 +86,9 @@ FOUND = [
          tied=True, key_scale="constant", rope="none", rotate="on_read", share="repeat", join="cat_reversed",
          layout="heads_last", core="einsum", scale="both", factor=0.37, mask="add_min", mask_rank=2, padded=True,
          door="dynamo", forms="absorbed", fold="never", seed=3),
+    Case(B=3, T=4, D=2, H=1, L=2, Q=1, N=1, V=1, groups=2, up="batched", bias=True, tied=True, latent_scale="vector",
+         key_scale="constant", rotate="on_read", share="repeat", scale="query", factor=1.0, gate=True, cache="none",
+         forms="absorbed", lowering="aten", seed=9),
 ]  # fmt: skip
 
 
