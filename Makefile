@@ -9,7 +9,7 @@ setup: ## install the checkout with what tests and developers need, and the hook
 	pip install -e ".[test,dev]"
 	pre-commit install
 
-test: ## the tests, in two processes; T=tests/test_cost.py for some of them
+test: ## the tests, in two processes; T=tests/passes/decide/test_cost.py for some of them
 	pytest -n 2 $(T)
 
 lint: ## ruff: mistakes and format
@@ -17,7 +17,7 @@ lint: ## ruff: mistakes and format
 	ruff format --check .
 
 types: ## mypy --strict
-	python .ci/check_types.py
+	mypy
 
 check: lint types ## what has to be clean before a commit
 

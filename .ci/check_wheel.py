@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["tests/test_package.py", "tests/test_demo.py"]
+TESTS = ["tests/test_package.py", "tests/cli/test_demo.py"]
 
 
 def main(arguments: list[str]) -> None:
@@ -53,7 +53,7 @@ def compare(wheel: Path) -> None:
     expected = {"mla_compile/py.typed"}
     for folder, place in (("mla_compile", ""), ("passes", "mla_compile/"), ("kernels", "mla_compile/")):
         data = (*(ROOT / folder).rglob("csrc/*"), *(ROOT / folder).rglob("templates/*"))
-        sources = [*(ROOT / folder).rglob("*.py"), *data, *(ROOT / folder).glob("*.json")]
+        sources = [*(ROOT / folder).rglob("*.py"), *data, *(ROOT / folder).rglob("*.json")]
         expected |= {place + path.relative_to(ROOT).as_posix() for path in sources}
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}

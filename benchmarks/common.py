@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.dims import Dims
-from mla_compile.measuring import Times as Times
-from mla_compile.measuring import available_bytes as available_bytes
-from mla_compile.measuring import in_turns as in_turns
-from mla_compile.measuring import machine as machine_without_transformers
-from mla_compile.measuring import median_ratio as median_ratio
-from mla_compile.measuring import timed as timed
+from mla_compile.core.dims import Dims
+from mla_compile.core.measuring import Times as Times
+from mla_compile.core.measuring import available_bytes as available_bytes
+from mla_compile.core.measuring import in_turns as in_turns
+from mla_compile.core.measuring import machine as machine_without_transformers
+from mla_compile.core.measuring import median_ratio as median_ratio
+from mla_compile.core.measuring import timed as timed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -42,7 +42,7 @@ from common import (
 import torch  # isort: skip  # after common, which sets the environment
 from torch import Tensor, nn
 
-from mla_compile.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
+from mla_compile.workbench.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
 
 VARIANTS = ("eager", "inductor", "mla")
 

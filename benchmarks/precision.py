@@ -33,9 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile import capture, pipeline, runtime
-from mla_compile.dims import Dims
+from mla_compile import pipeline
+from mla_compile.capture import capture
+from mla_compile.core.dims import Dims
 from mla_compile.options import Options
+from mla_compile.runtime import calls as runtime
 
 MEDIAN, WORST = 1.0, 1.2  # what is required of the ratio
 SCALES = ("plain", "sharp", "outlier", "offset")

@@ -5,8 +5,9 @@
 
 A cell is one family through one way: a prompt and two decode steps with the result and with the original, float32,
 batch 1. It holds the codes of the attention sites and the largest difference of the logits over their RMS. Models are
-those of ``tests/models.py``, built from transformers configs with seeded weights. Graphs run with ``codegen="eager"``:
-what is shown is what the passes do, and Inductor adds compile time to it. The data is written after each cell.
+those of ``tests/support/models.py``, built from transformers configs with seeded weights. Graphs run with
+``codegen="eager"``: what is shown is what the passes do, and Inductor adds compile time to it. The data is written
+after each cell.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from torch import Tensor, nn
 
 import mla_compile
 from mla_compile import backend
-from mla_compile.report import SiteReport
-from tests import models
+from mla_compile.report.report import SiteReport
+from tests.support import models
 
 OUT = Path(__file__).parent / "results" / "support_matrix.json"
 PROMPT, STEPS, ROOM = 9, 2, 16

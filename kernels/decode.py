@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import InputError
-from mla_compile.kernels import checks, cpu, launch, reference
+from mla_compile.kernels import checks, reference
+from mla_compile.kernels.cpu import decode as cpu
 from mla_compile.kernels.plan import NoPlanError, Plan
+from mla_compile.kernels.triton import launch
 
 __all__ = ["Plan", "decode_attention", "paged_decode_attention"]
 

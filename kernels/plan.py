@@ -57,7 +57,8 @@ class Plan:
     """One launch. ``chunk`` is the tokens of a split where the splits are cut at fixed places, else None.
 
     ``tma``: tiles come by Hopper's copy engine; ``pdl``: the combine launch overlaps the end of the attention one;
-    ``scheduled``: the Hopper kernel shares its work out on the device (kernels/schedule.py) in place of ``splits``.
+    ``scheduled``: the Hopper kernel shares its work out on the device (kernels/triton/schedule.py) in place of
+    ``splits``.
     """
 
     kernel: Kernel

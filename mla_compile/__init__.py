@@ -13,23 +13,10 @@ nothing at import. Importing the package registers its ops, so that a saved grap
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import module_from_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# A checkout keeps passes/ and kernels/ beside this package, a wheel inside it; both are imported as mla_compile.*. The
-# checkout itself does not go into __path__: the package would be found in itself, and TORCH_LOGS, which walks through
-# all of a package, would never end.
-_here = Path(__file__).resolve().parent
-for _name in () if (_here / "passes").is_dir() else ("kernels", "passes"):
-    _spec = ModuleSpec(f"{__name__}.{_name}", None, is_package=True)
-    _spec.submodule_search_locations = [str(_here.parent / _name)]
-    sys.modules[_spec.name] = globals()[_name] = module_from_spec(_spec)
-
-from mla_compile.errors import (  # noqa: E402  (the search path above comes first)
+from mla_compile.errors import (
     CaptureError,
     ExportError,
     InputError,
@@ -39,13 +26,13 @@ from mla_compile.errors import (  # noqa: E402  (the search path above comes fir
     OptionError,
     WeightError,
 )
-from mla_compile.version import __version__  # noqa: E402
+from mla_compile.version import __version__
 
 if TYPE_CHECKING:
     from mla_compile.api import explain, migrate_cache, optimize
     from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
-    from mla_compile.report import Report, SiteReport
+    from mla_compile.report.report import Report, SiteReport
 
 __all__ = [
     "CaptureError",
@@ -70,8 +57,8 @@ import_module("mla_compile.ops")
 
 _OWNERS = {
     "Options": "mla_compile.options",
-    "Report": "mla_compile.report",
-    "SiteReport": "mla_compile.report",
+    "Report": "mla_compile.report.report",
+    "SiteReport": "mla_compile.report.report",
     "explain": "mla_compile.api",
     "export_onnx": "mla_compile.onnx.export",
     "migrate_cache": "mla_compile.api",

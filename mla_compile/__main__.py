@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run a command; where a package is missing that every command needs, say so."""
     try:
-        from mla_compile.cli import app
+        from mla_compile.cli.app import app
     except ModuleNotFoundError as error:
         package = (error.name or "mla_compile").partition(".")[0]
         if package == "mla_compile":

@@ -11,14 +11,16 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import fx
 
-from mla_compile import cache_change, capture, pipeline, runtime
+from mla_compile import pipeline
 from mla_compile.backend import tell
-from mla_compile.cache_change import Migrated
+from mla_compile.capture import cache_change, capture
+from mla_compile.capture.cache_change import Migrated
+from mla_compile.core.program import Program
 from mla_compile.errors import InputError, OptionError
 from mla_compile.forward import CompiledForward
 from mla_compile.options import Options
-from mla_compile.program import Program
-from mla_compile.report import Report
+from mla_compile.report.report import Report
+from mla_compile.runtime import calls as runtime
 from mla_compile.trace import explain_module
 
 Model = TypeVar("Model", bound=torch.nn.Module)

@@ -21,11 +21,11 @@ from mla_compile.options import Options
 if TYPE_CHECKING:
     from torch import fx
 
-    from mla_compile.capture import Program
+    from mla_compile.capture.capture import Program
     from mla_compile.pipeline import Outcome
-    from mla_compile.recompiles import Recompiles
-    from mla_compile.report import Report
-    from mla_compile.runtime import FoldedWeights
+    from mla_compile.report.report import Report
+    from mla_compile.runtime.calls import FoldedWeights
+    from mla_compile.runtime.recompiles import Recompiles
 
 logger = logging.getLogger("mla_compile")
 
@@ -91,7 +91,7 @@ class Compiler:
         latents = _latents(gm, example_inputs)
         if not latents:
             return self._compile(gm, example_inputs, latents)
-        from mla_compile.latent_calls import plain_examples
+        from mla_compile.runtime.latent_calls import plain_examples
 
         return self._compile(gm, plain_examples(gm, example_inputs), latents)
 
@@ -103,12 +103,12 @@ class Compiler:
         call = self._generate(gm, example_inputs) if done is None else self._assemble(gm, example_inputs, done)
         if not latents or (done is not None and done.outcome.base.cache is not None):
             return call
-        from mla_compile.latent_calls import expanding
+        from mla_compile.runtime.latent_calls import expanding
 
         return expanding(call)
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-        from mla_compile.monitor import watch_current_function
+        from mla_compile.runtime.monitor import watch_current_function
 
         attention = has_attention(gm)
         watch_current_function(gm, attention=attention)
@@ -124,7 +124,8 @@ class Compiler:
     ) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
         try:
-            from mla_compile import capture, pipeline
+            from mla_compile import pipeline
+            from mla_compile.capture import capture
 
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
@@ -156,7 +157,7 @@ class Compiler:
 
     def _fold(self, program: Program, example_inputs: Sequence[Any]) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
-        from mla_compile.runtime import FoldedWeights
+        from mla_compile.runtime.calls import FoldedWeights
 
         if not program.folds or self.explain_only:
             return None
@@ -167,8 +168,9 @@ class Compiler:
     def _assemble(self, gm: fx.GraphModule, example_inputs: Sequence[Any], done: _Rewritten) -> Callable[..., Any]:
         import torch
 
-        from mla_compile import capture, runtime
-        from mla_compile.kernels import cpu_native
+        from mla_compile.capture import capture
+        from mla_compile.kernels.cpu import native as cpu_native
+        from mla_compile.runtime import calls as runtime
 
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
             cpu_native.load()  # built while everything else is, not in the first decode step
@@ -188,7 +190,7 @@ class Compiler:
                 pays = runtime.picker(base, done.outcome.variants)
                 call = runtime.choose_by_call(pays, call, generate(base))
         if base.cache is not None:
-            from mla_compile.latent_calls import with_rows
+            from mla_compile.runtime.latent_calls import with_rows
 
             call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
@@ -218,7 +220,7 @@ def _latents(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, Any
 
     if all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in example_inputs):
         return {}
-    from mla_compile.latent import LatentTensor
+    from mla_compile.runtime.latent import LatentTensor
 
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {node.name: value for node, value in named if isinstance(value, LatentTensor)}

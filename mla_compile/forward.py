@@ -21,8 +21,8 @@ from torch.nn.modules import module as global_hooks
 from mla_compile.backend import Compiler
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.options import Options
-from mla_compile.recompiles import Recompiles
-from mla_compile.report import Report
+from mla_compile.report.report import Report
+from mla_compile.runtime.recompiles import Recompiles
 
 _numbers = itertools.count()
 _GRADIENTS = (

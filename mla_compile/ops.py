@@ -20,10 +20,10 @@ out           [B,S,H,Lv] contiguous, query's dtype
 lse           [B,S,H] natural log of the sum of exp(scores), sinks left out; float32, float64 for float64
 ============  ==========================================================================================================
 
-Kernels: CPU has its own (kernels/cpu.py), CUDA the Triton ones (kernels/launch.py; the reference where Triton is
-missing); every other device runs the reference until a kernel for it is registered, in ``_register``, under that
-device's dispatch key. Schemas are registered once per process, however often and under whatever name this module is
-imported. Wrong arguments raise :class:`InputError`, and so does asking for a gradient.
+Kernels: CPU has its own (kernels/cpu/decode.py), CUDA the Triton ones (kernels/triton/launch.py; the reference where
+Triton is missing); every other device runs the reference until a kernel for it is registered, in ``_register``, under
+that device's dispatch key. Schemas are registered once per process, however often and under whatever name this module
+is imported. Wrong arguments raise :class:`InputError`, and so does asking for a gradient.
 """
 
 from __future__ import annotations

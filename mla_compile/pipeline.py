@@ -35,38 +35,38 @@ import sympy
 import torch
 from torch import fx
 
-from mla_compile.caching import with_latent_cache
 from mla_compile.codes import Code
-from mla_compile.dims import Dims
-from mla_compile.drawing import SiteDrawing
+from mla_compile.core.dims import Dims
+from mla_compile.core.drawing import SiteDrawing
+from mla_compile.core.program import Program, copy_graph
+from mla_compile.core.records import PassRecord
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
-from mla_compile.passes.absorb import Absorbed, absorb
-from mla_compile.passes.cost import Part, default_device
-from mla_compile.passes.draw import Sketch
-from mla_compile.passes.find_attention import find_attention
-from mla_compile.passes.flex import restore_flex, write_flex
-from mla_compile.passes.fold import fold
-from mla_compile.passes.graph import remove_dead_code, weight_nodes
-from mla_compile.passes.head_report import Unsplit, gains, groups_of, reports_of, shown, unsplit
-from mla_compile.passes.judge import Verdict, judge
-from mla_compile.passes.linear_map import LinearMaps
-from mla_compile.passes.lower import lower_to_aten
-from mla_compile.passes.narrow import narrow
-from mla_compile.passes.normalize import normalize
-from mla_compile.passes.project import lower_projections
-from mla_compile.passes.share_rows import Copied, restore_copies, share_rows
-from mla_compile.passes.site_report import unfollowed_report
-from mla_compile.passes.slice_rows import slice_rows
-from mla_compile.passes.split_heads import SplitSite, split_heads
-from mla_compile.passes.split_products import split_products
-from mla_compile.passes.unfollowed import unfollowed
-from mla_compile.passes.verify import Check, check_site, key_of
-from mla_compile.passes.verify_split import check_split
-from mla_compile.passes.written_softmax import write_softmax
-from mla_compile.program import Program, copy_graph
-from mla_compile.records import PassRecord
-from mla_compile.report import Report
+from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.attention.unfollowed import unfollowed
+from mla_compile.passes.cache.caching import with_latent_cache
+from mla_compile.passes.canonical.flex import restore_flex, write_flex
+from mla_compile.passes.canonical.normalize import normalize
+from mla_compile.passes.canonical.products import split_products
+from mla_compile.passes.canonical.softmax import write_softmax
+from mla_compile.passes.decide.cost import Part, default_device
+from mla_compile.passes.decide.judge import Verdict, judge
+from mla_compile.passes.decide.share_rows import Copied, restore_copies, share_rows
+from mla_compile.passes.decide.slice_rows import slice_rows
+from mla_compile.passes.ir.graph import remove_dead_code, weight_nodes
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.report.draw import Sketch
+from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
+from mla_compile.passes.report.site import unfollowed_report
+from mla_compile.passes.rewrite.absorb import Absorbed, absorb
+from mla_compile.passes.rewrite.fold import fold
+from mla_compile.passes.rewrite.lower import lower_to_aten
+from mla_compile.passes.rewrite.narrow import narrow
+from mla_compile.passes.rewrite.project import lower_projections
+from mla_compile.passes.rewrite.split_heads import SplitSite, split_heads
+from mla_compile.passes.verify.check import Check, check_site, key_of
+from mla_compile.passes.verify.split import check_split
+from mla_compile.report.report import Report
 
 R = TypeVar("R")
 

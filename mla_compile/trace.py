@@ -24,7 +24,7 @@ from mla_compile.backend import Compiler
 from mla_compile.errors import CaptureError, InputError, MlaCompileError, nearest
 from mla_compile.forward import compiled_entry
 from mla_compile.options import Options
-from mla_compile.report import Report
+from mla_compile.report.report import Report
 
 Copies: TypeAlias = Callable[
     [torch.nn.Module, Sequence[Any], Mapping[str, Any]], AbstractContextManager[tuple[Any, ...]]

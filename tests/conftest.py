@@ -49,9 +49,9 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def explained_tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A small model in the shape of DeepSeek-V3, five layers of two kinds, as ``explain`` sees it."""
-    from mla_compile.explained import explained
-    from mla_compile.survey import survey
-    from tests.test_cli_explain import TINY
+    from mla_compile.models.survey import survey
+    from mla_compile.report.explained import explained
+    from tests.cli.test_explain import TINY
 
     path = tmp_path_factory.mktemp("tiny") / "config.json"
     path.write_text(json.dumps(TINY))

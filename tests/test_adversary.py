@@ -23,7 +23,7 @@ from tests.adversary.mutations import MUTATIONS
 from tests.adversary.obligations import said
 from tests.adversary.oracle import BOTH
 from tests.adversary.places import Refused
-from tests.generator import Case
+from tests.support.generator import Case
 
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
 COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "200"))

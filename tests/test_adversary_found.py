@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.codes import Code
-from tests.modules import MLA, H, N, V, inputs
-from tests.programs import absorbed, export, one_side, optimized, refused, seeded
+from tests.support.modules import MLA, H, N, V, inputs
+from tests.support.programs import absorbed, export, one_side, optimized, refused, seeded
 
 
 class Core(MLA):

@@ -9,7 +9,7 @@ import pytest
 
 import mla_compile
 from mla_compile.codes import CODES, Code, section
-from mla_compile.passes.linear_rules import RULES
+from mla_compile.passes.linear.rules import RULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -19,12 +19,13 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile import backend, capture, pipeline
+from mla_compile import backend, pipeline
+from mla_compile.capture import capture
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.options import Options
-from mla_compile.report import Report
-from tests.generated_module import GeneratedMLA
-from tests.generator import Case, cases
+from mla_compile.report.report import Report
+from tests.support.generated_module import GeneratedMLA
+from tests.support.generator import Case, cases
 
 CASES = int(os.environ.get("MLA_PROPERTY_CASES", "300"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))

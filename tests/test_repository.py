@@ -32,7 +32,7 @@ def test_a_form_for_issues_asks_for_what_is_needed(name):
     assert all(field["attributes"]["label"] for field in fields)
     text = str(form)
     assert "mla-compile --version" in text
-    from mla_compile.cli import app
+    from mla_compile.cli.app import app
 
     known = {command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"`mla-compile (\w+)", text)) <= known

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 import mla_compile
 from mla_compile import backend
+from mla_compile.core.records import SiteReport
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.records import SiteReport
 from tests.zoo.base import Dims, InPart, NoAttention, NotCaptured, NotExported, Outcome, counted, told, verdict_of
 
 # What torch says of how some styles are written, whoever compiles them.

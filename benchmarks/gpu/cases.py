@@ -26,7 +26,7 @@ CACHE_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """Letters of mla_compile.dims; ``kv`` is the longest request, ``page`` None a contiguous cache [B,T,L+R]."""
+    """Letters of mla_compile.core.dims; ``kv`` is the longest request, ``page`` None a contiguous cache [B,T,L+R]."""
 
     B: int
     kv: int

@@ -103,7 +103,7 @@ def checked(posed: Problem, kernel: str) -> Row:
 
 def hopper_compiled() -> bool:
     """Whether every Gluon kernel that was asked for so far compiled; otherwise the library falls back, as it should."""
-    from mla_compile.kernels import gluon_launch
+    from mla_compile.kernels.hopper import launch as gluon_launch
 
     return bool(gluon_launch._compiled) and None not in gluon_launch._compiled.values()
 
@@ -314,7 +314,7 @@ def repeated(run: Run, kernel: str) -> Row:
 
 def consan(run: Run) -> None:
     """The Hopper kernel under Triton's concurrency sanitizer, which stops at a race; small sizes, first of all."""
-    from mla_compile.kernels import gluon_launch
+    from mla_compile.kernels.hopper import launch as gluon_launch
 
     gluon_launch.consan()
     shapes = [Shape(B=1, kv=64, H=64), Shape(B=2, kv=200, H=64, S=2), Shape(B=1, kv=513, H=128)]

@@ -4,9 +4,10 @@
     python -m benchmarks.gpu.offline --check    compile and print; exit status 1 when a budget is broken
     PYTHONPATH=DIR python -m ...                with the Triton that was installed there (pip install --target DIR)
 
-What is compiled is what a launch compiles, from the same descriptions (kernels/steps.py, kernels/gluon_steps.py):
-every row of kernels/tuned.json for sm_80, sm_90 and sm_100, the Hopper kernel in its variants, and the small kernels
-beside them. Triton needs no driver for that. Its own ptxas tells registers and spills, its cuobjdump the instructions.
+What is compiled is what a launch compiles, from the same descriptions (kernels/triton/steps.py,
+kernels/hopper/steps.py): every row of kernels/tuned.json for sm_80, sm_90 and sm_100, the Hopper kernel in its
+variants, and the small kernels beside them. Triton needs no driver for that. Its own ptxas tells registers and spills,
+its cuobjdump the instructions.
 
 A budget is a promise about the machine code, not a measurement of speed: a spill in the loop, or a product that fell
 back from wgmma to mma.sync, costs more than any tuning brings, and a new Triton brings them without a word.
@@ -32,11 +33,12 @@ from typing import Any
 
 import torch
 
-from mla_compile.kernels import gluon_launch, gluon_steps
 from mla_compile.kernels.devices import PRESETS
-from mla_compile.kernels.gluon_steps import GluonStep
+from mla_compile.kernels.hopper import launch as gluon_launch
+from mla_compile.kernels.hopper import steps as gluon_steps
+from mla_compile.kernels.hopper.steps import GluonStep
 from mla_compile.kernels.plan import Plan, plan, table
-from mla_compile.kernels.steps import Call, Step, steps
+from mla_compile.kernels.triton.steps import Call, Step, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import OURS, Builder, args_of, packet, remove_dead_code, val, weight_nodes
-from mla_compile.program import Fold, Program
+from mla_compile.core.program import Fold, Program
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, remove_dead_code, val, weight_nodes
 
 aten = torch.ops.aten
 

@@ -18,16 +18,18 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from mla_compile import capture, pipeline, runtime
+from mla_compile import pipeline
+from mla_compile.capture import capture
+from mla_compile.core.program import Program
 from mla_compile.errors import ExportError
 from mla_compile.onnx.bake import bake_projections
 from mla_compile.onnx.complex_pairs import split_complex
 from mla_compile.onnx.op import translations
 from mla_compile.onnx.tidy import tidy
 from mla_compile.options import Options
-from mla_compile.passes.graph import packet
-from mla_compile.program import Program
-from mla_compile.report import Report
+from mla_compile.passes.ir.graph import packet
+from mla_compile.report.report import Report
+from mla_compile.runtime import calls as runtime
 
 aten = torch.ops.aten
 _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy, operator.getitem)

@@ -23,7 +23,7 @@ _BITS = {"i32": 32, "i64": 64, "fp32": 32}
 # Bytes of registers that a thread of a kernel of tuned dims may keep in memory, by what it reads of a mask. Without one
 # sm_90 keeps 16 at most; one that differs between rows lies beside the sums, and few query tokens at a time have one.
 SPILLED = {"none": 128, "listed": 128, "bool": 768, "float": 768}
-_KERNELS = ("decode_triton.py", "combine_triton.py", "tiles_triton.py")
+_KERNELS = ("decode_triton.py", "combine_triton.py", "tiles_triton.py")  # in kernels/triton
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def kernels_sha256() -> str:
     """Of the sources of the kernels."""
     digest = hashlib.sha256()
     for name in _KERNELS:
-        digest.update(Path(planning.__file__).with_name(name).read_bytes())
+        digest.update((Path(planning.__file__).parent / "triton" / name).read_bytes())
     return digest.hexdigest()
 
 

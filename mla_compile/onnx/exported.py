@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mla_compile.report import Report
+from mla_compile.report.report import Report
 from mla_compile.version import __version__
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -20,7 +20,7 @@ from mla_compile.onnx.interface import attention_nodes
 from mla_compile.onnx.manifest import MANIFEST, AttentionNode, Cache, FileEntry, Manifest
 from mla_compile.onnx.profile import Profile
 from mla_compile.options import Options
-from mla_compile.report import Report
+from mla_compile.report.report import Report
 from mla_compile.version import __version__
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

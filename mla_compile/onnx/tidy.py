@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.graph import Builder, argument, axis, packet, remove_dead_code, size, val
-from mla_compile.program import Program
+from mla_compile.core.program import Program
+from mla_compile.passes.ir.graph import Builder, argument, axis, packet, remove_dead_code, size, val
 
 aten = torch.ops.aten
 _CHECKS = (

@@ -1,8 +1,8 @@
 """Which kernels a native library holds, and how each is compiled without a GPU.
 
-The kernels are those of kernels/decode_triton.py, combine_triton.py and tiles_triton.py, and what is compiled comes
-from the description that a launch has too (kernels/steps.py), at sizes that no constant can be made of. What differs
-from a launch in Python, where each kind of call has its own kernel:
+The kernels are those of kernels/triton/decode_triton.py, combine_triton.py and tiles_triton.py, and what is compiled
+comes from the description that a launch has too (kernels/triton/steps.py), at sizes that no constant can be made of.
+What differs from a launch in Python, where each kind of call has its own kernel:
 
 * Sizes and strides are arguments; widths, dtype, tile and what is read of a mask are constants. Lengths are int64 and
   always there: a call without ``seq_lens`` passes lengths beyond any capacity, which count as the capacity.
@@ -23,7 +23,7 @@ import torch
 from mla_compile.errors import OptionError
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels.plan import PRESETS, Layout, Plan, Row, padded
-from mla_compile.kernels.steps import Call, Step, steps
+from mla_compile.kernels.triton.steps import Call, Step, steps
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads of a mask

@@ -1,8 +1,8 @@
 """Writes in place between the latent and the output, in the module's own code: tracing turns them into new values.
 
-The base is :class:`tests.generated_module.GeneratedMLA`; each entry of ``WRITES`` writes at one stage of it. ``legal``
-says what the oracle must find: whether K and V as the attention reads them are still images of one row per token; if
-not, it is the code of what the write breaks.
+The base is :class:`tests.support.generated_module.GeneratedMLA`; each entry of ``WRITES`` writes at one stage of it.
+``legal`` says what the oracle must find: whether K and V as the attention reads them are still images of one row per
+token; if not, it is the code of what the write breaks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile import capture, pipeline
+from mla_compile import pipeline
+from mla_compile.capture import capture
 from mla_compile.codes import Code
 from mla_compile.options import Options
-from mla_compile.report import SiteReport
+from mla_compile.report.report import SiteReport
 from tests.adversary.check import EXACT, same_numbers
 from tests.adversary.oracle import BOTH, rank_of
-from tests.generated_module import GeneratedMLA
-from tests.generator import Case
+from tests.support.generated_module import GeneratedMLA
+from tests.support.generator import Case
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,19 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile import capture
+from mla_compile.capture import capture
+from mla_compile.core.program import Program
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.passes.cost import default_device
-from mla_compile.passes.find_attention import find_attention
-from mla_compile.passes.graph import ancestors, weight_nodes
-from mla_compile.passes.judge import Verdict, judge
-from mla_compile.passes.linear_map import LinearMaps
-from mla_compile.passes.normalize import normalize
-from mla_compile.passes.plan import AbsorbPlan
-from mla_compile.passes.slice_rows import slice_rows
-from mla_compile.program import Program
-from tests.generated_module import GeneratedMLA
-from tests.generator import Case, cases
+from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.canonical.normalize import normalize
+from mla_compile.passes.decide.cost import default_device
+from mla_compile.passes.decide.judge import Verdict, judge
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.slice_rows import slice_rows
+from mla_compile.passes.ir.graph import ancestors, weight_nodes
+from mla_compile.passes.linear.analysis import LinearMaps
+from tests.support.generated_module import GeneratedMLA
+from tests.support.generator import Case, cases
 
 
 @dataclass(frozen=True)

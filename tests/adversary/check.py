@@ -13,12 +13,12 @@ from torch import Tensor
 
 from mla_compile import pipeline
 from mla_compile.codes import Code
+from mla_compile.core.program import Program
 from mla_compile.options import Options
-from mla_compile.passes.atoms import axis_size
-from mla_compile.passes.normalize import normalize
-from mla_compile.program import Program
-from mla_compile.report import SiteReport
-from mla_compile.runtime import compute
+from mla_compile.passes.canonical.normalize import normalize
+from mla_compile.passes.ir.axes import axis_size
+from mla_compile.report.report import SiteReport
+from mla_compile.runtime.calls import compute
 from tests.adversary.bases import Base, verdicts
 from tests.adversary.mutations import Mutation
 from tests.adversary.obligations import Obligations, check_codes, said

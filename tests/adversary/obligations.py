@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mla_compile.codes import Code
-from mla_compile.passes.atoms import flatten
-from mla_compile.passes.plan import Rows
-from mla_compile.program import Program
-from mla_compile.report import SiteReport
+from mla_compile.core.program import Program
+from mla_compile.passes.decide.plan import Rows
+from mla_compile.passes.ir.axes import flatten
+from mla_compile.report.report import SiteReport
 from tests.adversary.bases import Base
 from tests.adversary.oracle import BOTH, by_atoms, recorded, sides
 

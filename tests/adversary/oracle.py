@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mla_compile.passes.atoms import Atom, Axes, flatten
-from mla_compile.passes.graph import packet, weight_nodes
-from mla_compile.passes.plan import AbsorbPlan
-from mla_compile.passes.site import Operand
-from mla_compile.program import Program
+from mla_compile.core.program import Program
+from mla_compile.passes.attention.site import Operand
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.axes import Atom, Axes, flatten
+from mla_compile.passes.ir.graph import packet, weight_nodes
 from tests.adversary.bases import Base, behind
 
 aten = torch.ops.aten

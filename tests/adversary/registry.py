@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mla_compile.codes import Code
-from mla_compile.passes.graph import val
+from mla_compile.passes.ir.graph import val
 from tests.adversary.bases import Base
 from tests.adversary.places import Edge, Edit, choose
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mla_compile.codes import Code
-from mla_compile.passes.graph import is_tensor, val
+from mla_compile.passes.ir.graph import is_tensor, val
 from tests.adversary.places import Edit, Refused, choose
 from tests.adversary.registry import ROWS, along, axis, mutation, two_axes, wiring
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla_compile.codes import Code
-from mla_compile.passes.graph import val
+from mla_compile.passes.ir.graph import val
 from tests.adversary.places import Edit, Refused, choose, same_shape
 from tests.adversary.registry import ROWS, axis, mutation, wiring
 

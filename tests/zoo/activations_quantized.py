@@ -3,7 +3,7 @@ rows are what the map starts from, so nothing has to be assumed of the rounding.
 
 import torch.nn.functional as F
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

@@ -3,7 +3,7 @@ it; torch.export's does. Refused there, absorbed here."""
 
 import torch
 
-from tests.latent_layer import InPrecision
+from tests.support.latent_layer import InPrecision
 from tests.zoo.base import Absorbed, NotCaptured, carried
 
 TOLERANCE = 0.05

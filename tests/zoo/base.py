@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mla_compile.codes import CODES, Code
-from mla_compile.records import SiteReport
+from mla_compile.core.records import SiteReport
 
 CAPACITY = 24
 """Tokens that fit into a static cache; no session of the test is longer."""

@@ -3,7 +3,7 @@ unlike a norm whose statistics are those of the key at hand."""
 
 from torch import nn
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

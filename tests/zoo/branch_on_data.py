@@ -1,7 +1,7 @@
 """An if on a value of the latents, in the method that expands them: Dynamo then compiles that method by itself, and the
 core gets K and V as inputs. Refused for that reason."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import NotExported, Refused, carried
 
 EXPECTED = Refused("graph_break")

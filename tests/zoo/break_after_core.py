@@ -1,7 +1,7 @@
 """A value of the result is read in forward to choose what is done with it (a guard against overflow). Legal: the break
 comes behind the attention."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, NotExported, carried
 
 EXPECTED = Absorbed()

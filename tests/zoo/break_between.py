@@ -3,7 +3,7 @@ what makes them is out of its sight. Refused; torch.export sees no break."""
 
 from torch._dynamo import graph_break
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, Refused, carried
 
 EXPECTED = Refused("graph_break")

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import nn
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
 EXPECTED = Refused("token_mixing")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, rows
 
 EXPECTED = Absorbed()

@@ -3,7 +3,7 @@
 import torch
 from einops import einsum, rearrange, repeat
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried, causal
 
 EXPECTED = Absorbed()

@@ -2,7 +2,7 @@
 
 from einops.layers.torch import EinMix, Rearrange
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

@@ -3,7 +3,7 @@ values, which may hide more than mask_mod says. Refused."""
 
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
 EXPECTED = Refused("unsupported_op")

@@ -2,7 +2,7 @@
 
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

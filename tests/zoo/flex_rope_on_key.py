@@ -3,7 +3,7 @@
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import InPart, carried, rope
 
 EXPECTED = InPart("values", "position_dependent")

@@ -4,7 +4,7 @@ Legal, but Dynamo compiles that call by itself and the core gets K and V as inpu
 from torch import nn
 from torch.func import functional_call
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, Refused, carried
 
 EXPECTED = Refused("graph_break")

@@ -3,7 +3,7 @@ analysis. Refused."""
 
 from torch.func import functional_call
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
 EXPECTED = Refused("position_dependent")

@@ -1,6 +1,6 @@
 """A forward hook on the up-projection that applies a nonlinearity, out of sight in the class's code. Illegal."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
 EXPECTED = Refused("nonlinear")

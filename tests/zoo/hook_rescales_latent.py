@@ -1,7 +1,7 @@
 """A forward_pre_hook on the up-projection that multiplies the latent by a constant and a vector of weights, and a
 forward hook that clones its result. Legal."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

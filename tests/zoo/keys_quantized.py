@@ -1,7 +1,7 @@
 """Fake quantization of the expanded keys (KIVI, QServe): the scale is that of the token, and
 rounding is no linear map. Illegal for K."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import InPart, carried
 
 EXPECTED = InPart("values", "nonlinear")

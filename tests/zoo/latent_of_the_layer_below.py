@@ -1,7 +1,7 @@
 """Two attention layers over one latent cache: the upper layer expands the lower one's latents with its own weights
 (cross-layer sharing, YOCO and CLA). Legal, twice."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed(2)

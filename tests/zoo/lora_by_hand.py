@@ -1,6 +1,6 @@
 """An adapter beside the up-projection, scaled and added (loralib). Legal: the sum of two maps of one latent."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

@@ -1,7 +1,7 @@
 """A mixture of adapters: a gate computed from each token weighs the adapter (MoLoRA). Illegal: the map differs from
 token to token."""
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
 EXPECTED = Refused("position_dependent")

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

@@ -4,7 +4,7 @@ of weights only). Legal."""
 import torch
 from torch.nn.utils.parametrizations import orthogonal
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

@@ -3,7 +3,7 @@ weights only. Legal."""
 
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, carried
 
 EXPECTED = Absorbed()

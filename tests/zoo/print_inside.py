@@ -2,7 +2,7 @@
 
 import logging
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, Refused, carried
 
 EXPECTED = Refused("graph_break")

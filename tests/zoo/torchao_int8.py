@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.latent_layer import InPrecision
+from tests.support.latent_layer import InPrecision
 from tests.zoo.base import Absorbed, carried
 
 quantization = pytest.importorskip("torchao.quantization")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.latent_layer import LatentLayer
+from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, NotExported, carried, causal
 
 EXPECTED = Absorbed()

@@ -105,7 +105,7 @@ static size_t piece(size_t* bytes, int64_t count, int64_t each) {
   return at;
 }
 
-// The two kernels that turn a mask into lists of tiles (kernels/tiles_triton.py), and what they need.
+// The two kernels that turn a mask into lists of tiles (kernels/triton/tiles_triton.py), and what they need.
 static OrtStatus* plan_mask(const OrtApi* api, const Node* node, const Call* c, const Kernel* attend, int block_n,
                             Plan* p) {
   Kernel scan = request(SCAN, attend->arch), list = request(LIST, attend->arch);

@@ -1,0 +1,1 @@
+"""Decode attention on Hopper (sm_90), in Gluon."""

@@ -1,0 +1,364 @@
+"""Absorbed decode attention on Hopper (sm_90): one TMA producer and two consumer warpgroups, written in Gluon.
+
+One CTA owns 64 packed rows (row ``m`` is token ``m // H``, head ``m % H`` of one request) and walks blocks of 64 cache
+rows. The float32 output, 64 x 512, is half of an SM's registers, so it is cut in two: consumer ``w`` holds columns
+``256 w .. 256 w + 255``. The schedule is the seesaw of FlashMLA's 2025-04-22 write-up, built from scratch:
+
+* The producer copies each block once by TMA: two halves of the latent and the rope part, a *stage*. There are two
+  stages, and each half of a stage is given back by itself.
+* Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all 576 columns) and makes ``P_j`` from the running maximum
+  that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
+* Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the
+  latent block that lies there already. Own ``P_j`` comes from registers, the other one's from shared memory. Consumer
+  0 issues the scores of the next block before it waits for the product with the previous one.
+
+Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length; a stage's barrier phase is
+therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
+request: one per CTA on the split grid, several when a schedule (kernels/triton/schedule.py) is given.
+
+Rows past a request's length: TMA fills rows outside the tensor with zeros, scores are masked, and the rows of the last
+block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
+A page that lies past the length is never looked up: its box is aimed outside the tensor.
+
+Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
+compiler and say so. The barrier protocol runs on the CPU in tests/kernels/test_gluon_protocol.py, from this very
+source. That simulation knows no layouts and nothing of what happens inside a warpgroup: the first run on a GPU should
+be under Triton's ConSan, ``gluon_launch.consan()``.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mla_compile.kernels.hopper.producer_gluon import (
+    BN,
+    FREE,
+    HALF,
+    NARROW,
+    ROPE,
+    TILE,
+    blocks_of,
+    length_of,
+    producer,
+    requests_of,
+)
+
+ROWS = gl.constexpr(64)  # query rows per CTA: the M of wgmma
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # first running maximum: finite, so a row without keys makes no NaN
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# Barriers after the producer's.
+P_READY = gl.constexpr(10)  # + consumer
+L_READY = gl.constexpr(12)  # + consumer
+Q_READY = gl.constexpr(14)
+BARRIERS = gl.constexpr(15)
+# Rows of the float32 exchange [6,64]: the running maximum, the rescaling and the row sums of each consumer.
+ALPHA = gl.constexpr(2)
+SUMS = gl.constexpr(4)
+
+
+@gluon.jit
+def _load_query(q, tile, row_offsets, live, COL: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
+    """Columns COL..COL+WIDTH of the CTA's query rows into tile [64,WIDTH], zeros in rows that do not exist."""
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, L)), 0)
+    for c in gl.static_range(WIDTH // 64):
+        part = gl.load(q + (row_offsets + column + (COL + c * 64)), mask=live, other=0.0)
+        if WIDTH == 64:
+            tile.store(part.to(tile.dtype))
+        else:
+            tile.slice(c * 64, 64, 1).store(part.to(tile.dtype))
+
+
+@gluon.jit
+def _scores(tiles, narrow, bars, zero, stage, phase, S_L: gl.constexpr):
+    """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive."""
+    s = gl.zeros([ROWS, BN], gl.float32, S_L)
+    mbarrier.wait(bars.index(3 * stage), phase)
+    s = warpgroup_mma(tiles.index(zero), tiles.index(TILE + 2 * stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(bars.index(3 * stage + 1), phase)
+    s = warpgroup_mma(tiles.index(zero + 1), tiles.index(TILE + 1 + 2 * stage).permute((1, 0)), s, is_async=True)
+    mbarrier.wait(bars.index(3 * stage + 2), phase)
+    s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _softmax(s, m_before, limit, n0, scale_log2, S_L: gl.constexpr):
+    """P (unnormalised, base 2) of a block from row n0 on, the rescaling of what was summed before, the maximum."""
+    n = n0 + gl.arange(0, BN, gl.SliceLayout(0, S_L))
+    s = gl.where(gl.expand_dims(n, 0) < gl.expand_dims(limit, 1), s * scale_log2, float("-inf"))
+    m = gl.maximum(m_before, gl.max(s, 1))
+    return gl.exp2(s - gl.expand_dims(m, 1)), gl.exp2(m_before - m), m
+
+
+@gluon.jit
+def _zero_rows(tile, first):
+    """Zeroes rows first.. of a [64,256] half: they lie past the length and 0 * NaN is NaN."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    r = gl.arange(0, BN, gl.SliceLayout(1, L))
+    for c in gl.static_range(HALF // 64):
+        part = tile.slice(c * 64, 64, 1)
+        v = part.load(L)
+        part.store(gl.where(gl.expand_dims(r, 1) < first, v, 0.0).to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scaled(acc, a, O_L: gl.constexpr):
+    """The output half times a factor per row."""
+    return acc * gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, O_L)), 1)
+
+
+@gluon.jit
+def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
+    """Half W of up to 64 rows of o [rows,512], from registers: a change of layout would need 64 KB of shared memory."""
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, O_L))
+    c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
+    cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)
+    base = o + row0.to(gl.int64) * (2 * HALF)
+    gl.store(base + cells, acc.to(o.dtype.element_ty), mask=gl.expand_dims(r < live, 1))
+
+
+@gluon.jit
+def _store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
+    """The finished half, and (consumer 0) the natural log-sum-exp, of rows row0.. of out [rows,512] and lse [rows]."""
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, S_L))
+    if sinks is not None:  # B and S are whole numbers of H rows
+        sink = gl.load(sinks + (row0 + r) % H).to(gl.float32) * LOG2E
+        acc = _scaled(acc, gl.where(lse2 != float("-inf"), 1.0 / (1.0 + gl.exp2(sink - lse2)), 0.0), O_L)
+    _store_rows(out, acc, row0, live, W, O_L)
+    if W == 0:
+        gl.store(lse + row0 + r, lse2 * LN2, mask=r < live)
+
+
+@gluon.jit
+def _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
+    """Half W and lse2 into the scratch rows row0..; an empty item leaves only lse2, minus infinity."""
+    if n > 0:
+        _store_rows(o_part, acc, row0, live, W, O_L)
+    if W == 0:
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, S_L))
+        gl.store(lse_part + row0 + r, lse2, mask=r < live)
+
+
+@gluon.jit
+def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit, scale_log2):
+    """Consumer 0's part of an item of n blocks: scores blocks 0, 2, ..., sums all blocks for columns 0..255."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
+    R_S: gl.constexpr = gl.SliceLayout(1, S_L)
+    acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
+    sums = gl.zeros([ROWS], gl.float32, R_S)
+    m = gl.full([ROWS], LOWEST, gl.float32, R_S)
+    last = (length - base) // BN  # the block with rows past the length, counted from base; n or more: none here
+    for t in range((n + 1) // 2):
+        # Always 0, but not for LLVM, which would otherwise hoist 72 wgmma descriptors out of the loop and spill them.
+        zero = t >> 29
+        older = t > 0
+        # The product with block 2t-1, which the other consumer scored. The first trip has none and multiplies the query
+        # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
+        mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
+        a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
+        m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
+        sums = sums * a1
+        acc = _scaled(acc, a1, O_L)
+        other = gl.where(older, 1, 0)
+        acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
+        s_t = _scores(tiles, narrow, bars, zero, zero, (used0 + t) & 1, S_L)
+        acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
+        mbarrier.arrive(bars.index(FREE + 2), pred=older)
+        s = warpgroup_mma_wait(0, deps=[s_t])
+        p, a, m = _softmax(s, m1, limit, base + 2 * t * BN, scale_log2, S_L)
+        stats.index(0).store(m)
+        p16 = p.to(narrow.dtype)
+        narrow.index(NARROW).store(p16)
+        stats.index(ALPHA).store(a)
+        fence_async_shared()
+        mbarrier.arrive(bars.index(P_READY))
+        sums = sums * a + gl.sum(p, 1)
+        p_own = gl.convert_layout(p16, P_L)
+        if 2 * t == last:
+            _zero_rows(tiles.index(TILE), length % BN)
+        acc = _scaled(acc, a, O_L)
+        acc_u = warpgroup_mma(p_own, tiles.index(TILE), acc, use_acc=older, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc_u])
+        mbarrier.arrive(bars.index(FREE))
+    if (n > 0) & (n % 2 == 0):
+        mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
+        a1 = stats.index(ALPHA + 1).load(R_S)
+        m = stats.index(1).load(R_S)
+        sums = sums * a1
+        if n - 1 == last:
+            _zero_rows(tiles.index(TILE + 2), length % BN)
+        acc = _scaled(acc, a1, O_L)
+        acc = warpgroup_mma(narrow.index(NARROW + 1), tiles.index(TILE + 2), acc, is_async=False)
+        mbarrier.arrive(bars.index(FREE + 2))
+    return acc, sums, m
+
+
+@gluon.jit
+def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit, scale_log2):
+    """Consumer 1's part of an item of n blocks: scores blocks 1, 3, ..., sums all blocks for columns 256..511."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
+    R_S: gl.constexpr = gl.SliceLayout(1, S_L)
+    acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
+    sums = gl.zeros([ROWS], gl.float32, R_S)
+    m = gl.full([ROWS], LOWEST, gl.float32, R_S)
+    last = (length - base) // BN
+    for t in range(n // 2):
+        zero = t >> 29  # see _even_blocks
+        s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, S_L)
+        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
+        a0 = stats.index(ALPHA).load(R_S)
+        m0 = stats.index(0).load(R_S)
+        sums = sums * a0
+        acc = _scaled(acc, a0, O_L)
+        acc_t = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s_t])
+        p, a, m = _softmax(s, m0, limit, base + (2 * t + 1) * BN, scale_log2, S_L)
+        stats.index(1).store(m)
+        p16 = p.to(narrow.dtype)
+        narrow.index(NARROW + 1).store(p16)
+        stats.index(ALPHA + 1).store(a)
+        fence_async_shared()
+        mbarrier.arrive(bars.index(P_READY + 1))
+        sums = sums * a + gl.sum(p, 1)
+        p_own = gl.convert_layout(p16, P_L)
+        acc = warpgroup_mma_wait(0, deps=[acc_t])
+        mbarrier.arrive(bars.index(FREE + 1))
+        if 2 * t + 1 == last:
+            _zero_rows(tiles.index(TILE + 3), length % BN)
+        acc = _scaled(acc, a, O_L)
+        acc_u = warpgroup_mma(p_own, tiles.index(TILE + 3), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc_u])
+        mbarrier.arrive(bars.index(FREE + 3))
+    if n % 2 == 1:
+        mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
+        a0 = stats.index(ALPHA).load(R_S)
+        m = stats.index(0).load(R_S)
+        sums = sums * a0
+        mbarrier.wait(bars.index(1), (used0 + n // 2) & 1)
+        if n - 1 == last:
+            _zero_rows(tiles.index(TILE + 1), length % BN)
+        acc = _scaled(acc, a0, O_L)
+        acc = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=False)
+        mbarrier.arrive(bars.index(FREE + 1))
+    return acc, sums, m
+
+
+@gluon.jit
+def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
+              stride_qs, stride_qh, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL: gl.constexpr,
+              PARTIAL: gl.constexpr):  # fmt: skip
+    """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says."""
+    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    R_S: gl.constexpr = gl.SliceLayout(1, S_L)
+    Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    first_row = gl.program_id(0) * ROWS
+    live = S * H - first_row
+    used0 = 0
+    used1 = 0
+    done = 0
+    b0, b1, t0, t1 = requests_of(items, B)
+    for b in range(b0, b1):
+        length = length_of(seq_lens, b, T)
+        lo, hi, blocks = blocks_of(items, length, b, b0, t0, b1, t1, least)
+        n = hi - lo
+        whole = n == blocks
+        if (PARTIAL < 2) | (n > 0) | whole:
+            m_q = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, Q_L))
+            rows = b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs + (m_q % H).to(gl.int64) * stride_qh
+            rows = gl.expand_dims(rows, 1)
+            exists = gl.expand_dims(m_q < S * H, 1)
+            # Both consumers had retired their products with the query of the item before when they exchanged sums, and
+            # both have read the sums when they meet here.
+            _load_query(q, tiles.index(W), rows, exists, W * HALF, HALF, Q_L)
+            if W == 1:
+                _load_query(q, narrow.index(0), rows, exists, 2 * HALF, ROPE, Q_L)
+            fence_async_shared()
+            mbarrier.arrive(bars.index(Q_READY))
+            mbarrier.wait(bars.index(Q_READY), done & 1)
+
+            limit = gl.full([ROWS], 0, gl.int32, R_S) + length
+            if CAUSAL:
+                limit = limit - S + 1 + (first_row + gl.arange(0, ROWS, R_S)) // H
+            if W == 0:
+                acc, sums, m = _even_blocks(
+                    tiles, narrow, stats, bars, used0, used1, n, lo * BN, length, limit, scale_log2
+                )
+            else:
+                acc, sums, m = _odd_blocks(
+                    tiles, narrow, stats, bars, used0, used1, n, lo * BN, length, limit, scale_log2
+                )
+
+            stats.index(SUMS + W).store(sums)
+            mbarrier.arrive(bars.index(L_READY + W))
+            mbarrier.wait(bars.index(L_READY + 1 - W), done & 1)
+            total = sums + stats.index(SUMS + 1 - W).load(R_S)
+            some = total != 0.0  # NaN is something
+            lse2 = gl.where(some, m + gl.log2(total), float("-inf"))
+            factor = gl.where(some, 1.0 / total, 0.0)
+            acc = _scaled(acc, factor, O_L)
+            if PARTIAL == 0:
+                _store_final(out, lse, sinks, acc, lse2, b * S * H + first_row, live, H, W, S_L, O_L)
+            elif PARTIAL == 1:
+                row0 = (gl.program_id(1) * B + b) * S * H + first_row
+                _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W, S_L, O_L)
+            elif whole:
+                _store_final(out, lse, sinks, acc, lse2, b * S * H + first_row, live, H, W, S_L, O_L)
+            else:
+                row0 = (gl.load(slots + b) + gl.program_id(1)) * S * H + first_row
+                _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W, S_L, O_L)
+            used0 += (n + 1) // 2
+            used1 += n // 2
+            done += 1
+
+
+@gluon.jit(do_not_specialize=["T", "B", "S", "H", "least"])
+def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
+               stride_qs, stride_qh, table_stride, T, B, S, H, least, PAGE: gl.constexpr, BOX: gl.constexpr,
+               CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, REGS: gl.constexpr):  # fmt: skip
+    """Absorbed decode attention of one layer; grid (blocks of 64 rows, splits or partitions, B or 1).
+
+    q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] where
+    PAGE > 0, with boxes [1,BOX,256 or 64] and [1,BOX,64]; table int32 [B,*] or None; seq_lens int32 [B] or None (T);
+    sinks float32 [H] or None. On the split grid a request's blocks are divided evenly, at least ``least`` to a split
+    (the rule of kernels/triton/decode_triton.py). With a schedule, ``items`` int32 [partitions+1,2] holds each
+    partition's first (request, block) and ``slots`` int32 [B] the first scratch slot of a request minus its first
+    partition.
+
+    Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
+    lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.
+    """
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    tiles = gl.allocate_shared_memory(latent.dtype, [6, 64, 256], SWIZZLED)
+    narrow = gl.allocate_shared_memory(latent.dtype, [3, 64, 64], SWIZZLED)
+    stats = gl.allocate_shared_memory(gl.float32, [6, 64], PLAIN)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BARRIER)
+    for i in gl.static_range(BARRIERS):
+        mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
+    fence_async_shared()
+    # Making a consumer the default partition costs 400 bytes of spills.
+    gl.warp_specialize(
+        [
+            (producer, (latent, rope, table, seq_lens, items, table_stride, T, B, least, tiles, narrow, bars, PAGE,
+                        BOX)),
+            (_consumer, (0, q, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
+                         stride_qs, stride_qh, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL, PARTIAL)),
+            (_consumer, (1, q, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
+                         stride_qs, stride_qh, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL, PARTIAL)),
+        ],
+        [4, 4],
+        [REGS, REGS],
+    )  # fmt: skip

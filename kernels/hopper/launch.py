@@ -1,0 +1,109 @@
+"""Compiles and launches the steps of the Hopper kernel: descriptors by address, a probe, and Triton's ConSan.
+
+Kept apart from kernels/triton/launch.py, which calls it, because of what only Gluon needs. Nothing here imports Triton
+before a call on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_compile.kernels.hopper.steps import Box, GluonStep
+from mla_compile.kernels.triton.bind import bind
+
+LOG = logging.getLogger("mla_compile.kernels")
+_compiled: dict[Any, Any] = {}
+_options: dict[str, Any] = {}  # added to every compilation: ConSan
+
+
+class _Address:
+    """What Triton asks of a descriptor's tensor, without keeping a cache alive that its owner has dropped."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=4096)
+def descriptor(box: Box, address: int) -> Any:
+    """The TMA descriptor of a box at an address; a pure function of both, so it may be kept for ever."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    base = _Address(address, box.dtype)
+    return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block), layout)
+
+
+def source(step: GluonStep) -> tuple[Any, dict[str, Any]]:
+    """``(source, options)`` of a step for ``triton.compile``."""
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    fn, signature, constants, attributes, options = step.source()
+    return GluonASTSource(fn, signature, constants, attributes), {**options, **_options}
+
+
+def compiled(step: GluonStep, index: int) -> Any | None:
+    """The kernel of a step, loaded on device ``index``; None (said once) where this Triton cannot compile it."""
+    from triton.runtime.driver import driver
+
+    built, options = source(step)
+    key = (index, *map(str, (built.signature, built.constants, built.attrs, options)))
+    if key not in _compiled:
+        import triton
+
+        target = driver.active.get_current_target()
+        try:
+            _compiled[key] = triton.compile(built, target=target, options=options)
+        except Exception as error:  # noqa: BLE001  an experimental interface: another Triton may fail in any way
+            # The portable kernel takes over.
+            LOG.warning("the Hopper kernel does not compile with Triton %s, the portable one runs: %s: %s",
+                        triton.__version__, type(error).__name__, error)  # fmt: skip
+            _compiled[key] = None
+    return _compiled[key]
+
+
+def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Callable[[int, list[int]], None] | None:
+    """A function that launches a step over (stream, addresses); None where it does not compile."""
+    kernel = compiled(step, index)
+    if kernel is None:
+        return None
+    run = bind(kernel, step.grid)
+    given = {**step.scalars, **step.constants}
+    template = [given.get(name) for name in step.fn.arg_names]
+    position = {name: i for i, name in enumerate(step.fn.arg_names)}
+    pointers = [(position[a], places[b]) for a, b in step.buffers.items() if a not in step.boxes]
+    described = [(position[a], places[step.buffers[a]], box) for a, box in step.boxes.items()]
+
+    def go(stream: int, addresses: list[int]) -> None:
+        arguments = template.copy()
+        for i, place in pointers:
+            arguments[i] = addresses[place]
+        for i, place, box in described:
+            arguments[i] = descriptor(box, addresses[place])
+        run(stream, arguments)
+
+    return go
+
+
+def consan() -> None:
+    """From here on, in this process, the Hopper kernel is compiled with Triton's ConSan, which reports races.
+
+    For the first run on a GPU: it sees what the CPU simulation cannot (fences between proxies, single warps). Slow; an
+    error is a device-side assertion, after which the process cannot use the GPU. Its scratch is taken from torch.
+    """
+    import triton
+    from triton import knobs
+
+    from mla_compile.kernels.triton import launch
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    knobs.compilation.instrumentation_mode = _options["instrumentation_mode"] = "consan"
+    launch.clear()

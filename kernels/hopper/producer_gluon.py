@@ -1,0 +1,123 @@
+"""The producer of the Hopper kernel (decode_gluon.py): which blocks a CTA walks, and the TMA copies that bring them.
+
+An *item* is a run of blocks of one request: one per CTA on the split grid, several when a schedule
+(kernels/triton/schedule.py) is given. Rows past a request's length: TMA fills rows outside the tensor with zeros, and a
+page that lies past the length is never looked up, its box is aimed outside the tensor.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so it must have the same 64 x 64 shape
+HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF wide
+ROPE = gl.constexpr(64)
+
+# Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow ones [64,64]: 0 the query, 1 + stage.
+TILE = gl.constexpr(2)
+NARROW = gl.constexpr(1)
+# Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
+FREE = gl.constexpr(6)
+
+
+@gluon.jit
+def length_of(seq_lens, b, T):
+    """Cache rows of request b; a length beyond the capacity T is cut to it."""
+    length = T
+    if seq_lens is not None:
+        length = gl.minimum(gl.maximum(gl.load(seq_lens + b), 0), T)
+    return length
+
+
+@gluon.jit
+def requests_of(items, B):
+    """(first request, one past the last, its first block, block where the last one ends) of this CTA."""
+    if items is None:
+        return gl.program_id(2), gl.program_id(2) + 1, 0, 0
+    else:
+        p = items + 2 * gl.program_id(1)
+        end = gl.load(p + 2)
+        t1 = gl.load(p + 3)
+        return gl.load(p), gl.minimum(end + (t1 > 0).to(gl.int32), B), gl.load(p + 1), t1
+
+
+@gluon.jit
+def blocks_of(items, length, b, b0, t0, b1, t1, least):
+    """Blocks lo..hi of request b for this CTA, and the request's number of blocks."""
+    blocks = (length + BN - 1) // BN
+    if items is None:
+        per = gl.maximum((blocks + gl.num_programs(1) - 1) // gl.num_programs(1), least)
+        lo = gl.minimum(gl.program_id(1) * per, blocks)
+        hi = gl.minimum(lo + per, blocks)
+    else:
+        lo = gl.where(b == b0, gl.minimum(t0, blocks), 0)
+        hi = gl.where((b == b1 - 1) & (t1 > 0), gl.minimum(t1, blocks), blocks)
+    return lo, hi, blocks
+
+
+@gluon.jit
+def _place(table_row, b, token, length, PAGE: gl.constexpr):
+    """Coordinates along the cache's first two axes of the box that starts at this token of request b."""
+    if PAGE == 0:
+        return b, token
+    else:
+        inside = token < length
+        page = gl.load(table_row + token // PAGE, mask=inside, other=0)  # slots past the length are not read
+        return page, gl.where(inside, token % PAGE, PAGE)  # row PAGE is outside: zeros, and nothing is fetched
+
+
+@gluon.jit
+def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr, WIDTH: gl.constexpr,
+          PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
+    """Issues the copies of columns COL..COL+WIDTH of block i into tile [64,WIDTH], counted on bar.
+
+    ``page, row`` is the place of a block that is one box. Smaller boxes are looked up one by one: a register for each
+    does not fit beside the 40 that the consumers leave the producer, and a line of the table lasts several blocks.
+    """
+    CUBE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    mbarrier.expect(bar, BN * WIDTH * 2)
+    if BOX == BN:
+        cube = tile._reinterpret(desc.dtype, [1, BN, WIDTH], CUBE)
+        tma.async_copy_global_to_shared(desc, [page, row, COL], bar, cube)
+    else:
+        # A 128-byte-swizzled tile [64,WIDTH] is WIDTH / 64 chunks [64,64] one after the other, and BOX (a multiple of
+        # the swizzle's 8) rows of a chunk are contiguous.
+        boxes = tile._reinterpret(desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
+        for r in range(BN // BOX):
+            page, row = _place(table_row, b, i * BN + r * BOX, length, PAGE)
+            for c in gl.static_range(WIDTH // 64):
+                tma.async_copy_global_to_shared(desc, [page, row, COL + c * 64], bar, boxes.index(c * (BN // BOX) + r))
+
+
+@gluon.jit
+def producer(latent, rope, table, seq_lens, items, table_stride, T, B, least, tiles, narrow, bars,
+              PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
+    """Fills the stages with the blocks of this CTA's items, in order."""
+    used0 = 0
+    used1 = 0
+    b0, b1, t0, t1 = requests_of(items, B)
+    for b in range(b0, b1):
+        length = length_of(seq_lens, b, T)
+        lo, hi, _ = blocks_of(items, length, b, b0, t0, b1, t1, least)
+        table_row = table
+        if PAGE > 0:
+            table_row = table + b.to(gl.int64) * table_stride
+        for i in range(lo, hi):
+            stage = (i - lo) % 2
+            # A fresh barrier lets a wait for the phase before its first one pass: the first loads find the stage free.
+            phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
+            page = b
+            row = i * BN
+            if BOX == BN:  # before the wait for a free stage, where the producer spends its time
+                page, row = _place(table_row, b, i * BN, length, PAGE)
+            bar = 3 * stage
+            wide = TILE + 2 * stage
+            mbarrier.wait(bars.index(FREE + 2 * stage), phase)
+            _copy(latent, tiles.index(wide), bars.index(bar), table_row, b, page, row, i, length, 0, HALF, PAGE, BOX)
+            mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
+            _copy(latent, tiles.index(wide + 1), bars.index(bar + 1), table_row, b, page, row, i, length, HALF, HALF,
+                  PAGE, BOX)  # fmt: skip
+            _copy(rope, narrow.index(NARROW + stage), bars.index(bar + 2), table_row, b, page, row, i, length, 0, ROPE,
+                  PAGE, BOX)  # fmt: skip
+            used0 += 1 - stage
+            used1 += stage

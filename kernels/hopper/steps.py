@@ -1,0 +1,238 @@
+"""What a decode attention call launches with the Hopper kernel (kernels/hopper/decode_gluon.py), as data.
+
+The counterpart of kernels/triton/steps.py: pure, also for tensors on the meta device, and used by the launch
+(kernels/hopper/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says
+which calls the kernel takes; the others go to the portable one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_compile.kernels.plan import MIN_SPLIT, Device, Plan
+from mla_compile.kernels.triton import schedule
+from mla_compile.kernels.triton.steps import COMBINE_COLUMNS, COMBINE_SPLITS, TYPES, Call, Step, combine_step
+
+LATENT, ROPE, BLOCK = 512, 64, 64
+SMEM = 220 * 1024  # bytes: query 72 KB, two stages of 72 KB, statistics and barriers 2 KB, and room to align
+REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the 64 K of an SM
+PAGE_STEP = 16  # a box of TMA is 16, 32 or 64 rows and lies in one page
+GRID_LIMIT = 65535
+STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
+COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Box(NamedTuple):
+    """A TMA descriptor but for its address: of a 3-D tensor, in elements."""
+
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    block: tuple[int, int, int]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class GluonStep(Step):
+    """A launch of a Gluon kernel; ``boxes`` are the arguments that are TMA descriptors."""
+
+    boxes: dict[str, Box]
+
+
+def suits(call: Call, device: Device) -> bool:
+    """Whether the Hopper kernel takes this call: dtypes, widths, features and strides. Pure; sizes are not judged here.
+
+    Rows of 512 + 64 columns in half precision, values that are the latent, any H and S; pages of a multiple of 16 rows;
+    rows that TMA can address. A query in float32 goes with a bfloat16 cache only: float16 would have to be scaled.
+    """
+    z, rope = call.sizes, call.rope
+    if rope is None or call.values is not None or call.mask is not None or call.kv_scale is not None:
+        return False
+    dtype = call.latent.dtype
+    query = call.query.dtype == dtype or (dtype == torch.bfloat16 and call.query.dtype == torch.float32)
+    return (
+        device.capability == (9, 0)
+        and device.smem >= SMEM
+        and (z.L, z.R) == (LATENT, ROPE)
+        and call.softcap == 0
+        and call.window == 0
+        and dtype in _HALF
+        and rope.dtype == dtype
+        and query
+        and call.query.stride(-1) == 1
+        and z.page % PAGE_STEP == 0
+        and z.B <= GRID_LIMIT
+        and min(z.B, z.S, z.H, z.T) > 0
+        and _addressable(call.latent)
+        and _addressable(rope)
+    )
+
+
+def _addressable(rows: Tensor) -> bool:
+    """What cuTensorMapEncodeTiled asks for: 16-byte steps, no broadcast axis, int32 coordinates."""
+    return (
+        rows.stride(2) == 1
+        and rows.data_ptr() % 16 == 0
+        and rows.numel() > 0
+        and max(rows.shape) < COORDINATE_LIMIT
+        and all(s > 0 and s % 8 == 0 and 2 * s < STRIDE_LIMIT for s in _strides(rows)[:2])
+    )
+
+
+def _strides(rows: Tensor) -> tuple[int, int, int]:
+    """The strides; that of an axis of length 1, which may be anything, as if it were dense."""
+    outer, row, column = rows.stride()
+    if rows.shape[1] == 1:
+        row = rows.shape[2]
+    if rows.shape[0] == 1:
+        outer = rows.shape[1] * row
+    return outer, row, column
+
+
+def scheduled(call: Call, plan: Plan) -> bool:
+    """Whether work is shared out over (request, block): the plan says so, and there are lengths to share out by."""
+    return plan.scheduled and call.seq_lens is not None and schedule.suits(call.sizes.B)
+
+
+def scratch(call: Call, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each buffer that the launch allocates, as in kernels/triton/steps.py."""
+    z, ragged = call.sizes, scheduled(call, plan)
+    M = z.S * z.H
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "out": ((z.B, z.S, z.H, LATENT), call.query.dtype),
+        "lse": ((z.B, z.S, z.H), torch.float32),
+    }
+    pieces: tuple[int, ...] = (plan.splits, z.B)
+    if ragged:
+        parts = schedule.partitions(device.sms, M)
+        pieces = (max(1, parts - 1 + min(parts - 1, z.B)),)
+        found["items"] = ((parts + 1, 2), torch.int32)
+        found |= dict.fromkeys(("shift", "first", "count"), ((z.B,), torch.int32))
+    if ragged or plan.splits > 1:
+        found["part"] = ((*pieces, M, LATENT), torch.float32)
+        found["part_lse"] = ((*pieces, M), torch.float32)
+    return found
+
+
+def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
+    """The launches in order: (cut the batch,) attention, (combine).
+
+    ``least`` is the tokens that a split has at least (default: the plan's chunk, else MIN_SPLIT).
+    """
+    tokens = plan.chunk or (MIN_SPLIT if least is None else least)
+    attention = _attention(call, plan, device, max(1, tokens // BLOCK))
+    if scheduled(call, plan):
+        return _cut(call, device), attention, _combine_slots(call, plan)
+    if plan.splits == 1:
+        return (attention,)
+    import mla_compile.kernels.triton.combine_triton as combine_kernels
+
+    return attention, combine_step(call, plan, combine_kernels.combine)
+
+
+def _attention(call: Call, plan: Plan, device: Device, least: int) -> GluonStep:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    import mla_compile.kernels.hopper.decode_gluon as kernels
+
+    z, ragged = call.sizes, scheduled(call, plan)
+    M = z.S * z.H
+    rows = min(BLOCK, z.page & -z.page) if z.page else BLOCK
+    whole = not ragged and plan.splits == 1
+    kind = TYPES[call.latent.dtype][1:]
+    boxes, types, optional = {}, {}, {}
+    for name, tensor, width in (
+        ("latent", call.latent, LATENT // 2 if rows == BLOCK else 64),
+        ("rope", call.rope, ROPE),
+    ):
+        assert tensor is not None
+        T, R, C = tensor.shape
+        boxes[name] = Box((T, R, C), _strides(tensor), (1, rows, width), tensor.dtype)
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        types[name] = f"tensordesc<{kind}{list(boxes[name].block)},{layout!r}>"
+    for name, tensor in (("table", call.table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
+        optional[name] = None if tensor is None else TYPES[tensor.dtype]
+    optional |= dict.fromkeys(("items", "slots"), "*i32" if ragged else None)
+    optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
+    final = ragged or whole
+    optional |= {"out": TYPES[call.query.dtype] if final else None, "lse": "*fp32" if final else None}
+    buffers = {"q": "query", "latent": "latent", "rope": "rope"} | {
+        name: _BUFFERS.get(name, name) for name, of in optional.items() if of is not None
+    }
+    types |= {"q": TYPES[call.query.dtype]} | {name: of for name, of in optional.items() if of is not None}
+    strides = dict(zip(("stride_qb", "stride_qs", "stride_qh"), call.query.stride(), strict=False))
+    scalars: dict[str, int | float] = {
+        "scale_log2": float(call.scale * math.log2(math.e)),
+        **strides,
+        "table_stride": 0 if call.table is None else call.table.stride(0),
+        "T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least,
+    }  # fmt: skip
+    constants: dict[str, Any] = {name: None for name, of in optional.items() if of is None}
+    constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1, "REGS": REGISTERS}
+    constants["PARTIAL"] = 2 if ragged else int(not whole)
+    aligned = {name for name, stride in strides.items() if stride % 16 == 0}
+    given = {"query": call.query, "table": call.table, "lengths": call.seq_lens, "sinks": call.sinks}
+    aligned |= {n for n, b in buffers.items() if n not in boxes and (b not in given or _is_aligned(given[b]))}
+    grid = (-(-M // BLOCK), schedule.partitions(device.sms, M) if ragged else plan.splits, 1 if ragged else z.B)
+    return GluonStep(
+        "mla_seesaw", kernels.mla_seesaw, grid, buffers, scalars, constants, types, frozenset(aligned),
+        {"num_warps": 4}, boxes,
+    )  # fmt: skip
+
+
+_BUFFERS = {"seq_lens": "lengths", "slots": "shift", "o_part": "part", "lse_part": "part_lse"}  # argument: buffer
+
+
+def _is_aligned(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.data_ptr() % 16 == 0
+
+
+def _cut(call: Call, device: Device) -> Step:
+    import mla_compile.kernels.triton.schedule_triton as kernels
+
+    z = call.sizes
+    parts = schedule.partitions(device.sms, z.S * z.H)
+    names = ("items", "shift", "first", "count")
+    return Step(
+        "cut",
+        kernels.cut,
+        (-(-(parts + 1) // kernels.PARTS), 1, 1),
+        {"seq_lens": "lengths"} | {name: name for name in names},
+        {"B": z.B, "T": z.T, "partitions": parts},
+        {
+            "BLOCK_B": max(16, 1 << (z.B - 1).bit_length()),
+            "PARTS": kernels.PARTS,
+            "BLOCK": BLOCK,
+            "OVERHEAD": schedule.OVERHEAD,
+        },
+        dict.fromkeys(("seq_lens", *names), "*i32"),
+        frozenset(names),
+        {"num_warps": 4, "num_stages": 1},
+    )
+
+
+def _combine_slots(call: Call, plan: Plan) -> Step:
+    import mla_compile.kernels.triton.schedule_triton as kernels
+
+    z = call.sizes
+    types = dict.fromkeys(("part", "part_lse", "lse"), "*fp32") | {"first": "*i32", "count": "*i32"}
+    types["out"] = TYPES[call.query.dtype]
+    constants: dict[str, Any] = {"V": LATENT, "BLOCK_S": COMBINE_SPLITS, "BLOCK_V": COMBINE_COLUMNS, "PDL": plan.pdl}
+    aligned = set(types)
+    if call.sinks is None:
+        constants["sinks"] = None
+    else:
+        types["sinks"] = TYPES[call.sinks.dtype]
+        aligned |= {"sinks"} if _is_aligned(call.sinks) else set()
+    options: dict[str, Any] = {"num_warps": 2, "num_stages": 1} | ({"launch_pdl": True} if plan.pdl else {})
+    grid = (z.B * z.S * z.H, LATENT // COMBINE_COLUMNS, 1)
+    scalars: dict[str, int | float] = {"M": z.S * z.H, "H": z.H}
+    return Step(
+        "combine_slots", kernels.combine_slots, grid, {n: n for n in types}, scalars, constants, types,
+        frozenset(aligned), options,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Decode attention in Triton: what is launched, and how."""

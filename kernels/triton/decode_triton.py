@@ -1,0 +1,325 @@
+"""Absorbed decode attention in Triton: contiguous and paged caches, any dtype, one loop over tiles of keys.
+
+A block of BLOCK_M packed query rows of one request (row m is query token m // H, head m % H) walks the tiles of its
+split, with the online softmax of Flash-Attention in base 2 (m: running maximum, l: running sum):
+
+    s = (q . [c, r]) * scale * log2 e;  m' = max(m, max s);  p = 2^(s - m');  l = l 2^(m-m') + sum p
+    acc = acc 2^(m-m') + p c
+
+One load of the tile c serves both products. What the flags below do not ask for costs nothing: they are compile-time.
+
+* Tiles come from a run of numbers, or from the list of visible ones (kernels/triton/tiles_triton.py); rows from an
+  offset, or through a block table. All are masked loads: a row that nobody sees is never read, and zeros stand in its
+  place (a weight of 0 times NaN is NaN). There is no separate loop for whole tiles: two loops spill registers.
+* The running maximum starts at the lowest float32, so a row that has seen nothing makes no ``inf - inf``.
+* Grid (row blocks, splits, B): the row blocks of one tile run side by side and share it through the L2 cache.
+* A float32 query beside half precision rows is rounded to their dtype here, once; for float16 each row is first
+  brought to a largest magnitude of 2^13..2^14 by a power of two, which the scores are multiplied by again.
+* Hopper's products take a computed left factor from registers, 144 of each thread for a query, and a loaded one from
+  shared memory. A converted query is therefore written to scratch and loaded again (``staged``): every block that
+  writes a row writes the same bits, and reads only what it wrote itself.
+* fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from mla_compile.kernels.triton.combine_triton import sink_factor
+from mla_compile.kernels.triton.tiles_triton import COUNT, LN2, LOG2E, LOWEST, TILE, WORD, key_range, tile_rows
+
+
+@triton.jit
+def to_dot(x, DTYPE: tl.constexpr):
+    """A loaded tile in the dtype of the products. Bits of e4m3: sign, 4 of exponent (bias 7), 3 of mantissa.
+
+    Shifted by 7, exponent and mantissa lie where float16 has them, its bias being 8 larger: the value, times 2^-8,
+    subnormals included. NaN is 0x7f.
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+        half = tl.where((bits & 0x7F) == 0x7F, 0x7FFF, half).to(tl.uint16)
+        return (half.to(tl.float16, bitcast=True) * 256.0).to(DTYPE)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def power_of_two(amax):
+    """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity stay so."""
+    exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 14), 254)
+    down = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+    return down, up
+
+
+@triton.jit
+def attend(
+    query,  # [B,S,H,L+R]
+    latent,  # [B,T,L] or [P,PAGE,L]; rope and values alike
+    rope,
+    values,
+    out,  # DIRECT: [B*M,V] in query's dtype; else float32 [NS,B*M,V]
+    lse,  # DIRECT: float32 [B*M], natural logarithm; else [NS,B*M], base 2
+    staged,  # [B*M,L+R] in DTYPE, scratch, or None: see the module's docstring
+    table,  # int32 [B,maxpages] or None
+    lengths,  # int32 [B] or None
+    work,  # int64, see kernels/triton/tiles_triton.py, or None
+    mask,  # uint8 or float [B,H,S,T] by strides; None: no mask, or all of it is in work
+    sinks,  # [H] or None
+    kv_scale,  # [] or by token
+    scale,
+    softcap,
+    query_b,
+    query_s,
+    query_h,
+    latent_b,
+    latent_t,
+    latent_c,
+    rope_b,
+    rope_t,
+    rope_c,
+    values_b,
+    values_t,
+    values_c,
+    table_b,
+    mask_b,
+    mask_h,
+    mask_s,
+    mask_t,
+    scale_b,
+    scale_t,
+    work_b,  # 0 where all requests share one list
+    work_plane,
+    S,
+    H,
+    T,  # capacity: tokens of the cache, or of a row of the block table
+    least,  # tiles of a split, at least
+    window,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,  # 0: contiguous
+    WIDE: tl.constexpr,  # offsets inside a request (or a page) need 64 bits
+    DTYPE: tl.constexpr,  # of the products
+    PRECISION: tl.constexpr,  # of float32 products
+    NORMALIZE: tl.constexpr,  # float32 query beside float16 rows
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK_ROWS: tl.constexpr,  # the mask differs between query rows
+    TOKEN_SCALE: tl.constexpr,  # kv_scale differs between tokens
+    ROPE_SCALED: tl.constexpr,  # kv_scale is for rope too
+    DIRECT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One split of one block of rows; see the module's docstring. Strides are in elements, named by tensor and axis."""
+    i_m = tl.program_id(0)
+    i_split = tl.program_id(1)
+    b = tl.program_id(2)
+    M = S * H
+    length, begin = key_range(lengths, b, S, T, window, WINDOW)
+    if work is not None:
+        work += b.to(tl.int64) * work_b
+        first = tl.zeros([], tl.int32)
+        last = tl.load(work + COUNT * work_plane).to(tl.int32)
+    else:
+        first = begin // BLOCK_N
+        last = tl.cdiv(length, BLOCK_N)
+    per = tl.maximum(tl.cdiv(last - first, tl.num_programs(1)), least)
+    first += i_split * per
+    last = tl.minimum(first + per, last)
+
+    m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_row = m < M
+    o_row = (i_split.to(tl.int64) * tl.num_programs(2) + b) * M + m  # row m's place in out and lse
+    m_query = m_row & (first < last)  # a split without tiles loads nothing; leaving here instead costs 200 B of spills
+
+    s_token = m // H
+    head = m % H
+    p_query = (
+        query + b.to(tl.int64) * query_b + s_token.to(tl.int64) * query_s + head.to(tl.int64) * query_h
+    )  # [BLOCK_M]
+    c_l = tl.arange(0, BLOCK_L)
+    if WIDE:
+        c_l = c_l.to(tl.int64)
+    m_q = m_query[:, None]
+    if BLOCK_L != L:
+        m_q = m_q & (c_l < L)[None, :]
+    b_q = tl.load(p_query[:, None] + c_l[None, :], mask=m_q, other=0.0)  # [BLOCK_M,BLOCK_L]
+    if R > 0:
+        c_r = tl.arange(0, BLOCK_R)
+        if WIDE:
+            c_r = c_r.to(tl.int64)
+        m_qr = m_query[:, None]
+        if BLOCK_R != R:
+            m_qr = m_qr & (c_r < R)[None, :]
+        b_qr = tl.load(p_query[:, None] + (L + c_r)[None, :], mask=m_qr, other=0.0)  # [BLOCK_M,BLOCK_R]
+    if NORMALIZE:
+        amax = tl.max(tl.abs(b_q), 1)
+        if R > 0:
+            amax = tl.maximum(amax, tl.max(tl.abs(b_qr), 1))
+        down, up = power_of_two(amax)
+        b_q = b_q * down[:, None]
+        if R > 0:
+            b_qr = b_qr * down[:, None]
+        row_scale = scale * up  # [BLOCK_M]
+    b_q = b_q.to(DTYPE)
+    if R > 0:
+        b_qr = b_qr.to(DTYPE)
+    if staged is not None:
+        p_staged = staged + (b.to(tl.int64) * M + m)[:, None] * (L + R)
+        tl.store(p_staged + c_l[None, :], b_q, mask=m_q)
+        if R > 0:
+            tl.store(p_staged + (L + c_r)[None, :], b_qr, mask=m_qr)
+        tl.debug_barrier()
+        b_q = tl.load(p_staged + c_l[None, :], mask=m_q, other=0.0)
+        if R > 0:
+            b_qr = tl.load(p_staged + (L + c_r)[None, :], mask=m_qr, other=0.0)
+
+    # Bases of this request's rows; pages are looked up from the start of the cache.
+    if PAGE == 0:
+        latent += b.to(tl.int64) * latent_b
+        if R > 0:
+            rope += b.to(tl.int64) * rope_b
+        if values is not None:
+            values += b.to(tl.int64) * values_b
+        if TOKEN_SCALE:
+            kv_scale += b.to(tl.int64) * scale_b
+    else:
+        table += b.to(tl.int64) * table_b
+    if mask is not None:
+        mask += b.to(tl.int64) * mask_b
+        if MASK_ROWS:
+            p_mask = mask + head.to(tl.int64) * mask_h + s_token.to(tl.int64) * mask_s  # [BLOCK_M]
+    if kv_scale is not None:
+        if not TOKEN_SCALE:
+            b_kv = tl.load(kv_scale).to(tl.float32)
+    end = length - S + s_token  # causal: the last key that the row sees
+
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if work is not None:  # carried a trip ahead, so that no trip waits for its own place in the list
+        work += first
+        next_tile = tl.load(work + TILE * work_plane, mask=first < last, other=0)
+        next_word = tl.load(work + WORD * work_plane, mask=first < last, other=0)
+    for i in tl.range(first, last):
+        if work is not None:
+            tile = next_tile.to(tl.int32)
+            word = next_word
+            work += 1
+            next_tile = tl.load(work + TILE * work_plane, mask=i + 1 < last, other=0)
+            next_word = tl.load(work + WORD * work_plane, mask=i + 1 < last, other=0)
+        else:
+            tile = i
+        start = tile * BLOCK_N
+        n = start + tl.arange(0, BLOCK_N)
+        seen = n < length  # [BLOCK_N]: by some row of the request
+        if WINDOW:
+            seen = seen & (n >= begin)
+        if work is not None:
+            seen = seen & (((word >> tl.arange(0, BLOCK_N).to(tl.int64)) & 1) != 0)
+        p_k, o_k = tile_rows(latent, table, start, length, latent_b, latent_t, PAGE, BLOCK_N, WIDE)
+        m_k = seen[:, None]
+        if BLOCK_L != L:
+            m_k = m_k & (c_l < L)[None, :]
+        b_k = tl.load(p_k + o_k[:, None] + c_l[None, :] * latent_c, mask=m_k, other=0.0)  # [BLOCK_N,BLOCK_L]
+        b_k = to_dot(b_k, DTYPE)
+        b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M,BLOCK_N]
+        if TOKEN_SCALE:
+            p_kv, o_kv = tile_rows(kv_scale, table, start, length, scale_b, scale_t, PAGE, BLOCK_N, WIDE)
+            b_kv = tl.load(p_kv + o_kv, mask=seen, other=0.0).to(tl.float32)[None, :]  # [1,BLOCK_N]
+        if kv_scale is not None:
+            if not ROPE_SCALED:
+                b_s = b_s * b_kv
+        if R > 0:
+            p_r, o_r = tile_rows(rope, table, start, length, rope_b, rope_t, PAGE, BLOCK_N, WIDE)
+            m_r = seen[:, None]
+            if BLOCK_R != R:
+                m_r = m_r & (c_r < R)[None, :]
+            b_r = tl.load(p_r + o_r[:, None] + c_r[None, :] * rope_c, mask=m_r, other=0.0)  # [BLOCK_N,BLOCK_R]
+            b_r = to_dot(b_r, DTYPE)
+            b_s = tl.dot(b_qr, b_r.T, b_s, input_precision=PRECISION)
+        if kv_scale is not None:
+            if ROPE_SCALED:
+                b_s = b_s * b_kv
+        if NORMALIZE:
+            b_s = b_s * row_scale[:, None]
+        else:
+            b_s = b_s * scale
+        if SOFTCAP:  # scale has 1 / softcap in it; tanh x = 2 / (1 + e^-2x) - 1
+            b_s = (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * LOG2E))) - 1.0) * softcap
+        if CAUSAL:
+            visible = n[None, :] <= end[:, None]
+            if work is not None:
+                visible = visible & seen[None, :]
+        else:
+            visible = seen[None, :]
+        if WINDOW:
+            visible = visible & (n[None, :] > end[:, None] - window)
+        if mask is not None:
+            if WIDE:
+                n = n.to(tl.int64)
+            if MASK_ROWS:
+                o_mask = p_mask[:, None] + (n * mask_t)[None, :]
+                m_mask = seen[None, :] & m_row[:, None]
+            else:
+                o_mask = mask + (n * mask_t)[None, :]
+                m_mask = seen[None, :]
+            b_mask = tl.load(o_mask, mask=m_mask, other=0)
+            if mask.dtype.element_ty == tl.uint8:
+                visible = visible & (b_mask != 0)
+            else:  # the lowest values stay finite in base 2
+                bias = b_mask.to(tl.float32)
+                bias = tl.where((bias < -2.3e38) & (bias != float("-inf")), -2.3e38, bias)
+                b_s = b_s + bias * LOG2E
+        b_s = tl.where(visible, b_s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(b_s, 1))
+        decay = tl.exp2(top - new_top)
+        b_p = tl.exp2(b_s - new_top[:, None])
+        total = total * decay + tl.sum(b_p, 1)
+        acc = acc * decay[:, None]
+        if TOKEN_SCALE:
+            b_p = b_p * b_kv
+        if values is not None:
+            p_v, o_v = tile_rows(values, table, start, length, values_b, values_t, PAGE, BLOCK_N, WIDE)
+            c_v = tl.arange(0, BLOCK_V)
+            if WIDE:
+                c_v = c_v.to(tl.int64)
+            m_v = seen[:, None]
+            if BLOCK_V != V:
+                m_v = m_v & (c_v < V)[None, :]
+            b_v = to_dot(tl.load(p_v + o_v[:, None] + c_v[None, :] * values_c, mask=m_v, other=0.0), DTYPE)
+            acc = tl.dot(b_p.to(DTYPE), b_v, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(b_p.to(DTYPE), b_k, acc, input_precision=PRECISION)
+        top = new_top
+
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    some = (total > 0.0) | (total != total)  # a NaN among the visible keys is a result, not an empty row
+    lse2 = top + tl.log2(tl.where(some, total, 1.0))
+    factor = 1.0 / tl.where(some, total, 1.0)
+    if kv_scale is not None:
+        if not TOKEN_SCALE:
+            factor = factor * b_kv
+    acc = acc * factor[:, None]
+    if DIRECT:
+        if sinks is not None:
+            acc = acc * sink_factor(sinks, head, total, lse2, m_row)[:, None]
+        lse2 = lse2 * LN2
+        m_o = m_row[:, None]
+    else:
+        m_o = (m_row & some)[:, None]  # the combine kernel does not read the others
+    c_o = tl.arange(0, BLOCK_V)
+    if BLOCK_V != V:
+        m_o = m_o & (c_o < V)[None, :]
+    tl.store(out + o_row[:, None] * V + c_o[None, :], acc.to(out.dtype.element_ty), mask=m_o)
+    tl.store(lse + o_row, tl.where(some, lse2, float("-inf")), mask=m_row)

@@ -1,0 +1,103 @@
+"""The rule of kernels/triton/schedule.py on the device, and the combine kernel for its scratch slots (Triton)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from mla_compile.kernels.triton.combine_triton import finish, merge
+from mla_compile.kernels.triton.schedule import BLOCK, OVERHEAD
+
+PARTS = 8  # partitions that one program places: it compares each with every request
+
+
+@triton.jit
+def cut(
+    seq_lens,
+    items,
+    shift,
+    first,
+    count,
+    B,
+    T,
+    partitions,
+    BLOCK_B: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+):
+    """seq_lens int32 [B] -> items int32 [partitions+1,2]; shift, first, count int32 [B].
+
+    Grid (cdiv(partitions+1, PARTS),).
+    """
+    b = tl.arange(0, BLOCK_B)
+    valid = b < B
+    length = tl.minimum(tl.maximum(tl.load(seq_lens + b, mask=valid, other=0), 0), T)
+    blocks = tl.cdiv(length, BLOCK)  # [BLOCK_B]
+    cost = tl.where(valid, blocks + OVERHEAD, 0)
+    end = tl.cumsum(cost, 0)
+    start = end - cost
+    pay = tl.maximum(tl.cdiv(tl.sum(cost, 0), partitions), 1)
+
+    p = tl.program_id(0) * PARTS + tl.arange(0, PARTS)
+    position = (p * pay)[:, None]  # [PARTS,1]
+    # The first position at or after this one that is not overhead: in a request that has blocks left, or at its start.
+    passed = valid[None, :] & (position >= start[None, :] + tl.maximum(blocks, 1)[None, :])  # [PARTS,BLOCK_B]
+    request = tl.sum(passed.to(tl.int32), 1)
+    here = tl.where(b[None, :] == request[:, None], start[None, :], 0)
+    block = tl.where(request < B, tl.maximum(p * pay - tl.sum(here, 1), 0), 0)
+    tl.store(items + 2 * p, request, mask=p <= partitions)
+    tl.store(items + 2 * p + 1, block, mask=p <= partitions)
+
+    if tl.program_id(0) == 0:
+        begin = start // pay
+        pieces = (start + tl.maximum(blocks, 1) - 1) // pay - begin + 1
+        cut_up = tl.where(valid & (pieces > 1), pieces, 0)
+        slot = tl.cumsum(cut_up, 0) - cut_up
+        tl.store(shift + b, slot - begin, mask=valid)
+        tl.store(first + b, slot, mask=valid)
+        tl.store(count + b, pieces, mask=valid)
+
+
+def launch(
+    seq_lens: Tensor, T: int, partitions: int, items: Tensor, shift: Tensor, first: Tensor, count: Tensor
+) -> None:
+    """Fills the tensors of a Schedule from contiguous int32 lengths."""
+    B = seq_lens.shape[0]
+    cut[(triton.cdiv(partitions + 1, PARTS),)](
+        seq_lens, items, shift, first, count, B, T, partitions,
+        BLOCK_B=triton.next_power_of_2(B), PARTS=PARTS, BLOCK=BLOCK, OVERHEAD=OVERHEAD, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_slots(
+    part,
+    part_lse,
+    first,
+    count,
+    sinks,
+    out,
+    lse,
+    M,
+    H,
+    V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Part f32 [slots,M,V], part_lse f32 [slots,M] in base 2 -> rows of out [B*M,V] and lse f32 [B*M] of cut requests.
+
+    Requests in one partition have their result already. Grid (B*M, V // BLOCK_V).
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    b = row // M
+    pieces = tl.load(count + b)
+    if pieces > 1:
+        v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        base = tl.load(first + b).to(tl.int64) * M + row % M
+        acc, total, lse2 = merge(part, part_lse, base, M, pieces, v, V, BLOCK_S, BLOCK_V)
+        finish(acc, total, lse2, sinks, out, lse, row, v, V, H, tl.program_id(1) == 0)

@@ -1,0 +1,317 @@
+"""The doors in: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
+
+All three go through ``aot_export_module(pre_dispatch=True)`` or what ``torch.export`` does with it: in-place writes are
+gone and listed as mutations, composite operations (linear, scaled_dot_product_attention) are still one node each. The
+doors out are in :mod:`mla_compile.capture.emit`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import UnspecializedParamBufferSource
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from mla_compile.capture.emit import to_exported, to_graph_module, to_plain_graph_module
+from mla_compile.capture.inline import levels_restored, written_out
+from mla_compile.capture.subclasses import close_subclasses, open_subclasses
+from mla_compile.core.program import Fold, Program, copy_graph, view_source
+from mla_compile.errors import CaptureError, InputError
+
+__all__ = [
+    "Fold",
+    "Program",
+    "from_dynamo",
+    "from_exported",
+    "from_graph_module",
+    "to_exported",
+    "to_graph_module",
+    "to_plain_graph_module",
+]
+
+
+def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
+    """The program of a graph that Dynamo hands to a backend; to be called inside the backend, before anything else.
+
+    Weights are the inputs that Dynamo reached as a parameter or a buffer of a module, unless this graph writes to them
+    or their size is symbolic: a cache is often a buffer. Raises :class:`CaptureError` with the reason.
+    """
+    program = _functionalize(gm, list(example_inputs))
+    for node, origin, value in zip(
+        program.placeholders, gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True
+    ):
+        if not isinstance(value, torch.Tensor) or node.name in program.mutations:
+            continue
+        constant = _is_module_state(getattr(origin, "_dynamo_source", None)) and not _is_resized(node)
+        if isinstance(value, torch.nn.Parameter) or constant:
+            program.weights[node.name] = _with_values(value)
+            for part, tensor in program.parts.get(node.name, {}).items():
+                program.weights[part] = _with_values(tensor)
+    return program
+
+
+def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> Program:
+    """The program of any traced module.
+
+    With ``meta["val"]`` on its placeholders its own (possibly symbolic) shapes are kept; otherwise it is captured for
+    the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay its attributes.
+    """
+    if not gm.graph.find_nodes(op="output"):
+        raise InputError("the graph returns nothing: it has no output node")
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    recorded = [node.meta.get("val") for node in placeholders]
+    if all(value is not None for value in recorded):
+        values = recorded
+    elif example_inputs is None:
+        missing = next(node.name for node, value in zip(placeholders, recorded, strict=True) if value is None)
+        raise InputError(
+            f'input {missing!r} of the graph has no meta["val"]: pass example_inputs, one per placeholder '
+            f"({', '.join(node.name for node in placeholders)})"
+        )
+    else:
+        values = list(example_inputs)
+        if len(values) != len(placeholders):
+            raise InputError(
+                f"the graph has {len(placeholders)} inputs ({', '.join(node.name for node in placeholders)}), "
+                f"got {len(values)} example inputs"
+            )
+    return _functionalize(gm, values)
+
+
+def from_exported(exported: torch.export.ExportedProgram) -> Program:
+    """The program of an ExportedProgram; its ``original`` is that program with in-place writes removed."""
+    flat = _called_flat(exported)
+    try:
+        functional = flat.run_decompositions({})
+    except Exception as error:  # whatever an operator or its fake kernel raises
+        raise _failure("the exported program cannot be made functional", error) from error
+    _call_like(exported, functional)
+    signature = functional.graph_signature
+    graph = copy_graph(functional.graph)
+    _drop_grad_mode(graph)
+    gm = fx.GraphModule(functional.graph_module, graph)
+    by_target = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    mutated: list[str] = []
+    for spec in signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            mutated.append(by_target[spec.target])
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            mutated.append(str(spec.target))
+        elif spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(
+                f"the exported program returns a {spec.kind.name}; only inference programs are supported"
+            )
+    tensors = {**functional.constants, **functional.state_dict}
+    weights = {
+        name: _with_values(tensors[target])
+        for target, name in by_target.items()
+        if isinstance(tensors.get(target), torch.Tensor) and name not in mutated
+    }
+    return _finish(Program(gm, tuple(mutated), weights, original=functional))
+
+
+def _called_flat(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """``exported`` with flat outputs and one flat keyword argument per input.
+
+    ``run_decompositions`` builds the containers of the inputs, and what they compute meanwhile (the DynamicCache of
+    transformers appends to empty tensors) ends in constants that nobody holds.
+    """
+    first, *rest = exported.module_call_graph
+    assert first.signature is not None  # the first entry is the whole program's
+    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    signature = dataclasses.replace(
+        first.signature,
+        in_spec=pytree.tree_structure(((), dict.fromkeys(names))),
+        out_spec=pytree.tree_structure(tuple(range(first.signature.out_spec.num_leaves))),
+        forward_arg_names=None,
+    )
+    gm = copy.deepcopy(exported.graph_module)
+    return torch.export.ExportedProgram(
+        root=gm,
+        graph=gm.graph,
+        graph_signature=copy.deepcopy(exported.graph_signature),
+        state_dict=exported.state_dict,
+        range_constraints=exported.range_constraints,
+        module_call_graph=[dataclasses.replace(first, signature=signature), *rest],
+        constants=exported.constants,
+        verifiers=exported.verifiers,
+    )
+
+
+def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:
+    """Gives ``flat`` the inputs and outputs of ``exported`` again."""
+    nested, signature = exported.module_call_graph[0].signature, flat.module_call_graph[0].signature
+    assert nested is not None
+    assert signature is not None
+    signature.in_spec, signature.out_spec = nested.in_spec, nested.out_spec
+    signature.forward_arg_names = nested.forward_arg_names
+    flat._example_inputs = exported.example_inputs
+
+
+def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
+    """``aot_export_module``, then lifted parameters and buffers put back as get_attr nodes of their old names."""
+    from torch._functorch.aot_autograd import aot_export_module
+
+    _refuse_autocast(gm, values)
+    try:
+        with levels_restored():
+            flat = _flat(written_out(gm))
+            values, opened = open_subclasses(flat, values)
+    except Exception as error:  # whatever an operator, a fake kernel or a guard raises
+        raise _failure("a graph within the graph cannot be written out", error) from error
+    state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
+    traced: Any
+    try:
+        with torch.no_grad(), levels_restored():
+            traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
+    except Exception as error:  # whatever an operator, a fake kernel or a guard raises
+        raise _failure("the graph cannot be made functional", error) from error
+    graph: fx.Graph = traced.graph
+    effects = not _drop_idle_tokens(graph, len(signature.output_tokens))
+    if effects or signature.parameters_to_mutate:
+        what = "an operator with side effects" if effects else "a write to a parameter"
+        raise CaptureError(f"the graph contains {what}")
+
+    _drop_grad_mode(graph)
+    inputs = graph.find_nodes(op="placeholder")
+    if len(inputs) != len(state) + len(values):
+        raise CaptureError("an input or a weight is a tensor subclass that takes several tensors in the graph")
+    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    outputs: Any = graph.output_node().args[0]
+    new_values = [output.name for output in outputs[: len(outputs) - len(signature.user_outputs)]]
+    if sorted(new_values) != sorted(mutated):
+        raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
+
+    by_old_name = {node.name: node for node in inputs}
+    attributes: dict[str, Any] = {str(node.target): _attribute(traced, str(node.target)) for node in _get_attrs(graph)}
+    weights: dict[str, torch.Tensor | None] = {
+        node.name: _with_values(attributes[str(node.target)])
+        for node in _get_attrs(graph)
+        if isinstance(attributes[str(node.target)], torch.Tensor)
+    }
+    written = {*signature.buffers_to_mutate.values()}
+    for node, (name, tensor) in zip(inputs, state, strict=False):
+        target = name if name not in attributes else f"{name}_state"
+        attributes[target] = tensor
+        with graph.inserting_before(inputs[0]):
+            attribute = graph.create_node("get_attr", target)
+        attribute.meta = dict(node.meta)
+        by_old_name[node.name] = by_old_name[name] = attribute
+        node.replace_all_uses_with(attribute)
+        if name not in written:
+            weights[attribute.name] = _with_values(tensor)
+    for node in inputs[: len(state)]:
+        graph.erase_node(node)
+    for node, origin in zip(inputs[len(state) :], flat.graph.find_nodes(op="placeholder"), strict=True):
+        node._rename(origin.name)
+        node.target = node.name
+
+    close_subclasses(graph, opened, tuple(mutated.values()))
+    mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
+    used = {str(node.target) for node in _get_attrs(graph) if node.users or node.name in mutations}
+    for node in _get_attrs(graph):
+        if node.target not in used:
+            weights.pop(node.name, None)
+            graph.erase_node(node)
+    traced_gm = fx.GraphModule({target: attributes[target] for target in used}, graph)
+    program = _finish(Program(traced_gm, mutations, weights, original=gm))
+    program.parts = {one.name: {name: tensor for name, _, tensor in one.parts} for one in opened}
+    return program
+
+
+def _finish(program: Program) -> Program:
+    """Fill in what follows from the graph, and check what every later step relies on."""
+    for node in program.gm.graph.nodes:
+        if isinstance(node.meta.get("val"), FakeTensor):
+            program.fake_mode = node.meta["val"].fake_mode
+            break
+    written = program.outputs[: len(program.mutations)]
+    owner = {new: name for new, name in zip(written, program.mutations, strict=True) if isinstance(new, fx.Node)}
+    for index, value in enumerate(program.outputs[len(written) :]):
+        root = value
+        while root is not None and root not in owner:
+            root = view_source(root)
+        if root is not None:
+            program.aliases[index] = owner[root]
+    program.gm.graph.lint()
+    return program
+
+
+def _flat(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of ``gm`` that takes and returns flat tuples and owns its constants as buffers."""
+    graph = copy_graph(gm.graph)
+    output = graph.output_node()
+    output.args = (tuple(pytree.tree_leaves(output.args[0])),)
+    return fx.GraphModule(gm, graph)
+
+
+def _refuse_autocast(gm: fx.GraphModule, values: Sequence[Any]) -> None:
+    """Pre-dispatch graphs do not show the casts of autocast, so nothing can be proved about their dtypes."""
+    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    inside = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in gm.graph.nodes)
+    if inside or any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind)):
+        raise CaptureError(
+            "autocast is active and its casts are not in the graph; cast the model with .to(dtype) instead"
+        )
+
+
+def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
+    """Removes the first ``count`` inputs and results, tokens that order side effects, if nothing else touches them.
+
+    A composite operator that checks its input (linalg_solve) asks for a token; it stands in the graph and checks.
+    """
+    tokens = graph.find_nodes(op="placeholder")[:count]
+    output = graph.output_node()
+    returned: Any = output.args[0]
+    if list(returned[:count]) != tokens or any(len(token.users) != 1 for token in tokens):
+        return False
+    output.args = (tuple(returned[count:]),)
+    for token in tokens:
+        graph.erase_node(token)
+    return True
+
+
+def _drop_grad_mode(graph: fx.Graph) -> None:
+    """Grad mode switches mean nothing in an inference graph, and would outlive it."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            graph.erase_node(node)
+
+
+def _get_attrs(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="get_attr"))
+
+
+def _attribute(module: Any, target: str) -> Any:
+    return operator.attrgetter(target)(module)
+
+
+def _is_module_state(source: Any) -> bool:
+    """Whether Dynamo reached an input through the parameters or buffers of a module."""
+    while source is not None:
+        if isinstance(source, UnspecializedParamBufferSource):
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def _is_resized(node: fx.Node) -> bool:
+    """Whether a tensor was seen in several sizes."""
+    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
+
+
+def _with_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if isinstance(tensor, FakeTensor) or tensor.is_meta else tensor
+
+
+def _failure(what: str, error: Exception) -> CaptureError:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return CaptureError(f"{what}: {type(error).__name__}: {lines[0]}")

@@ -1,0 +1,259 @@
+"""The doors out: a :class:`Program` becomes what it was captured from, mutations, aliases and signature included."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._export.verifier import SpecViolationError
+from torch.export.graph_signature import InputKind, InputSpec, OutputSpec, TensorArgument
+from torch.fx.graph_module import _assign_attr
+from torch.utils import _pytree as pytree
+
+from mla_compile.capture.cache_change import CacheChange
+from mla_compile.capture.emit_cache import new_calls, new_examples, new_guards, new_signature, rows_in_graph_module
+from mla_compile.core.program import Program, view_source
+from mla_compile.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def to_graph_module(program: Program) -> fx.GraphModule:
+    """A graph that Dynamo's caller and Inductor accept in place of the captured one.
+
+    Placeholders carry what Dynamo wrote on the originals (source, static address, example value), so that static
+    inputs, CUDA graphs and freezing work as before. A fold's placeholder has no source and counts as a static address.
+    Constants of the graph are its buffers, and AOTAutograd asks for the source of each.
+    """
+    gm = _with_writes(program)
+    original: fx.GraphModule = program.original
+    origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
+    folded = {fold.placeholder for fold in program.folds}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        origin = origins.get(node.name)
+        if origin is None:
+            node._dynamo_source = None
+            if node.name in folded:
+                node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+            continue
+        node.meta = {**origin.meta, "val": node.meta["val"]}
+        node.type = origin.type
+        if hasattr(origin, "_dynamo_source"):
+            node._dynamo_source = origin._dynamo_source  # as Dynamo itself sets it
+    gm.meta = dict(original.meta)
+    for name, value in vars(original).items():
+        if name not in vars(gm):
+            setattr(gm, name, value)
+    state = [name for name, _ in (*gm.named_parameters(), *gm.named_buffers())]
+    known = getattr(original, "_param_name_to_source", {})
+    vars(gm)["_param_name_to_source"] = {name: known.get(name, ConstantSource(name)) for name in state}
+    gm.recompile()
+    return gm
+
+
+def to_plain_graph_module(
+    program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
+) -> fx.GraphModule:
+    """A GraphModule called and returning like the original one, with its parameters under their old names.
+
+    ``folded`` holds the values of the program's folds; they become buffers. ``change``: a cache input becomes as many
+    inputs as it brings rows, a cache output a tuple of them.
+    """
+    gm = _with_writes(program)
+    original: fx.GraphModule = program.original
+    for fold in program.folds:
+        value = (folded or {})[fold.placeholder]
+        node = next(n for n in gm.graph.find_nodes(op="placeholder") if n.name == fold.placeholder)
+        gm.register_buffer(fold.placeholder, value)
+        with gm.graph.inserting_before(node):
+            attribute = gm.graph.create_node("get_attr", fold.placeholder)
+        attribute.meta = node.meta
+        node.replace_all_uses_with(attribute)
+        gm.graph.erase_node(node)
+    flat: Any = gm.graph.output_node().args[0]
+    if change is not None:
+        flat = rows_in_graph_module(gm, program, change, original)
+    origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if node.name in origins:
+            origin = origins[node.name]
+            node.target, node.args, node.type = origin.target, origin.args, origin.type
+    output = gm.graph.output_node()
+    leaves, spec = pytree.tree_flatten(original.graph.output_node().args[0])
+    if len(leaves) != len(flat):
+        raise CaptureError(f"the graph returned {len(leaves)} values, its rewritten form {len(flat)}")
+    output.args = (pytree.tree_unflatten(flat, spec),)
+    _check_inputs(gm, original)
+    gm.graph.set_codegen(original.graph._codegen)
+    _keep_state(gm, original)
+    gm.meta = dict(original.meta)
+    gm.train(original.training)
+    gm.recompile()
+    return gm
+
+
+def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
+    """The original's state dict: also weights that are no longer read, and without buffers that were not saved."""
+    present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
+    for name, tensor in (
+        *original.named_parameters(remove_duplicate=False),
+        *original.named_buffers(remove_duplicate=False),
+    ):
+        if name not in present:
+            _assign_attr(tensor, gm, name)
+    known = {*original.state_dict()}
+    for path, module in gm.named_modules():
+        prefix = f"{path}." if path else ""
+        module._non_persistent_buffers_set.update(leaf for leaf in module._buffers if prefix + leaf not in known)
+
+
+def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
+    """Keep the original's checks of its inputs; where it was captured for example inputs, refuse any other shape."""
+    by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
+    inputs = {node: by_name[node.name] for node in known}
+    last = next(iter(reversed(inputs.values())), None)
+    if last is None:
+        return
+    with gm.graph.inserting_after(last):
+        for node in original.graph.nodes:
+            if node.op == "call_module" and not node.users and set(node.all_input_nodes) <= set(inputs):
+                gm.add_submodule(str(node.target), original.get_submodule(str(node.target)))
+                gm.graph.node_copy(node, lambda origin: inputs[origin])
+        for origin, node in inputs.items():
+            value = node.meta["val"]
+            if "val" not in origin.meta and isinstance(value, torch.Tensor):
+                gm.graph.call_function(
+                    aten._assert_tensor_metadata.default, (node, list(value.shape), None, value.dtype)
+                )
+
+
+def to_exported(
+    program: Program, folded: Mapping[str, torch.Tensor] | None = None, change: CacheChange | None = None
+) -> torch.export.ExportedProgram:
+    """An ExportedProgram with the inputs, outputs, state and constraints of the captured one.
+
+    ``change`` says which of them are rows instead of K and V.
+
+    Weights that are no longer read stay in the signature. ``folded`` holds the values of the program's folds; they
+    become buffers that are not part of the state dict.
+    """
+    original: torch.export.ExportedProgram = program.original
+    program = program.copy()
+    graph = program.gm.graph
+    signature = copy.deepcopy(original.graph_signature)
+    constants = dict(original.constants)
+    inputs = graph.find_nodes(op="placeholder")
+    first_user = next((i for i, s in enumerate(signature.input_specs) if s.kind is InputKind.USER_INPUT), len(inputs))
+    for position, fold in enumerate(program.folds, start=first_user):
+        node = program.node(fold.placeholder)
+        if first_user < len(inputs):
+            inputs[first_user].prepend(node)
+        constants[node.name] = (folded or {})[fold.placeholder]
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(name=node.name), node.name, persistent=False)
+        signature.input_specs.insert(position, spec)
+    calls, examples = list(original.module_call_graph), original.example_inputs
+    names = [spec.arg.name for spec in original.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    if change is not None:
+        rows, outputs = new_signature(program, change, signature)
+        calls = new_calls(calls, names, rows, outputs[len(program.mutations) :])
+        examples = new_examples(examples, original.call_spec.in_spec, names, change)
+    _keep_old_values(program)
+    signature.output_specs = [
+        OutputSpec(spec.kind, dataclasses.replace(spec.arg, name=value.name), spec.target)
+        if isinstance(value, fx.Node)
+        else spec
+        for spec, value in zip(signature.output_specs, program.outputs, strict=True)
+    ]
+    graph.lint()
+    program.gm.recompile()
+    try:
+        result = torch.export.ExportedProgram(
+            root=program.gm,
+            graph=graph,
+            graph_signature=signature,
+            state_dict=dict(original.state_dict),
+            range_constraints=copy.deepcopy(original.range_constraints),
+            module_call_graph=calls,
+            example_inputs=examples,
+            constants=constants,
+            verifiers=original.verifiers,
+        )
+    except SpecViolationError as error:
+        raise CaptureError(f"the rewritten graph is no valid exported program: {error}") from error
+    if change is not None:
+        top = original.module_call_graph[0].signature
+        result._guards_code = new_guards(original._guards_code, top, names, change)
+    return result
+
+
+def _with_writes(program: Program) -> fx.GraphModule:
+    """A copy whose graph writes its mutated inputs just before the output and returns the caller's values only.
+
+    Before: ``return (index_copy, y)``. After: ``copy_ = aten.copy_(cache, index_copy); return (y,)``: Inductor turns
+    the two into one write in place, where returning the new value would copy the whole cache in every call.
+    """
+    program = program.copy()
+    _keep_old_values(program)
+    graph = program.gm.graph
+    output = graph.output_node()
+    new_values = program.outputs[: len(program.mutations)]
+    returned = list(program.outputs[len(program.mutations) :])
+    written: dict[str, tuple[Any, fx.Node]] = {}
+    with graph.inserting_before(output):
+        for name, new in zip(program.mutations, new_values, strict=True):
+            target = program.node(name)
+            if new is target:
+                written[name] = (new, target)
+                continue
+            node = graph.call_function(aten.copy_.default, (target, new))
+            node.meta["val"] = target.meta["val"]
+            written[name] = (new, node)
+        for index, name in program.aliases.items():
+            returned[index] = _view_again(graph, returned[index], *written[name])
+        output.args = (tuple(returned),)
+    graph.lint()
+    return program.gm
+
+
+def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:
+    """The chain of views from ``new`` to ``value``, made on ``written`` instead."""
+    chain = []
+    node: fx.Node | None = value
+    while node is not None and node is not new:
+        chain.append(node)
+        node = view_source(node)
+    if node is None:
+        raise CaptureError(f"the returned value {value.name} is no longer a view of the input that was written")
+    result = written
+    for step in reversed(chain):
+        result = graph.call_function(step.target, (result, *step.args[1:]), step.kwargs)  # type: ignore[arg-type]
+        result.meta = dict(step.meta)
+    return result
+
+
+def _keep_old_values(program: Program) -> None:
+    """Copy what shows the memory of an input that is about to be written: it was the old value that was meant."""
+    graph = program.gm.graph
+    output = graph.output_node()
+    mutated = {program.node(name) for name in program.mutations}
+    values = list(program.outputs)
+    own = dict(zip(program.mutations, values, strict=False))
+    for index, value in enumerate(values):
+        if not isinstance(value, fx.Node):
+            continue
+        root: fx.Node = value
+        while (source := view_source(root)) is not None:
+            root = source
+        if root not in mutated or (value is root and own[root.name] is root):
+            continue
+        with graph.inserting_before(output):
+            clone = graph.call_function(aten.clone.default, (value,))
+        clone.meta = dict(value.meta)
+        values[index] = clone
+    output.args = (tuple(values),)

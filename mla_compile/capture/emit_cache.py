@@ -1,0 +1,196 @@
+"""The signature of a program whose K and V became rows: where K stood, a tuple of the rows it brings stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ModuleCallEntry
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from mla_compile.capture.cache_change import CacheChange
+from mla_compile.core.program import Program
+from mla_compile.errors import InputError
+
+Leaves = list[Any]
+
+
+def rows_in_place(
+    program: Program, change: CacheChange, gm: fx.GraphModule
+) -> tuple[dict[str, list[fx.Node]], list[Any]]:
+    """In ``gm``, made of the program: the row placeholders of each old cache input, and the flat outputs.
+
+    A list of rows stands among the outputs where K or V stood.
+    """
+    cache = program.cache
+    assert cache is not None
+    nodes = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    inputs = {t.name: [nodes[cache.rows[t.rows[i]]] for i in t.holds] for t in change.inputs}
+    values: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple by construction
+    values = [*[None] * (len(program.outputs) - len(values)), *values]  # new values of inputs may be written already
+    appended = {at for rows in cache.outputs.values() for at in rows}
+    held = {index: t.holds for index, t in zip(sorted(cache.outputs), change.outputs, strict=True)}
+    new: list[Any] = []
+    for index, value in enumerate(values):
+        if index in held:
+            new.append([values[cache.outputs[index][i]] for i in held[index]])
+        elif index not in appended:
+            new.append(value)
+    return inputs, new
+
+
+def order_placeholders(graph: fx.Graph, names: Sequence[str]) -> None:
+    """Puts the placeholders in the order of ``names``."""
+    by_name = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for name in names:
+        first.prepend(by_name[name])
+
+
+def new_signature(
+    program: Program, change: CacheChange, signature: ExportGraphSignature
+) -> tuple[dict[str, list[fx.Node]], list[Any]]:
+    """Writes the row inputs and outputs into ``signature`` and the program's graph; returns :func:`rows_in_place`."""
+    inputs, outputs = rows_in_place(program, change, program.gm)
+    specs: list[InputSpec] = []
+    for spec in signature.input_specs:
+        rows = inputs.get(spec.arg.name) if spec.kind is InputKind.USER_INPUT else None
+        specs += [spec] if rows is None else [_input(row) for row in rows]
+    signature.input_specs = specs
+    order_placeholders(program.gm.graph, [spec.arg.name for spec in specs if hasattr(spec.arg, "name")])
+    results: list[OutputSpec] = []
+    flat: list[Any] = []
+    for result, value in zip(_with_written_rows(program, signature), outputs, strict=True):
+        if isinstance(value, list):
+            results += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=row.name), None) for row in value]
+            flat += value
+        else:
+            results.append(result)
+            flat.append(value)
+    signature.output_specs = results
+    program.gm.graph.output_node().args = (tuple(flat),)
+    return inputs, outputs
+
+
+def _with_written_rows(program: Program, signature: ExportGraphSignature) -> list[OutputSpec]:
+    """What the program returns, the new values of rows in the place of those of the buffers they stand for."""
+    specs: list[OutputSpec] = []
+    for spec in signature.output_specs:
+        rows = program.cache.written.get(spec.target) if spec.kind is OutputKind.USER_INPUT_MUTATION else None
+        if rows is None:
+            specs.append(spec)
+        else:
+            specs += [OutputSpec(spec.kind, TensorArgument(name=row), row) for row in rows]
+    return specs
+
+
+def rows_in_graph_module(
+    gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
+) -> tuple[Any, ...]:
+    """Orders the inputs of ``gm`` and returns its outputs, one for each of the original's; rows stand in tuples."""
+    if type(original.graph._codegen) is not fx.graph.CodeGen:
+        raise InputError(
+            'cache="latent" changes the inputs of a GraphModule, and this one takes nested ones; '
+            "use torch.export.export and optimize the ExportedProgram"
+        )
+    inputs, outputs = rows_in_place(program, change, gm)
+    names: list[str] = []
+    for node in original.graph.find_nodes(op="placeholder"):
+        names += [row.name for row in inputs[node.name]] if node.name in inputs else [node.name]
+    order_placeholders(gm.graph, names)
+    return tuple(tuple(v) if isinstance(v, list) else v for v in outputs[len(program.mutations) :])
+
+
+def _input(row: fx.Node) -> InputSpec:
+    return InputSpec(InputKind.USER_INPUT, TensorArgument(name=row.name), None)
+
+
+def new_calls(
+    entries: Sequence[ModuleCallEntry], user_inputs: Sequence[str], inputs: dict[str, list[fx.Node]], outputs: Leaves
+) -> list[ModuleCallEntry]:
+    """The call signatures with the trees of inputs and outputs changed for the program as a whole."""
+    top, *others = entries
+    assert top.signature is not None
+    in_spec = _with_tuples(top.signature.in_spec, [inputs.get(name) for name in user_inputs])
+    rows = [value if isinstance(value, list) else None for value in outputs]
+    out_spec = _with_tuples(top.signature.out_spec, rows)
+    signature = dataclasses.replace(top.signature, inputs=[], outputs=[], in_spec=in_spec, out_spec=out_spec)
+    return [dataclasses.replace(top, signature=signature), *others]
+
+
+def new_examples(
+    example_inputs: Any, in_spec: Any, user_inputs: Sequence[str], change: CacheChange
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Example inputs of the new signature: empty rows (zeros) where K and V stood."""
+    if example_inputs is None:
+        return None
+    known = {t.name: t for t in change.inputs}
+    leaves = pytree.tree_leaves(example_inputs)
+
+    def rows(name: str, value: Any) -> Any:
+        tensor = known.get(name)
+        if tensor is None:
+            return value
+        return tuple(
+            torch.zeros(
+                tensor.recipe.row_shape(value.shape, tensor.recipe.widths[i]),
+                dtype=change.dtypes[tensor.rows[i]],
+                device=value.device,
+            )
+            for i in tensor.holds
+        )
+
+    args, kwargs = _rebuilt(in_spec, [rows(name, value) for name, value in zip(user_inputs, leaves, strict=True)])
+    return args, kwargs
+
+
+def new_guards(guards: Sequence[str], signature: Any, user_inputs: Sequence[str], change: CacheChange) -> list[str]:
+    """The conditions on the sizes of the inputs, as Python code over ``L['argument']...``, read from the rows instead.
+
+    A condition on a size that rows do not have (the heads of K) is left out: it is a number of the recipe.
+    """
+    args, kwargs = pytree.tree_unflatten(list(user_inputs), signature.in_spec)
+    arguments = {**dict(zip(signature.forward_arg_names or (), args, strict=False)), **kwargs}
+    leaves, _ = pytree.tree_flatten_with_path(arguments)
+    paths = {name: f"L{pytree.keystr(path)}" for path, name in leaves}
+    held = {t.rows[i]: f"{paths[t.name]}[{at}]" for t in change.inputs for at, i in enumerate(t.holds)}
+    new: list[str] = []
+    for guard in guards:
+        code: str | None = guard
+        for tensor in change.inputs:
+            for dim, kind in enumerate(tensor.recipe.kinds):
+                old = f"{paths[tensor.name]}.size()[{dim}]"
+                own = sum(k == "row" for k in tensor.recipe.kinds[:dim])
+                if code is not None and old in code:
+                    code = code.replace(old, f"{held[tensor.rows[0]]}.size()[{own}]") if kind == "row" else None
+        if code is not None:
+            new.append(code)
+    return new
+
+
+def _with_tuples(spec: Any, rows: Sequence[Sequence[Any] | None]) -> Any:
+    """A tree in which some leaves are tuples of as many leaves as there are rows."""
+    leaves = [object() if own is None else tuple(object() for _ in own) for own in rows]
+    return pytree.tree_structure(_rebuilt(spec, leaves))
+
+
+def _rebuilt(spec: Any, leaves: Leaves) -> Any:
+    build: Callable[[Any, Any], Any] = pytree.tree_unflatten
+    try:
+        return build(leaves, spec)
+    except Exception as error:  # containers registered by others rebuild themselves and raise what they like
+        raise InputError(
+            f"the cache stands in a container that takes only tensors ({type(error).__name__}: {error}); pass it as "
+            "tuples, lists or dicts when exporting"
+        ) from error

@@ -1,0 +1,148 @@
+"""Graphs within a Dynamo graph, written out where they stand.
+
+Two kinds are in the way of ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
+(``torch.utils.checkpoint``, regions marked for compilation), and the levels of ``torch.func`` (vmap), whose batched
+tensors exist only below the dispatcher. What is written out here is what the original would have computed; a graph that
+is not rewritten is compiled from the original all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mla_compile.core.program import copy_graph
+from mla_compile.passes.ir.graph import splice
+
+# Operator -> the position of its nested graph among its arguments, and of the first operand.
+_CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
+_CALLERS["invoke_subgraph"] = (0, 2)  # between them: the name of the region
+
+
+def written_out(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` itself, or a copy without nested calls and without levels of ``torch.func``."""
+    graph = copy_graph(gm.graph)
+    owner = fx.GraphModule(gm, graph)
+    calls = 0
+    while (call := next(_calls(owner, graph), None)) is not None:
+        _write_out_call(owner, graph, *call)
+        calls += 1
+    regions = list(_regions(graph))
+    for region in regions:
+        _write_out_region(owner, graph, region)
+    if not calls and not regions:
+        return gm
+    graph.lint()
+    owner.recompile()
+    return owner
+
+
+@contextmanager
+def levels_restored() -> Iterator[None]:
+    """Take down the levels of ``torch.func`` that a trace left behind when it failed."""
+    functorch = torch._C._functorch
+    before = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        while functorch.get_dynamic_layer_stack_depth() > before:
+            functorch.pop_dynamic_layer_stack()
+
+
+def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[Any]]]:
+    """The nodes that call a nested graph once, with that graph and its operands."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        at, first = _CALLERS.get(node.target.name(), (None, 0))
+        args: tuple[Any, ...] = node.args
+        if at is None or not isinstance(args[at], fx.Node) or args[at].op != "get_attr":
+            continue
+        nested = owner.get_submodule(args[at].target)
+        if isinstance(nested, fx.GraphModule):
+            yield node, nested, args[first:]
+
+
+def _write_out_call(
+    owner: fx.GraphModule, graph: fx.Graph, node: fx.Node, nested: fx.GraphModule, operands: Any
+) -> None:
+    prefix = str(next(a for a in node.all_input_nodes if a.op == "get_attr").target)
+    inner = nested.graph.find_nodes(op="placeholder")
+    env = dict(zip(inner, operands, strict=True))
+    with graph.inserting_before(node):
+        for own in nested.graph.nodes:
+            if own.op in ("placeholder", "output"):
+                continue
+            env[own] = graph.node_copy(own, lambda n: env[n])
+            if own.op in ("get_attr", "call_module"):
+                env[own].target = f"{prefix}.{own.target}"
+    results: Any = fx.map_arg(nested.graph.output_node().args[0], lambda n: env[n])
+    for user in list(node.users):  # parts of a tuple: the operators return nothing else
+        index: Any = user.args[1]
+        user.replace_all_uses_with(results[index])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes from where a level of ``torch.func`` is entered to where it is left, outermost levels only."""
+    depth = 0
+    region: list[fx.Node] = []
+    for node in list(graph.nodes):
+        name = node.target.__name__ if _is_level(node) else ""
+        if name == "lazy_load_decompositions" and not depth:
+            graph.erase_node(node)
+            continue
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            region.append(node)
+        depth -= name.endswith("_decrement_nesting")
+        if not depth and region:
+            yield region
+            region = []
+
+
+def _is_level(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+
+
+def _write_out_region(owner: fx.GraphModule, graph: fx.Graph, region: Sequence[fx.Node]) -> None:
+    """The operators that the batched tensors of a region come to, traced below the dispatcher on its fake values."""
+    inside = set(region)
+    inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
+    outputs = [node for node in region if any(user not in inside for user in node.users)]
+    nested = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for n in inputs:
+        env[n] = nested.node_copy(n) if n.op == "get_attr" else nested.placeholder(n.name)
+    for node in region:
+        env[node] = nested.node_copy(node, lambda n: env[n])
+    nested.output(tuple(env[n] for n in outputs))
+    module = fx.GraphModule(owner, nested)
+    operands = [n for n in inputs if n.op != "get_attr"]
+
+    def run(*values: Any) -> Any:
+        # The fused operators below the dispatcher are those of a device; written out, they are the same everywhere.
+        with sdpa_kernel(SDPBackend.MATH):
+            return fx.Interpreter(module).run(*values)
+
+    values = [n.meta["example_value"] for n in operands]
+    # Not the mode of the tracing context: Dynamo makes a new one for what comes after it.
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    with next(modes, nullcontext()), torch.no_grad(), fx.traceback.preserve_node_meta():
+        traced = make_fx(run)(*values)
+    results = splice(owner, region[0], traced, operands)
+    for node, result in zip(outputs, results, strict=True):
+        node.replace_all_uses_with(result)
+    for node in reversed(region):
+        graph.erase_node(node)
+    for node in graph.nodes:  # a further region may read these
+        if "example_value" not in node.meta and "val" in node.meta:
+            node.meta["example_value"] = node.meta["val"]

@@ -1,0 +1,125 @@
+"""The command line: parses options, calls the module that does the work, and shows what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+import mla_compile
+from mla_compile.cli import values as cli_values
+from mla_compile.cli.bench import bench
+from mla_compile.cli.common import EXIT_CODES, NEGATIVE, AsJson, ending, out, print_json, progress
+from mla_compile.cli.explain import explain
+from mla_compile.cli.export import export
+from mla_compile.cli.plan import plan
+from mla_compile.cli.run import run
+from mla_compile.workbench import demo as demo_
+
+app = typer.Typer(
+    help="Find Multi-head Latent Attention in PyTorch models and decode it in its absorbed form.",
+    no_args_is_help=True,
+    epilog=EXIT_CODES,
+    pretty_exceptions_enable=False,  # a plain traceback is what a bug report needs
+)
+_MOST_CONTEXT = 2**27
+
+app.command()(explain)
+app.command()(plan)
+app.command()(bench)
+app.command()(export)
+app.command()(run)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(mla_compile.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Find Multi-head Latent Attention in PyTorch models and decode it in its absorbed form."""
+
+
+@app.command()
+def demo(
+    layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 2,
+    contexts: Annotated[
+        str, typer.Option(help="Context lengths to time, separated by commas; k is 1,024.")
+    ] = "512,2048,8192",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(demo_.DTYPES)}.")] = "float32",
+    quick: Annotated[bool, typer.Option("--quick", help="One layer, short contexts, few rounds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Optimize a small model in the shape of DeepSeek-V3, compare its tokens with the original's, and time both.
+
+    The model is built from its config with seeded weights: no download.
+
+    Exits with 0 when the tokens are the same, 1 when they differ, 2 where the demo cannot run.
+    """
+    with ending():
+        lengths = cli_values.counts(contexts, "contexts", _MOST_CONTEXT)
+        settings = demo_.Settings(layers, lengths, dtype)
+        if quick:
+            short = tuple(sorted({min(n, 1024) for n in lengths}))
+            settings = replace(settings, layers=1, contexts=short, tokens=8, rounds=3)
+        with progress(demo_.stages(settings)) as stage:
+            outcome = demo_.run(settings, stage)
+        if as_json:
+            print_json(outcome.to_dict())
+        else:
+            _show(outcome)
+        if not outcome.agreement.ok:
+            raise typer.Exit(NEGATIVE)
+
+
+def _show(outcome: demo_.Outcome) -> None:
+    out.print(outcome.report)
+    out.print()
+    _show_agreement(outcome.agreement)
+    if outcome.precision_ratio is not None:
+        out.print(f"precision: error against float64 at most {outcome.precision_ratio:.3g} times the original's")
+    before, after = outcome.cache_bytes
+    if after:
+        out.print(
+            f"cache per token, all layers: {before:,} bytes as K and V of every head, "
+            f"{after:,} bytes as latent rows ({before / after:.1f} times less)"
+        )
+    out.print()
+    out.print(_timing_table(outcome))
+
+
+def _show_agreement(agreement: demo_.Agreement) -> None:
+    count, step = len(agreement.tokens), agreement.first_difference
+    error = f"largest difference of logits {agreement.logits_error:.1e} of the largest logit"
+    if step is not None:
+        why = "where rounding decides between two tokens" if agreement.tie else "and rounding does not explain it"
+        said = f"tokens differ from step {step + 1} of {count}, {why}; {error}"
+    else:
+        said = f"tokens: all {count} equal to the original's; {error}"
+    if agreement.logits_error > agreement.tolerance:
+        said += f", more than the {agreement.tolerance:.0e} that rounding explains"
+    out.print(said, style="green" if agreement.ok else "bold red")
+
+
+def _timing_table(outcome: demo_.Outcome) -> Table:
+    table = Table(title=f"one decode step, milliseconds (median of {outcome.settings.rounds} interleaved rounds)")
+    for name in ("context", "eager", "Inductor", "mla_compile", "vs eager", "vs Inductor"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for t in outcome.timings:
+        times = [f"{ms:.2f}" for ms in (t.eager_ms, t.inductor_ms, t.mla_ms)]
+        table.add_row(f"{t.context:,}", *times, f"{t.eager_ms / t.mla_ms:.1f}x", f"{t.inductor_ms / t.mla_ms:.1f}x")
+    first, last = outcome.timings[0], outcome.timings[-1]
+    if last.context > first.context:
+        span = (last.context - first.context) / 1000
+        slopes = [(getattr(last, name) - getattr(first, name)) / span for name in ("eager_ms", "inductor_ms", "mla_ms")]
+        table.add_section()
+        table.add_row("per 1,000 more", *(f"{slope:.2f}" for slope in slopes), "", "")
+    return table

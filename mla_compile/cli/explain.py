@@ -1,0 +1,151 @@
+"""``mla-compile explain``: what would be absorbed in a model, and what that is worth, without its weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from mla_compile.cli import values as cli_values
+from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside
+from mla_compile.errors import InputError
+from mla_compile.models.survey import survey
+from mla_compile.report.explained import CONTEXTS, Explained, SiteChoice, explained
+from mla_compile.report.page.write import checked, write_page
+
+_CONTEXT_NAMES = tuple(f"{T // 1024}k" for T in CONTEXTS)
+
+
+def explain(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION (see above)."
+        ),
+    ],
+    dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(cli_values.BYTES)}.")] = "bf16",
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a model: what would be absorbed, why not where it would not, and what its cache and its tokens cost.
+
+    It is built from its config on the meta device and a decode step of it is traced: no weights, no download, a few
+    seconds for any size. python:MODULE:FUNCTION names a function that returns a causal language model of transformers,
+    or a module with the inputs of one decode step: (model, args) or (model, args, kwargs).
+
+    Exits with 0 where something is absorbed, 1 where nothing is (also: no Multi-head Latent Attention), 2 for input
+    that cannot be read.
+    """
+    with ending():
+        name = cli_values.dtype(dtype)
+        target = None if html is None else checked(html)
+        own = (Path(source), Path(source) / "config.json")
+        if target is not None and target.exists() and any(p.exists() and p.samefile(target) for p in own):
+            raise InputError(f"{target} is the model's config, which the page would replace; give it another name")
+        with err.status("tracing a decode step"):
+            result = explained(survey(source, name), name, cli_values.BYTES[name])
+            if target is not None:
+                write_page(result, target, _title(source))
+        if as_json:
+            print_json(result.to_dict())
+        else:
+            _show(result)
+        if target is not None:
+            say_aside(f"wrote {target}")
+        if not result.survey.report.absorbed:
+            raise typer.Exit(NEGATIVE)
+
+
+def _title(source: str) -> str:
+    """What the argument calls the model: the config's or the directory's name, or the function's."""
+    path = Path(source)
+    if source.startswith("python:"):
+        return source.removeprefix("python:")
+    return path.absolute().parent.name if path.name == "config.json" else path.absolute().stem
+
+
+def _show(result: Explained) -> None:
+    model = result.survey
+    weights = model.weights
+    size = f"{cli_values.amount(weights.total)} parameters"
+    active = (
+        "" if weights.active == weights.total else f", {cli_values.amount(weights.active)} of them read for a token"
+    )
+    out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
+    for note in result.notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    out.print()
+    out.print(model.report)
+    out.print()
+    if result.cache:
+        out.print(_cache_table(result))
+    if own := model.own_cache():
+        say(own)
+    if result.costs:
+        out.print(_cost_table(result))
+    for choice in result.choices:
+        say(*_choice_lines(choice))
+    if model.family == "refused":
+        say("nothing is absorbed; the report above says what stands in the way, and where")
+    elif model.family == "kept":
+        say("nothing is absorbed, because nothing would be saved; the report above says why")
+    elif model.family == "no attention":
+        say(f"there is no attention in {model.name}, and mla-compile leaves it as it is")
+    elif model.family != "MLA":
+        say(
+            f"{model.name} is {model.family}, not Multi-head Latent Attention: there is no latent in it to absorb, and "
+            "mla-compile leaves it as it is"
+            + ("; `mla-compile plan` says what it costs to serve" if model.cached else "")
+        )
+
+
+def _cache_table(result: Explained) -> Table:
+    table = Table(title=f"cache in {result.dtype}, with these heads and widths", title_justify="left")
+    table.add_column("kind")
+    table.add_column("of each token", overflow="fold")
+    table.add_column("values per layer", justify="right")
+    for name in _CONTEXT_NAMES:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in result.cache:
+        sizes = [cli_values.gigabytes(size) for size in row.bytes]
+        table.add_row(row.kind, row.meaning, f"{row.values:,}", *sizes, style="bold green" if row.own else None)
+    return table
+
+
+def _cost_table(result: Explained) -> Table:
+    table = Table(title="one decoded token of one sequence, whole model", title_justify="left")
+    for name in ("form", "", *_CONTEXT_NAMES):
+        table.add_column(name, justify="right" if name in _CONTEXT_NAMES else "left", no_wrap=True)
+    for row in result.costs:
+        table.add_row(row.form, "FLOPs", *(cli_values.scaled(n, "") for n in row.flops))
+        table.add_row("", "bytes", *(cli_values.scaled(n, "B") for n in row.bytes), end_section=True)
+    return table
+
+
+def _choice_lines(choice: SiteChoice) -> list[str]:
+    at = ", ".join(f"{_queries(s)} at {name}" for s, name in zip(choice.break_even, _CONTEXT_NAMES, strict=True))
+    long = _queries(choice.break_even_long)
+    lines = [
+        f"{choice.count} sites with {choice.dims}",
+        f"  break-even: absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})",
+    ]
+    for side in choice.folds:
+        verdict = "pays" if side.pays else "does not pay"
+        lines.append(
+            f"  folding {side.product}: {side.chained:,} weights as they are, {side.folded:,} folded "
+            f"({side.folded / side.chained:.3g} x): {verdict} in bytes"
+        )
+    if not choice.folds:
+        return [*lines, "  fold verdict: not known here, nor are the widths of the query and the output projection"]
+    said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
+    times = f"{cli_values.seconds(choice.chained_s)} chained"
+    if choice.folded_s is not None:
+        times += f", {cli_values.seconds(choice.folded_s)} with both folded"
+    return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]
+
+
+def _queries(number: float) -> str:
+    return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"

@@ -1,0 +1,135 @@
+"""``mla-compile plan``: what of a model fits on a machine, and how fast it can decode at best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import sympy
+import typer
+from rich.table import Table
+
+from mla_compile.cli import values as cli_values
+from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say
+from mla_compile.errors import InputError
+from mla_compile.models.survey import survey
+from mla_compile.workbench import planning
+from mla_compile.workbench.machines import machine as machine_named
+from mla_compile.workbench.planning import Plan, Request
+
+_MOST_CONTEXT, _MOST_USERS, _MOST_MACHINES = 2**27, 2**24, 2**13
+_NAMES = {
+    "replicated": "cache replicated",
+    "context": "cache sharded by context",
+    "data": "data-parallel attention",
+}
+
+
+def plan(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION.")
+    ],
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, cpu, or a .yaml or .json file.")] = "h200",
+    context: Annotated[str, typer.Option(help="Tokens of context per user; k is 1,024.")] = "128k",
+    users: Annotated[str, typer.Option(help="Users decoded together.")] = "32",
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(cli_values.BYTES)}.")] = "bf16",
+    cache_dtype: Annotated[str | None, typer.Option(help="Of the cache; that of the weights where left out.")] = None,
+    tp: Annotated[str, typer.Option(help="GPUs that share the model (tensor parallel).")] = "1",
+    dcp: Annotated[str, typer.Option(help="GPUs of them that share a context; all where left out.")] = "1",
+    reserve: Annotated[float, typer.Option(help="Share of memory kept free for everything else.")] = 0.1,
+    show_formulas: Annotated[bool, typer.Option("--formulas", help="Also print the formulas.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw it over context and users: a .svg or .png file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan decoding: weights, cache per user, users that fit, the floor of a step's time, and what bounds it.
+
+    A floor is what memory, arithmetic and links allow, at the shares of their data sheets that good kernels reach; real
+    steps take longer. Latent attention is counted in its absorbed form, plain attention as it is.
+
+    Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
+    """
+    with ending():
+        weight_dtype = cli_values.dtype(dtype)
+        if not 0 <= reserve < 1:
+            raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
+        request = Request(
+            cli_values.count(context, "context", _MOST_CONTEXT),
+            cli_values.count(users, "users", _MOST_USERS),
+            weight_dtype,
+            cli_values.dtype(cache_dtype, "cache-dtype") if cache_dtype is not None else weight_dtype,
+            cli_values.count(tp, "tp", _MOST_MACHINES),
+            cli_values.count(dcp, "dcp", _MOST_MACHINES),
+            reserve,
+        )
+        machine = machine_named(gpu)
+        if plot is not None:
+            from mla_compile.workbench.plotting import check  # on use: the extra plot
+
+            check(plot)
+        with err.status("reading the model's sizes"):
+            model = survey(source)
+        result = planning.plan(model, machine, request)
+        if plot is not None:
+            from mla_compile.workbench.plotting import draw
+
+            draw(model, machine, request, plot)
+        texts = formula_lines(result, any(a.latent for a in planning.attentions(model))) if show_formulas else []
+        if as_json:
+            print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
+        else:
+            _show(result)
+            say(*texts)
+        if not result.fits:
+            raise typer.Exit(NEGATIVE)
+
+
+def formula_lines(result: Plan, latent: bool) -> list[str]:
+    """Every formula that was evaluated, one a line, and what its letters mean."""
+    used: set[sympy.Symbol] = set()
+    lines = []
+    for row in result.layouts:
+        lines.append(f"{_NAMES[row.layout]}, per GPU (attention and network: per layer)")
+        for name, expression in planning.expressions(row.layout, latent).items():
+            used |= expression.free_symbols
+            lines.append(f"  {name} = {sympy.sstr(expression)}")
+    lines.append("letters: " + "; ".join(f"{s} {planning.MEANING[s]}" for s in planning.MEANING if s in used))
+    return lines
+
+
+def _show(result: Plan) -> None:
+    request, machine = result.request, result.machine
+    where = f"{request.tp} x {machine.name}" if request.tp > 1 else machine.name
+    dtypes = request.weight_dtype
+    if request.cache_dtype != request.weight_dtype:
+        dtypes += f", cache in {request.cache_dtype}"
+    memory, compute = f"{machine.memory_share:.0%}", f"{machine.compute_share:.0%}"
+    say(
+        f"{result.model} ({result.family}) on {where}, {dtypes}: {request.users:,} users of {request.context:,} tokens",
+        *(f"note: {note}" for note in result.notes),
+        f"floors at {memory} of the data sheet's bandwidth and {compute} of its FLOP/s",
+    )
+    names = [_NAMES[row.layout] + (f" (dcp {row.dcp})" if row.dcp > 1 else "") for row in result.layouts]
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
+    rows = result.layouts
+    time, gigabytes = cli_values.seconds, cli_values.gigabytes
+    table.add_row("weights per GPU", *(gigabytes(r.weight_bytes) for r in rows))
+    table.add_row("cache of a user on a GPU", *(gigabytes(r.cache_bytes_per_user) for r in rows))
+    table.add_row("users that fit", *(f"{r.most_users:,}" for r in rows))
+    table.add_row("users per GPU", *(f"{r.most_users / request.tp:,.4g}" for r in rows))
+    fits = ("[green]yes[/]" if r.fits else "[red]no[/]" for r in rows)
+    table.add_row(f"{request.users:,} users fit", *fits, end_section=True)
+    table.add_row("attention: reading the cache", *(time(r.cache_memory_s) for r in rows))
+    table.add_row("attention: arithmetic", *(time(r.attention_compute_s) for r in rows))
+    table.add_row("the rest: reading weights", *(time(r.weight_memory_s) for r in rows))
+    table.add_row("the rest: arithmetic", *(time(r.weight_compute_s) for r in rows))
+    table.add_row("links", *(time(r.network_s) for r in rows), end_section=True)
+    table.add_row("floor of a decode step", *(time(r.step_s) for r in rows), style="bold")
+    table.add_row("bound on tokens/s", *(f"{r.tokens_per_s:,.0f}" for r in rows))
+    table.add_row("bound on tokens/s per GPU", *(f"{r.tokens_per_s / request.tp:,.0f}" for r in rows))
+    table.add_row("bottleneck", *(r.bottleneck for r in rows))
+    out.print(table)
+    if machine.source:
+        say(f"figures of the machine: {machine.source}")

@@ -1,0 +1,36 @@
+"""Numbers and dtypes as they are typed on the command line."""
+
+from __future__ import annotations
+
+import re
+
+from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled, seconds
+from mla_compile.errors import InputError, nearest
+
+__all__ = ["BYTES", "amount", "count", "dtype", "gigabytes", "scaled", "seconds"]
+
+_FACTORS = {"": 1, "k": 1024, "m": 1024**2}
+_LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8"}
+
+
+def count(text: str, what: str, most: int) -> int:
+    """A whole number from 1, with k for 1,024 and m for 1,048,576: ``128k``. Raises :class:`InputError`."""
+    found = re.fullmatch(r"\s*(\d{1,18})\s*([km]?)\s*", text.replace(",", "").replace("_", ""), re.IGNORECASE)
+    number = int(found[1]) * _FACTORS[found[2].lower()] if found else 0
+    if not 1 <= number <= most:
+        example = "4096 or 128k" if most >= 2**17 else "8"
+        raise InputError(f"{what} is {text!r}, expected a whole number from 1 to {most:,}, such as {example}")
+    return number
+
+
+def counts(text: str, what: str, most: int) -> tuple[int, ...]:
+    """Such numbers separated by commas, each once, in order. Raises :class:`InputError`."""
+    return tuple(sorted({count(part, what, most) for part in text.split(",")}))
+
+
+def dtype(text: str, what: str = "dtype") -> str:
+    """``fp32``, ``bf16``, ``fp16`` or ``fp8``, also by the long name. Raises :class:`InputError`."""
+    name = _LONG.get(text.lower(), text.lower())
+    if name not in BYTES:
+        raise InputError(f"{what} is {text!r}, expected one of {', '.join(BYTES)}{nearest(name, BYTES)}")
+    return name

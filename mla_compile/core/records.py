@@ -1,0 +1,161 @@
+"""What is recorded about an attention site and about a pass: plain frozen data, no rendering."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mla_compile.codes import Code, Verdict
+from mla_compile.core.dims import Dims
+from mla_compile.core.drawing import SiteDrawing
+
+VERDICTS: tuple[Verdict, ...] = ("absorbed", "kept", "refused", "not_mla")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A node of the graph, and the line of the user's source it came from where the trace recorded it."""
+
+    node: str
+    op: str
+    module: str = ""
+    file: str | None = None
+    line: int | None = None
+    code: str | None = None
+
+    @property
+    def source(self) -> str | None:
+        """``folder/file.py:line``, short enough to read and long enough to find; ``None`` when not recorded."""
+        if self.file is None:
+            return None
+        short = "/".join(self.file.replace("\\", "/").split("/")[-2:])
+        return short if self.line is None else f"{short}:{self.line}"
+
+    def __str__(self) -> str:
+        parts = [self.op or self.node]
+        if self.source:
+            parts.append(f"at {self.source}")
+        if self.module:
+            parts.append(f"in {self.module}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """What of an absorbed attention stays as it was (``keys``, ``values``, some columns), and why."""
+
+    part: str
+    code: Code
+    reason: str
+    blame: Location | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", Code(self.code))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteReport:
+    """One attention site: where it is, what was done, why, and what it costs before and after.
+
+    Attributes:
+        index: position of the site in its report, from 0.
+        where: the attention core.
+        verdict: ``absorbed``, ``kept``, ``refused`` or ``not_mla``.
+        form: the form the site runs in now (``expanded``, ``chained``, ``folded``), ``None`` where that has no meaning.
+        code: stable reason; ``mla_compile.codes.section(code)`` is where it is explained.
+        reason: the same in words, for this site.
+        fix: what the user could change; ``None`` leaves the code's generic advice.
+        blame: the node that prevents absorption.
+        dims: the sizes, where they were found.
+        cache_values_expanded: values cached per token of this layer in the expanded form, H(N+R+V).
+        cache_values_latent: the same as rows, L+R.
+        decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add).
+        decode_flops_after: the same in the absorbed form.
+        decode_bytes_before: bytes moved by one decode step per context token.
+        decode_bytes_after: the same in the absorbed form.
+        break_even_S: queries per call up to which the absorbed form is cheaper on a long context; ``inf`` is always.
+        precision_ratio: error of the rewritten site over error of the original, both against float64.
+        fold_error: relative rounding error of the folded weights.
+        parts: the sides that are absorbed (``keys``, ``values``), of which heads if not of all (``heads 0-7 of 16``,
+            ``values of heads 8-15 of 16``); empty for the whole attention.
+        kept: of an attention absorbed in part, what is not, and why.
+        notes: anything else worth a line.
+        drawing: its nodes before and after, from ``explain``; neither compared nor part of the JSON.
+    """
+
+    index: int
+    where: Location
+    verdict: Verdict
+    code: Code
+    reason: str
+    form: str | None = None
+    fix: str | None = None
+    blame: Location | None = None
+    dims: Dims | None = None
+    cache_values_expanded: int | None = None
+    cache_values_latent: int | None = None
+    decode_flops_before: int | None = None
+    decode_flops_after: int | None = None
+    decode_bytes_before: int | None = None
+    decode_bytes_after: int | None = None
+    break_even_S: float | None = None
+    precision_ratio: float | None = None
+    fold_error: float | None = None
+    parts: tuple[str, ...] = ()
+    kept: tuple[KeptPart, ...] = ()
+    notes: tuple[str, ...] = ()
+    drawing: SiteDrawing | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"verdict is {self.verdict!r}, expected one of {', '.join(VERDICTS)}")
+        object.__setattr__(self, "code", Code(self.code))  # a plain string is welcome, an unknown one is not
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, every field present; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
+        record = dataclasses.asdict(dataclasses.replace(self, drawing=None))
+        del record["drawing"]
+        record["code"] = str(self.code)
+        record["notes"], record["parts"] = list(self.notes), list(self.parts)
+        record["kept"] = [{**dataclasses.asdict(k), "code": str(k.code)} for k in self.kept]
+        for name in _FLOATS:
+            record[name] = _plain_float(record[name])
+        return record
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> SiteReport:
+        """Inverse of ``to_dict``; ``TypeError``, ``KeyError`` or ``ValueError`` on anything else."""
+        fields = dict(record)
+        fields["where"] = Location(**fields["where"])
+        fields["blame"] = None if fields["blame"] is None else Location(**fields["blame"])
+        fields["dims"] = None if fields["dims"] is None else Dims(**fields["dims"])
+        fields["notes"] = tuple(fields["notes"])
+        fields["parts"] = tuple(fields.get("parts", ()))  # reports of 0.1 have neither
+        fields["kept"] = tuple(_kept_part(k) for k in fields.get("kept", ()))
+        for name in _FLOATS:
+            fields[name] = None if fields[name] is None else float(fields[name])
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One pass over one graph: how many places it changed and how long it took."""
+
+    name: str
+    changes: int
+    seconds: float
+
+
+def _kept_part(record: Mapping[str, Any]) -> KeptPart:
+    blame = record["blame"]
+    return KeptPart(**{**record, "blame": None if blame is None else Location(**blame)})
+
+
+_FLOATS = ("break_even_S", "precision_ratio", "fold_error")
+
+
+def _plain_float(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(float(value))

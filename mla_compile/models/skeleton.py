@@ -1,0 +1,250 @@
+"""A causal language model on the meta device, with one layer of each kind: big enough to be traced as it would run.
+
+Layers that are the same but for their index (class, shapes of weights, plain attributes) are traced once. The others
+stay in the list as layers that hand their input on, so that every index means what it meant. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from mla_compile.errors import InputError
+from mla_compile.models.config_file import in_one_line, transformers
+
+CONTEXT = 64
+"""Cached tokens in the trace; the report counts per cached token, and takes a long context where it has to choose."""
+
+_INDEX = re.compile("idx|index|layer_id")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The list of decoder layers: where it is, and for every layer the first one that is the same."""
+
+    path: str
+    like: tuple[int, ...]
+
+    def standing_for(self, module: str) -> int:
+        """How many modules of the model the one at this path stands for."""
+        found = re.match(re.escape(self.path) + r"\.(\d+)(\.|$)", module) if self.path else None
+        return self.like.count(int(found[1])) if found else 1
+
+    def kinds(self) -> dict[int, int]:
+        """Each layer that is traced, and how many are like it."""
+        return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
+
+
+def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
+    """The causal language model of a config, with weights of ``dtype``: none on the meta device, else random ones.
+
+    A config of several parts gives its text part where that is a model by itself. Raises :class:`InputError`.
+    """
+    errors = ["it has none"]
+    before = torch.get_default_dtype()
+    for make, part in _makers(config):
+        part.dtype = dtype
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                model: nn.Module = make(part)
+            return model.eval()
+        except Exception as error:  # noqa: BLE001  somebody else's model, in which sizes that do not fit fail anywhere
+            errors.append(in_one_line(error))
+        finally:
+            torch.set_default_dtype(before)
+    kind = getattr(config, "model_type", "?")
+    raise InputError(f"transformers builds no causal language model from a config of type {kind!r}: {errors[-1]}")
+
+
+def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
+    """What of transformers may build a causal language model from a config or its text part, the likeliest first."""
+    library = transformers()
+    text = config.get_text_config()
+    for part in (config,) if text is config else (config, text):
+        if type(part) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+            yield library.AutoModelForCausalLM.from_config, part
+    # Some models are in no list of transformers: its classes are named after their configs.
+    usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
+    for name, part in ((usual, text), (next(iter(config.architectures or ()), ""), config)):
+        if (named := getattr(library, name, None)) is not None:
+            yield named, part
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """The longest list of modules that holds most of the model's parameters, compared layer by layer."""
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1:
+            size = sum(p.numel() for p in module.parameters())
+            if best is None or size > best[0]:
+                best = (size, path, module)
+    if best is None:
+        return Layers("", ())
+    first: dict[object, int] = {}
+    return Layers(best[1], tuple(first.setdefault(_signature(layer), i) for i, layer in enumerate(best[2])))
+
+
+def thin(model: nn.Module, layers: Layers) -> None:
+    """Replace, in place, every layer that is like an earlier one by one that hands its input on."""
+    if not layers.path:
+        return
+    modules = model.get_submodule(layers.path)
+    assert isinstance(modules, nn.ModuleList)
+    returned = {first: _Returned() for first in dict.fromkeys(layers.like)}
+    for first, what in returned.items():
+        if layers.like.count(first) > 1:
+            what.watch(modules[first])
+    for i, first in enumerate(layers.like):
+        if i != first:
+            modules[i] = _HandOn(modules[i], returned[first])
+
+
+class _Returned:
+    """How many values a layer returns beside its hidden states, in a tuple; ``None`` where it returns a tensor.
+
+    Seen when the layer runs for the first time. All copies of a model share it.
+    """
+
+    def __init__(self) -> None:
+        self.others: int | None = None
+
+    def watch(self, layer: nn.Module) -> None:
+        self.handle = layer.register_forward_hook(self._look)
+
+    def _look(self, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+        self.others = len(output) - 1 if isinstance(output, tuple) else None
+        self.handle.remove()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Returned:
+        return self
+
+
+class _HandOn(nn.Module):
+    """Returns its first argument, as the layer it stands for would; plain attributes of that layer stay readable."""
+
+    def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
+        super().__init__()
+        vars(self).update(_plain(layer))
+        self.returned = returned or _Returned()
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        others = self.returned.others
+        return hidden_states if others is None else (hidden_states, *[None] * others)
+
+
+def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[str, ...]]:
+    """The cache after a prompt of ``context`` tokens, and what was left out of the model to get it.
+
+    A module that needs values to go on (a loop over the experts that were hit) is replaced, in place, by one that hands
+    its input on; that is no attention unless it holds a layer's index, and then it is an error.
+    """
+    skipped: list[str] = []
+    while True:
+        running: list[tuple[str, nn.Module]] = []
+        try:
+            with _watched(model, running):
+                cache = _prefill(model, context)
+        except Exception as error:  # noqa: BLE001  somebody else's model, which raises what it likes
+            path, module = running[-1] if running else ("", model)
+            if not path or isinstance(module, _HandOn) or _holds_attention(module):
+                try:
+                    cache = _fake_prefill(model, context)
+                except Exception:  # noqa: BLE001  as above; the first of the two errors is the one to show
+                    raise InputError(_unable(model, path, error)) from error
+                break
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, _HandOn(module))
+            skipped.append(f"{path} ({type(module).__name__})")
+        else:
+            break
+    if cache is None:
+        raise InputError(f"{type(model).__name__} returns no cache of keys and values, so there is nothing to look at")
+    notes = (f"left out of the trace, because what runs in it depends on values: {', '.join(skipped)}",)
+    return cache, notes if skipped else ()
+
+
+def _unable(model: nn.Module, path: str, error: Exception) -> str:
+    """Why a model did not take a prompt."""
+    name, takes = type(model).__name__, inspect.signature(model.forward).parameters
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return f"{name} is an encoder with a decoder, expected a causal language model"
+    if not {"input_ids", "past_key_values"} <= takes.keys() and not {"args", "kwargs"} <= takes.keys():
+        return f"{name} takes {', '.join(takes)}: it is no causal language model, which takes a prompt and a cache"
+    return f"{name} does not run on the meta device: {in_one_line(error)}" + (f" (in {path})" if path else "")
+
+
+def to_untouched_memory(model: nn.Module, cache: Any) -> None:
+    """Move both from the meta device to the CPU, in place, without values: memory that nobody writes to takes none."""
+    model.to_empty(device="cpu")
+    _replace_tensors(cache, "cpu")
+
+
+def _replace_tensors(cache: Any, device: str) -> None:
+    """Put tensors without values in the places of a cache's."""
+    for slot in getattr(cache, "layers", ()):
+        for name, value in vars(slot).items():
+            if isinstance(value, torch.Tensor):
+                setattr(slot, name, torch.empty(value.shape, dtype=value.dtype, device=device))
+
+
+def _prefill(model: nn.Module, context: int) -> Any:
+    ids = torch.zeros(1, context, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        return getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+
+
+def _fake_prefill(model: nn.Module, context: int) -> Any:
+    """The same on fake tensors, for code that looks at values unless it sees that it is traced."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copied = copy.deepcopy(model)
+    with mode:
+        cache = _prefill(copied, context)
+    _replace_tensors(cache, "meta")
+    return cache
+
+
+@contextmanager
+def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Keep the modules whose forward has begun and not ended, innermost last."""
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda m, _, path=path: running.append((path, m))))
+        handles.append(module.register_forward_hook(lambda *_: (running.pop(), None)[1]))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _holds_attention(module: nn.Module) -> bool:
+    """Whether it writes a cache, as far as can be seen: it, or something in it, knows the index of its layer."""
+    return any(_INDEX.search(name) for part in module.modules() for name in vars(part))
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training" and isinstance(value, (bool, int, float, str, type(None)))
+    }
+
+
+def _signature(layer: nn.Module) -> object:
+    parts = []
+    for path, module in layer.named_modules():
+        plain = tuple((n, v) for n, v in sorted(_plain(module).items()) if not _INDEX.search(n))
+        tensors = tuple((n, tuple(p.shape)) for n, p in module.named_parameters(recurse=False))
+        parts.append((path, type(module), plain, tensors))
+    return tuple(parts)

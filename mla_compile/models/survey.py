@@ -1,0 +1,173 @@
+"""Looking at a model for :mod:`mla_compile.report.facts`: its attention sites, its cache, its weights.
+
+All of it is read off the model itself, traced on the meta device: sizes from its weights and its graph, the cache from
+the cache it fills. Only how many experts a token takes is not in any weight and comes from the config.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import mla_compile
+from mla_compile.core.dims import Dims
+from mla_compile.errors import CaptureError, InputError
+from mla_compile.models import config_file, skeleton, sources
+from mla_compile.report.facts import CachedLayers, Family, Survey, family_of, latent_sites
+from mla_compile.report.report import Report
+from mla_compile.report.weights import Weights, first_int, text_config, weights_of
+
+# A model in fp8 is traced in bf16: what its code does with scales is its own.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+def survey(source: str, dtype: str = "bf16") -> Survey:
+    """Survey a ``config.json``, a model's directory or ``python:MODULE:FUNCTION``. Raises :class:`InputError`.
+
+    The function returns a causal language model of transformers, or any module with the arguments of a decode step:
+    ``(model, args)`` or ``(model, args, kwargs)``.
+    """
+    if not source.startswith("python:"):
+        config, notes = config_file.read(source)
+        return survey_config(config, dtype, notes)
+    made = sources.call(source)
+    model, args, kwargs = _parts(made, source)
+    if args is None:
+        return _of_language_model(model.to("meta"), ())
+    with redirect_stdout(sys.stderr):  # what the model prints is no part of our output
+        report = mla_compile.explain(model, *args, **kwargs)
+    return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
+
+
+def survey_config(config: Any, dtype: str = "bf16", notes: tuple[str, ...] = ()) -> Survey:
+    """Survey the causal language model of a transformers config. Raises :class:`InputError`."""
+    return _of_language_model(skeleton.build(config, _DTYPES[dtype]), notes)
+
+
+def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Mapping[str, Any]]:
+    model, *inputs = made if isinstance(made, tuple) and made else (made,)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{source!r} returned {type(model).__name__}, expected an nn.Module, or one with its inputs")
+    if not inputs:
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            raise InputError(
+                f"{source!r} returned a {type(model).__name__} without inputs; return (model, args) or "
+                "(model, args, kwargs), the arguments of one decode step"
+            )
+        return model.eval(), None, {}
+    args, kwargs = inputs[0], inputs[1] if len(inputs) == 2 else {}
+    if len(inputs) > 2 or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise InputError(f"{source!r}: expected (model, args) or (model, args, kwargs), args a tuple, kwargs a dict")
+    return model.eval(), args, kwargs
+
+
+def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
+    layers, weights = skeleton.layers_of(model), weights_of(model)
+    skeleton.thin(model, layers)
+    cache, left_out = skeleton.cached_call(model)
+    cached = _cached_layers(cache, layers)
+    notes += _not_counted(cache, cached)
+    report = _step_explained(model, cache)
+    kinds = layers.kinds()
+    if len(kinds) < len(layers.like):
+        traced = ", ".join(f"layer {i} for {n}" if n > 1 else f"layer {i}" for i, n in kinds.items())
+        notes += (f"of {len(layers.like)} layers {len(kinds)} are traced, one of each kind: {traced}",)
+    return _assemble(model, report, layers, cached, weights, notes + left_out)
+
+
+def _step_explained(model: nn.Module, cache: Any) -> Report:
+    """The report of a decode step of a model that is ours, on the meta device, and its cache."""
+
+    def on(device: str) -> Report:
+        step = torch.zeros(1, 1, dtype=torch.long, device=device)
+        return mla_compile.explain(model, input_ids=step, past_key_values=cache, use_cache=True)
+
+    try:
+        return on("meta")
+    except CaptureError as error:  # torch traces less there: no index that is a list, for one
+        try:
+            skeleton.to_untouched_memory(model, cache)
+        except RuntimeError:  # more than this machine promises
+            raise error from None
+        return on("cpu")
+
+
+def _assemble(
+    model: nn.Module,
+    report: Report,
+    layers: skeleton.Layers,
+    cached: tuple[CachedLayers, ...],
+    weights: Weights,
+    notes: tuple[str, ...],
+) -> Survey:
+    copies = tuple(layers.standing_for(site.where.module) for site in report.sites)
+    widened = [site.dims and _with_widths(site.dims, model, site.where.module) for site in report.sites]
+    sites = latent_sites(zip(report.sites, widened, copies, strict=True))
+    config = text_config(model)
+    heads = first_int(config, ("num_attention_heads", "n_head"))
+    width = next((s.dims.D for s in sites), None) or first_int(config, ("hidden_size", "n_embd"))
+    family = family_of(report) or _without_latent(cached, heads, report)
+    return Survey(type(model).__name__, family, report, sites, cached, weights, heads, width, notes, copies)
+
+
+def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: Report) -> Family:
+    if not cached and not report.sites:
+        return "no attention"
+    groups = max((layer.key_heads for layer in cached), default=heads)
+    if groups == 1 and heads != 1:
+        return "MQA"
+    return "GQA" if groups is not None and heads is not None and groups < heads else "MHA"
+
+
+def _cached_layers(cache: Any, layers: skeleton.Layers) -> tuple[CachedLayers, ...]:
+    """What the trace's cache holds per token; layers that were not traced hold what the one they are like holds."""
+    slots = list(getattr(cache, "layers", ()))
+    filled: Counter[tuple[int, int, int, int]] = Counter()
+    # A layer may have several attentions: slots are shared out evenly.
+    per_layer = len(slots) // len(layers.like) if layers.like and len(slots) % len(layers.like) == 0 else 0
+    for i, slot in enumerate(slots):
+        keys, values = getattr(slot, "keys", None), getattr(slot, "values", None)
+        if not (
+            isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == values.dim() == 4
+        ):
+            continue
+        copies = layers.like.count(i // per_layer) if per_layer else 1
+        filled[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] += copies
+    return tuple(CachedLayers(*shape, count) for shape, count in filled.items())
+
+
+def _not_counted(cache: Any, cached: Sequence[CachedLayers]) -> tuple[str, ...]:
+    """What a cache holds besides keys and values of every token."""
+    slots = list(getattr(cache, "layers", ()))
+    notes = []
+    full = sum(layer.count for layer in cached)
+    if full < len(slots):
+        notes.append(f"{len(slots) - full} of {len(slots)} layers cache no keys and values; their state is not counted")
+    if any(getattr(slot, "is_sliding", False) for slot in slots):
+        notes.append("layers with a sliding window are counted as if they kept the whole context")
+    more = {n for s in slots for n, v in vars(s).items() if isinstance(v, torch.Tensor) and v.dim() > 2 and v.numel()}
+    if more - {"keys", "values"}:
+        notes.append(f"the cache also holds {', '.join(sorted(more - {'keys', 'values'}))}, which is not counted")
+    return tuple(notes)
+
+
+def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
+    """Q and D where the graph does not show them, from the shapes of the weights in the attention's module."""
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError:
+        return dims
+    shapes = [p.shape for p in owner.parameters() if p.dim() == 2]
+    D = dims.D or next((n for m, n in shapes if m in (dims.L + dims.R, dims.L)), None)
+    widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
+    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of both, has as many rows
+        widths.remove(dims.L)
+    Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
+    return replace(dims, Q=Q, D=D)

@@ -1,0 +1,1 @@
+"""What was done to a model and why not more, as records, as text, and as a page."""

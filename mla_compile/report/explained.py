@@ -1,0 +1,228 @@
+"""What ``mla-compile explain`` says besides the report: the family's cache, a token's cost, and the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from mla_compile.core.dims import Dims
+from mla_compile.passes.decide import cost, formulas
+from mla_compile.passes.decide.formulas import Form
+from mla_compile.report.facts import Survey
+
+SCHEMA = "mla_compile.explain/1"
+CONTEXTS = (4096, 32768, 131072)
+GROUPS = 8
+"""KV heads of the GQA that a latent cache is compared with: the usual number."""
+_UNTOLD = ("refused", "kept")
+"""Families of which nobody knows whether the cache holds K and V, or what they are made of anew in every step."""
+
+
+@dataclass(frozen=True)
+class CacheRow:
+    """One way to cache: values per token of one layer (the most frequent kind), and bytes per sequence by context."""
+
+    kind: str
+    meaning: str
+    values: int
+    bytes: tuple[int, ...]
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """One decoded token of one sequence, whole model: FLOPs and bytes by context, in one form."""
+
+    form: str
+    flops: tuple[int, ...]
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FoldSide:
+    """One product of weights that could be made ahead of time: values read per token and layer, before and after."""
+
+    side: Literal["query", "output"]
+    product: str
+    chained: int
+    folded: int
+
+    @property
+    def pays(self) -> bool:
+        """Whether the folded weights are fewer."""
+        return self.folded < self.chained
+
+
+@dataclass(frozen=True)
+class SiteChoice:
+    """Break-even and fold of the sites of one size; seconds are the cost model's, for a GPU and a long context.
+
+    ``folds``: the sides whose widths are known. ``folded_s`` is with both folded, ``None`` where one is not known.
+    """
+
+    dims: Dims
+    count: int
+    break_even: tuple[float, ...]
+    break_even_long: float
+    folds: tuple[FoldSide, ...]
+    chained_s: float
+    folded_s: float | None
+    fold: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One model, explained."""
+
+    survey: Survey
+    dtype: str
+    element_bytes: int
+    cache: tuple[CacheRow, ...]
+    costs: tuple[TokenCost, ...]
+    choices: tuple[SiteChoice, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What has to be known to read the tables, or why they are not there."""
+        count = self.survey.in_part
+        if not count:
+            return self.survey.notes
+        which = "1 attention is" if count == 1 else f"{count} attentions are"
+        return (
+            *self.survey.notes,
+            f"{which} absorbed in part or in parts: there are no tables of cache and costs",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; the key ``schema`` names the layout."""
+        model = self.survey
+        record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
+        record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
+        record["weights"] = asdict(model.weights) | {"active": model.weights.active}
+        record["cached_by_its_code"] = [asdict(layer) | {"values": layer.values} for layer in model.cached]
+        record["sites"] = [asdict(site) for site in model.latent]
+        record["cache"] = [asdict(row) for row in self.cache]
+        record["costs"] = [asdict(row) for row in self.costs]
+        record["choices"] = [_plain(choice) for choice in self.choices]
+        return record | {"report": model.report.to_dict()}
+
+
+def explained(model: Survey, dtype: str, element_bytes: int) -> Explained:
+    """The tables of one model, its weights and its cache at ``element_bytes`` per value."""
+    return Explained(
+        model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
+        tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
+    )  # fmt: skip
+
+
+def _cache(model: Survey, element: int) -> tuple[CacheRow, ...]:
+    """Every layer cached in each way, with its own heads and widths; d is half of what a head's K and V hold."""
+    sizes: list[tuple[int, dict[str, float]]]
+    own_groups = 1
+    if model.in_part or model.family in _UNTOLD:
+        return ()
+    if model.latent:
+        dims = [(site.count, site.dims) for site in model.latent]
+        sizes = [(n, {"H": d.H, "d": (d.N + d.R + d.V) / 2, "L": d.L, "R": d.R}) for n, d in dims]
+    elif model.cached:
+        sizes = [
+            (c.count, {"H": model.heads or c.key_heads, "d": (c.key_width + c.value_width) / 2}) for c in model.cached
+        ]
+        own_groups = max(model.cached, key=lambda c: c.count).key_heads
+    else:
+        return ()
+    _, most = max(sizes, key=lambda size: size[0])
+    groups = own_groups if 1 < own_groups < most["H"] else GROUPS
+    rows = [("MHA", f"K and V of all {most['H']} heads", formulas.cache_values("mha"))]
+    if groups < most["H"]:
+        rows.append(("GQA", f"K and V of {groups} heads", formulas.cache_values("gqa")))
+    rows.append(("MQA", "K and V of one head", formulas.cache_values("mqa")))
+    if model.latent:
+        rows.append(("MLA", "one latent row and one rotary key", formulas.cache_values("mla")))
+    table = []
+    for kind, meaning, formula in rows:
+        total = sum(n * _values(formula, letters, groups) for n, letters in sizes)
+        at = tuple(total * element * T for T in CONTEXTS)
+        table.append(CacheRow(kind, meaning, _values(formula, most, groups), at, kind == model.family))
+    return tuple(table)
+
+
+def _values(formula: Any, letters: dict[str, float], groups: int) -> int:
+    return int(formula.subs({getattr(formulas, name): size for name, size in {**letters, "G": groups}.items()}))
+
+
+def token_costs(model: Survey, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
+    """A decoded token at each context: as it is, or expanded and absorbed. Without weights, of the attentions alone."""
+    active = model.weights.active
+    if model.in_part or model.family in _UNTOLD:
+        return ()
+    if not model.latent:
+        if model.heads is None or not model.cached:
+            return ()
+        per_token = sum(2 * model.heads * (c.key_width + c.value_width) * c.count for c in model.cached)
+        flops = tuple(2 * active + per_token * T for T in contexts)
+        moved = tuple(element * (active + model.cache_values * T) for T in contexts)
+        return (TokenCost("as it is", flops, moved),)
+    # The forms count the up-projections of K and V themselves: each uses them in its own way.
+    rest = active - model.over_sites(lambda d: d.H * d.L * (d.N + d.V)) if model.weights.total else 0
+    forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
+    return tuple(
+        TokenCost(
+            name,
+            tuple(2 * rest + _all_sites(model, formulas.flops(form), T=T) for T in contexts),
+            tuple(element * rest + _all_sites(model, formulas.moved_bytes(form), T=T, E=element) for T in contexts),
+        )
+        for name, form in forms
+    )
+
+
+def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """FLOPs of one attention's call by its number of queries, expanded and absorbed."""
+    forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
+    return tuple(
+        (name, tuple(int(formulas.evaluate(formulas.flops(form), dims, B=1, S=S, T=T)) for S in queries))
+        for name, form in forms
+    )
+
+
+def _all_sites(model: Survey, expression: Any, **letters: float) -> int:
+    return model.over_sites(lambda dims: int(formulas.evaluate(expression, dims, B=1, S=1, **letters)))
+
+
+def _choice(dims: Dims, count: int, element: int) -> SiteChoice:
+    sides: tuple[tuple[Literal["query", "output"], str, Form, int | None], ...] = (
+        ("query", "W_q W_kc", "folded_query", dims.Q),
+        ("output", "W_v W_o", "folded_output", dims.D),
+    )
+    known = Dims(**{**asdict(dims), "Q": dims.Q or 0, "D": dims.D or 0})
+    folds = []
+    for side, product, form, width in sides:
+        if width is not None:
+            stages = formulas.stages("chained")[:2] if side == "query" else formulas.stages("chained")[-2:]
+            chained = sum(int(formulas.evaluate(s.weights, known)) for s in stages)
+            stage = formulas.stages(form)[0 if side == "query" else -1]
+            folds.append(FoldSide(side, product, chained, int(formulas.evaluate(stage.weights, known))))
+    device = cost.DEVICES["cuda"]
+    chosen = cost.choose(
+        dims, B=1, S=1, T=None, element_bytes=element, device=device, forms="absorbed", can_fold_query=True,
+        can_fold_output=True,
+    )  # fmt: skip
+    folded = None
+    if len(folds) == len(sides):
+        folded = cost.seconds("folded", dims, B=1, S=1, T=cost.LONG_CONTEXT, element_bytes=element, device=device)
+    taken = ["query"] * chosen.fold_query + ["output"] * chosen.fold_output
+    return SiteChoice(
+        dims, count, tuple(cost.break_even_S(dims, T) for T in CONTEXTS), cost.break_even_S(dims), tuple(folds),
+        chosen.seconds["chained"], folded, tuple(taken),
+    )  # fmt: skip
+
+
+def _plain(choice: SiteChoice) -> dict[str, Any]:
+    record = asdict(choice)
+    for name in ("break_even", "break_even_long"):  # inf is no JSON
+        value = record[name]
+        record[name] = [str(v) if v == float("inf") else v for v in value] if isinstance(value, tuple) else (
+            str(value) if value == float("inf") else value
+        )  # fmt: skip
+    return record

@@ -1,0 +1,116 @@
+"""What is known of a model, as far as decoding is concerned: its attention sites, its cache, its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from mla_compile.core.dims import Dims
+from mla_compile.report.report import Report, SiteReport
+from mla_compile.report.weights import Weights
+
+Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "no attention"]
+"""``refused``: sites that are not proved to be MLA, and not proved to be anything else either. ``kept``: sites whose
+latent is no narrower than K and V. ``not MLA``: MHA, GQA or MQA, where nothing tells which."""
+
+
+@dataclass(frozen=True)
+class LatentSites:
+    """``count`` attention sites of the same sizes that read one latent row per token.
+
+    ``whole``: not in part or by groups of heads, for which the formulas of a whole attention do not hold.
+    """
+
+    dims: Dims
+    count: int
+    absorbed: bool
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class CachedLayers:
+    """``count`` layers whose cache holds the same: heads and width of both tensors, in values per token."""
+
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+    count: int
+
+    @property
+    def values(self) -> int:
+        """Cached values per token and layer."""
+        return self.key_heads * self.key_width + self.value_heads * self.value_width
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
+
+    ``copies``: how many attentions of the model each site of the report stands for.
+    """
+
+    name: str
+    family: Family
+    report: Report
+    latent: tuple[LatentSites, ...]
+    cached: tuple[CachedLayers, ...]
+    weights: Weights
+    heads: int | None = None
+    width: int | None = None
+    notes: tuple[str, ...] = ()
+    copies: tuple[int, ...] = ()
+
+    @property
+    def cache_values(self) -> int:
+        """Values per token that this model's own code caches, all layers."""
+        return sum(layer.values * layer.count for layer in self.cached)
+
+    def own_cache(self) -> str:
+        """What its own code caches, in words; empty where that is not known."""
+        parts = [f"{layer.count} x {layer.values:,}" for layer in self.cached]
+        return f"its own code caches {self.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
+
+    @property
+    def in_part(self) -> int:
+        """Attentions that are absorbed in part, or by groups of heads: how much they cache and compute is not known."""
+        return sum(copies for site, copies in zip(self.report.sites, self.copies, strict=False) if site.parts)
+
+    @property
+    def head_values(self) -> int:
+        """Weights into and out of the heads of the latent sites, as far as their widths are known."""
+        return self.over_sites(_head_values)
+
+    def over_sites(self, what: Callable[[Dims], int]) -> int:
+        """A quantity of one latent site, added up over all of them."""
+        return sum(site.count * what(site.dims) for site in self.latent)
+
+
+def facts_of(report: Report, name: str) -> Survey:
+    """What a report alone tells: its sites, once each; nothing of weights or of what a cache holds."""
+    sites = latent_sites((site, site.dims, 1) for site in report.sites)
+    family = family_of(report) or ("not MLA" if report.sites else "no attention")
+    return Survey(name, family, report, sites, (), Weights(0), copies=(1,) * len(report.sites))
+
+
+def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
+    """Sites with their sizes, and how many attentions each stands for, added up where they are equal."""
+    counts: Counter[tuple[Dims, bool, bool]] = Counter()
+    for site, dims, copies in found:
+        if dims is not None:
+            counts[dims, site.verdict == "absorbed", not site.parts] += copies
+    return tuple(LatentSites(dims, count, absorbed, whole) for (dims, absorbed, whole), count in counts.items())
+
+
+def family_of(report: Report) -> Family | None:
+    """What the sites of a report say by themselves; ``None`` where they have no latent, or there are none."""
+    if report.absorbed or any(site.dims is not None for site in report.sites):
+        return "MLA"
+    return "refused" if report.refused else "kept" if report.kept else None
+
+
+def _head_values(dims: Dims) -> int:
+    into, out = dims.Q or 0, dims.D or 0
+    return dims.H * (into * (dims.N + dims.R) + dims.L * (dims.N + dims.V) + dims.V * out)

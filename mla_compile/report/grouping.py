@@ -1,0 +1,93 @@
+"""Sites that differ only in their layer number, put together so that a report of 61 layers is one paragraph.
+
+Before: sixty-one records, ``model.layers.0.self_attn`` to ``model.layers.60.self_attn``, otherwise equal.
+After: one group whose ``where`` reads ``model.layers.{0-60}.self_attn``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from mla_compile.core.records import Location, SiteReport
+
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """Sites that read the same, in report order; the first speaks for all of them."""
+
+    sites: tuple[SiteReport, ...]
+
+    @property
+    def site(self) -> SiteReport:
+        """The site whose fields are shown."""
+        return self.sites[0]
+
+    @property
+    def where(self) -> str:
+        """Module paths of the group as one pattern, or the node's name where the trace recorded no module."""
+        return module_pattern([site.where.module or site.where.node for site in self.sites])
+
+    @property
+    def precision_ratio(self) -> float | None:
+        """The worst measured ratio of the group."""
+        return max((s.precision_ratio for s in self.sites if s.precision_ratio is not None), default=None)
+
+    @property
+    def fold_error(self) -> float | None:
+        """The worst measured rounding of folded weights of the group."""
+        return max((s.fold_error for s in self.sites if s.fold_error is not None), default=None)
+
+
+def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
+    """Groups in order of first appearance.
+
+    Two sites belong together when everything is equal but the index, the numbers in module paths, the names of nodes
+    (numbered by the trace) and measured errors, of which a group shows the worst.
+    """
+    groups: dict[SiteReport, list[SiteReport]] = {}
+    for site in sites:
+        groups.setdefault(_anonymous(site), []).append(site)
+    return [SiteGroup(tuple(members)) for members in groups.values()]
+
+
+def module_pattern(paths: Sequence[str]) -> str:
+    """``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``; a list where the numbers are no full grid."""
+    distinct = list(dict.fromkeys(paths))
+    if len({_NUMBER.sub("#", path) for path in distinct}) > 1:
+        return ", ".join(distinct)
+    numbers = [[int(digits) for digits in _NUMBER.findall(path)] for path in distinct]
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    if math.prod(map(len, columns)) != len(distinct):
+        return ", ".join(distinct)
+    ranges = iter(columns)
+    return _NUMBER.sub(lambda match: _ranges(next(ranges)), distinct[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """``3`` for one number, ``{0-2,5}`` for several (sorted, distinct)."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
+
+
+def _anonymous(site: SiteReport) -> SiteReport:
+    blame = None if site.blame is None else _unnumbered(site.blame)
+    where = _unnumbered(site.where)
+    kept = tuple(replace(k, blame=None if k.blame is None else _unnumbered(k.blame)) for k in site.kept)
+    return replace(site, index=0, where=where, blame=blame, kept=kept, precision_ratio=None, fold_error=None)
+
+
+def _unnumbered(where: Location) -> Location:
+    # Without a module path the node's name is all there is to tell two sites apart, but it says nothing of a layer.
+    return replace(where, node="", module=_NUMBER.sub("#", where.module))

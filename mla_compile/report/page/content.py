@@ -1,0 +1,351 @@
+"""What the page says: the report and the tables of ``explain`` as the template shows them."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from mla_compile.codes import CODES, Verdict
+from mla_compile.core.drawing import DrawnNode
+from mla_compile.core.quantities import amount, gigabytes, scaled, seconds
+from mla_compile.core.records import Location, SiteReport
+from mla_compile.report.explained import CONTEXTS, CacheRow, Explained, SiteChoice, TokenCost, query_flops, token_costs
+from mla_compile.report.facts import Family, Survey
+from mla_compile.report.grouping import SiteGroup, grouped
+from mla_compile.report.page import charts
+from mla_compile.report.page.graphs import Graph, laid_out
+from mla_compile.report.report import headline, rows_of
+from mla_compile.version import __version__
+
+PLACES = tuple(2**i for i in range(11, 20))
+"""Contexts of the cost charts; those of the tables are among them."""
+QUERIES = tuple(2**i for i in range(13))
+_QUERY_CONTEXT = 32768
+_WORDS: dict[Verdict, str] = {
+    "absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA",
+}  # fmt: skip
+
+_FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a latent as wide as K and V"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing with its name and all of its nodes, for who does not see it."""
+
+    name: str
+    graph: Graph
+    nodes: tuple[DrawnNode, ...]
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A line of the user's source, and what it is to the verdict."""
+
+    what: str
+    place: str
+    code: str
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """One group of equal attentions."""
+
+    verdict: Verdict
+    headline: str
+    where: str
+    count: int
+    code: str
+    meaning: str
+    rows: tuple[tuple[str, str], ...]
+    quotes: tuple[Quote, ...]
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a caption; the first column names the rows. ``numbers``: the columns that hold numbers."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[tuple[str, ...], bool], ...]
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Break-even and fold of the attentions of one size."""
+
+    title: str
+    sentences: tuple[str, ...]
+    verdict: str
+    table: Table
+    chart: charts.LineChart | None
+
+
+@dataclass(frozen=True)
+class Content:
+    """The whole page."""
+
+    title: str
+    facts: tuple[str, ...]
+    tone: Verdict
+    verdict: str
+    advice: str
+    notes: tuple[str, ...]
+    sites: tuple[SiteView, ...]
+    cache_chart: charts.BarChart | None
+    cache_table: Table | None
+    cache_note: str
+    cost_charts: tuple[charts.LineChart, ...]
+    cost_table: Table | None
+    cost_note: str
+    choices: tuple[Choice, ...]
+    versions: str
+
+
+def content(result: Explained, title: str) -> Content:
+    """Everything the page shows of one explained model."""
+    model = result.survey
+    tone, verdict = _verdict(model)
+    costs = result.costs
+    return Content(
+        title=title or model.name,
+        facts=_facts(model, result.dtype),
+        tone=tone,
+        verdict=verdict,
+        advice=_advice(model),
+        notes=(*result.notes, *model.report.messages),
+        sites=tuple(_site(group, model) for group in grouped(model.report.sites)),
+        cache_chart=_cache_chart(result.cache) if result.cache else None,
+        cache_table=_cache_table(result) if result.cache else None,
+        cache_note=model.own_cache(),
+        cost_charts=_cost_charts(result) if costs else (),
+        cost_table=_cost_table(costs) if costs else None,
+        cost_note=_crossing(costs),
+        choices=tuple(_choice(choice) for choice in result.choices),
+        versions=_versions(),
+    )
+
+
+def _verdict(model: Survey) -> tuple[Verdict, str]:
+    counts = dict.fromkeys(_WORDS, 0)
+    for site, copies in zip(model.report.sites, model.copies, strict=True):
+        counts[site.verdict] += copies
+    total, absorbed = sum(counts.values()), counts["absorbed"]
+    if not total:
+        return "not_mla", "There is no attention in this model."
+    if not absorbed:
+        worst: Verdict = next(v for v in ("refused", "kept", "not_mla") if counts[v])
+        first = next(site for site in model.report.sites if site.verdict == worst)
+        if worst == "not_mla":
+            kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
+            return worst, f"This is {kind}, not Multi-head Latent Attention: there is no latent to absorb."
+        what = "Nothing is absorbed" if worst == "refused" else "Nothing needs to be absorbed"
+        said = f"{_sites(counts[worst])} {_be(counts[worst])} {_WORDS[worst]} ({first.code}): {first.reason}"
+        return worst, f"{what}: {said}."
+    gain = _in_part(model, absorbed) + _gain(model)
+    if absorbed == total:
+        who = "The one attention is" if total == 1 else f"All {total} attentions are"
+        return "absorbed", f"{who} decoded in absorbed form{gain}."
+    others = ", ".join(f"{n} {_WORDS[v]}" for v, n in counts.items() if n and v != "absorbed")
+    return "absorbed", f"{absorbed} of {total} attentions are decoded in absorbed form{gain}; {others}."
+
+
+def _in_part(model: Survey, absorbed: int) -> str:
+    some = sum(n for site, n in zip(model.report.sites, model.copies, strict=True) if site.kept)
+    if not some:
+        return ""
+    return ", in part" if absorbed == 1 else f", {'all' if some == absorbed else some} of them in part"
+
+
+def _gain(model: Survey) -> str:
+    saved = [s for s in model.report.sites if s.verdict == "absorbed" and s.cache_values_latent]
+    before, after = (saved[0].cache_values_expanded, saved[0].cache_values_latent) if saved else (None, None)
+    if before is None or after is None or before <= after:
+        return ""
+    return f": {after:,} values per token and layer are read instead of {before:,}, {before / after:.3g} times fewer"
+
+
+def _advice(model: Survey) -> str:
+    if any(site.verdict == "absorbed" for site in model.report.sites):
+        return 'Use it with mla_compile.optimize(model), or torch.compile(model, backend="mla").'
+    if any(site.verdict in ("refused", "kept") for site in model.report.sites):
+        return "Below is what stands in the way, where, and what would change it. The model runs as it is."
+    plan = "; mla-compile plan says what it costs to serve" if model.cached else ""
+    return f"mla_compile leaves it as it is{plan}."
+
+
+def _facts(model: Survey, dtype: str) -> tuple[str, ...]:
+    weights = model.weights
+    said = [model.name, _FAMILIES.get(model.family, model.family)]
+    if weights.total:
+        said.append(f"{amount(weights.total)} parameters")
+        if weights.active != weights.total:
+            said.append(f"{amount(weights.active)} read for a token")
+    return (*said, f"weights and cache in {dtype}")
+
+
+def _site(group: SiteGroup, model: Survey) -> SiteView:
+    site = group.site
+    count = sum(model.copies[member.index] for member in group.sites)
+    quoted = ("source", "because of")
+    pictures: list[Picture] = []
+    if site.drawing is not None:
+        pictures.append(Picture("before" if site.drawing.after else "as it is", laid_out(site.drawing.before),
+                                site.drawing.before.nodes))  # fmt: skip
+        if site.drawing.after is not None:
+            pictures.append(Picture("after", laid_out(site.drawing.after), site.drawing.after.nodes))
+    return SiteView(
+        site.verdict, headline(site), group.where, count, str(site.code), _meaning(site),
+        tuple((label, value) for label, value in rows_of(group) if label not in quoted),
+        _quotes(site), tuple(pictures),
+    )  # fmt: skip
+
+
+def _meaning(site: SiteReport) -> str:
+    if not site.kept:
+        return CODES[site.code].meaning
+    return f"absorbed are {', '.join(site.parts)}; {', '.join(k.part for k in site.kept)} stay as they were"
+
+
+def _quotes(site: SiteReport) -> tuple[Quote, ...]:
+    places: list[tuple[str, Location | None]] = [("the attention", site.where), ("what stands in the way", site.blame)]
+    places += [(f"why {kept.part} stay", kept.blame) for kept in site.kept]
+    return tuple(Quote(what, at.source, at.code or "") for what, at in places if at is not None and at.source)
+
+
+def _cache_chart(rows: Sequence[CacheRow]) -> charts.BarChart:
+    drawn = [(row.kind, row.values, row.own) for row in rows]
+    return charts.bars("Cached values per token and layer", drawn, "values per token and layer")
+
+
+def _cache_table(result: Explained) -> Table:
+    head = ("kind", "of each token", "values per layer", *(charts.short(T) for T in CONTEXTS))
+    rows = tuple(
+        ((row.kind, row.meaning, f"{row.values:,}", *(gigabytes(size) for size in row.bytes)), row.own)
+        for row in result.cache
+    )
+    return Table(f"Cache of one sequence in {result.dtype}, all layers, by context", head, rows, (2, 3, 4, 5))
+
+
+def _cost_charts(result: Explained) -> tuple[charts.LineChart, ...]:
+    costs = token_costs(result.survey, result.element_bytes, PLACES)
+    made = []
+    for title, unit, values in (("FLOPs per token", "", _flops_of), ("Bytes per token", "B", _bytes_of)):
+        series = [charts.Series(row.form, _style(row.form), values(row)) for row in costs]
+        at = crossing(costs, values)
+        limit = (at, "break-even") if at is not None else None
+        made.append(charts.lines(title, "tokens of context", PLACES, series, marked=CONTEXTS, unit=unit, limit=limit))
+    return tuple(made)
+
+
+def _cost_table(costs: Sequence[TokenCost]) -> Table:
+    rows = []
+    for row in costs:
+        rows.append(((row.form, "FLOPs", *(scaled(n, "").strip() for n in row.flops)), row.form == "absorbed"))
+        rows.append((("", "bytes", *(scaled(n, "B") for n in row.bytes)), row.form == "absorbed"))
+    head = ("form", "", *(charts.short(T) for T in CONTEXTS))
+    return Table("One decoded token of one sequence, by context", head, tuple(rows), (2, 3, 4))
+
+
+def crossing(costs: Sequence[TokenCost], values: object) -> float | None:
+    """The context at which two forms cost the same (both are straight lines in it); ``None`` where there is none."""
+    if len(costs) != 2:
+        return None
+    (a, b), (T, U) = [values(row) for row in costs], CONTEXTS[:2]  # type: ignore[operator]
+    slopes = [(v[1] - v[0]) / (U - T) for v in (a, b)]
+    if slopes[0] == slopes[1]:
+        return None
+    at = T + (b[0] - a[0]) / (slopes[0] - slopes[1])
+    return at if at > 0 else None
+
+
+def _crossing(costs: Sequence[TokenCost]) -> str:
+    if len(costs) != 2:
+        return ""
+    said = []
+    for what, values in (("FLOPs", _flops_of), ("bytes", _bytes_of)):
+        at = crossing(costs, values)
+        said.append(f"in {what} from {math.ceil(at):,} tokens on" if at is not None and at > 1 else f"in {what} always")
+    return f"For one query, absorbing pays {' and '.join(said)}."
+
+
+def _flops_of(row: TokenCost) -> Sequence[int]:
+    return row.flops
+
+
+def _bytes_of(row: TokenCost) -> Sequence[int]:
+    return row.bytes
+
+
+def _choice(choice: SiteChoice) -> Choice:
+    at = ", ".join(f"{_queries(s)} at {charts.short(T)}" for s, T in zip(choice.break_even, CONTEXTS, strict=True))
+    long = _queries(choice.break_even_long)
+    rows = tuple(
+        (
+            (side.product, f"{side.chained:,}", f"{side.folded:,}", f"{side.folded / side.chained:.3g} x",
+             "pays" if side.pays else "does not pay"),
+            side.pays,
+        )
+        for side in choice.folds
+    )  # fmt: skip
+    fold = f"Fold {' and '.join(choice.fold)}." if choice.fold else "Do not fold."
+    if choice.folds:
+        times = f"about {seconds(choice.chained_s)} chained"
+        if choice.folded_s is not None:
+            times += f", {seconds(choice.folded_s)} with both folded"
+        fold += f" One layer, one query, 32k tokens on a data-centre GPU: {times}, by the cost model."
+    else:
+        fold = "Whether folding pays is not known: the widths of the query and the output projection are not."
+    return Choice(
+        f"{choice.dims}",
+        (f"Absorbing takes fewer FLOPs below {long} queries per call on a long context ({at}).",),
+        fold,
+        Table(
+            "Weights read per token and layer",
+            ("product", "as they are", "folded", "ratio", "in bytes"),
+            rows,
+            (1, 2, 3),
+        ),
+        _query_chart(choice),
+    )
+
+
+def _query_chart(choice: SiteChoice) -> charts.LineChart:
+    series = [charts.Series(form, _style(form), values) for form, values in
+              query_flops(choice.dims, QUERIES, _QUERY_CONTEXT)]  # fmt: skip
+    even = choice.break_even[CONTEXTS.index(_QUERY_CONTEXT)]
+    limit = None if math.isinf(even) else (even, f"break-even: {math.ceil(even):,}")
+    return charts.lines(
+        f"FLOPs of one attention call, {charts.short(_QUERY_CONTEXT)} tokens of context", "queries per call", QUERIES,
+        series, marked=(1, 128, 1024), unit="", limit=limit,
+    )  # fmt: skip
+
+
+def _style(form: str) -> str:
+    return "after" if form == "absorbed" else "before"
+
+
+def _queries(number: float) -> str:
+    return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"
+
+
+def _sites(count: int) -> str:
+    return "the one attention" if count == 1 else f"{count} attentions"
+
+
+def _be(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _versions() -> str:
+    known = [f"mla_compile {__version__}"]
+    for name in ("torch", "transformers"):
+        try:
+            known.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join([*known, f"Python {platform.python_version()}"])

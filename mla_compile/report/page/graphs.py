@@ -1,0 +1,111 @@
+"""A drawing as boxes and curves with positions: what the template writes as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mla_compile.core.drawing import Drawing, DrawnNode
+from mla_compile.report.page.layout import place
+
+_HEIGHT = 40.0
+_MARGIN = 6.0
+_NAME_WIDTH, _SHAPE_WIDTH = 6.9, 6.3  # of a character, a little more than the fonts of the page have
+_LONGEST = 30
+TIMES = " \N{MULTIPLICATION SIGN} "
+
+
+@dataclass(frozen=True)
+class Box:
+    """One node with its corner, its size, and its text as it is shown."""
+
+    node: DrawnNode
+    x: float
+    y: float
+    width: float
+    height: float
+    label: str
+    shape: str
+
+    @property
+    def lowered(self) -> float:
+        """How far the text stands below its usual place: under the lid of a drum."""
+        return 3.0 if self.node.role == "cache" else 0.0
+
+    @property
+    def outline(self) -> str:
+        """The path of its border; each role has a form of its own, so that colour is not needed to tell them apart."""
+        x, y, w, h = self.x, self.y, self.width, self.height
+        if self.node.role == "weight":  # a parallelogram
+            return f"M{x + 10:g},{y:g}h{w - 10:g}l-10,{h:g}h{10 - w:g}z"
+        if self.node.role == "cache":  # a drum
+            lid = f"a{w / 2:g},4,0,0,"
+            return f"M{x:g},{y + 4:g}{lid}1,{w:g},0v{h - 8:g}{lid}1,{-w:g},0zm0,0{lid}0,{w:g},0"
+        radius = {"latent": h / 2, "attention": 2.0, "input": 12.0}.get(self.node.role, 5.0)
+        inner_w, inner_h = w - 2 * radius, h - 2 * radius
+        arc = f"a{radius:g},{radius:g},0,0,1,"
+        return (
+            f"M{x + radius:g},{y:g}h{inner_w:g}{arc}{radius:g},{radius:g}v{inner_h:g}{arc}{-radius:g},{radius:g}"
+            f"h{-inner_w:g}{arc}{-radius:g},{-radius:g}v{-inner_h:g}{arc}{radius:g},{-radius:g}z"
+        )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One drawing, laid out; curves are SVG paths."""
+
+    boxes: tuple[Box, ...]
+    curves: tuple[str, ...]
+    width: float
+    height: float
+    alternative: str
+
+
+def laid_out(drawing: Drawing) -> Graph:
+    """Lay a drawing out, sources at the top."""
+    labels = [_cut(node.label) for node in drawing.nodes]
+    shapes = [_shape(node) for node in drawing.nodes]
+    widths = [
+        max(len(label) * _NAME_WIDTH, len(shape) * _SHAPE_WIDTH) + 26
+        for label, shape in zip(labels, shapes, strict=True)
+    ]
+    placed = place(widths, drawing.edges, _HEIGHT)
+    boxes = tuple(
+        Box(node, _MARGIN + x - w / 2, _MARGIN + y - _HEIGHT / 2, w, _HEIGHT, label, shape)
+        for node, (x, y), w, label, shape in zip(drawing.nodes, placed.boxes, widths, labels, shapes, strict=True)
+    )
+    curves = tuple(_curve([(x + _MARGIN, y + _MARGIN) for x, y in points]) for points in placed.edges)
+    return Graph(boxes, curves, placed.width + 2 * _MARGIN, placed.height + 2 * _MARGIN, _in_words(drawing))
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> str:
+    """Down from box to box; straight past the layers it only crosses."""
+    half = _HEIGHT / 2
+    (x, y), rest = points[0], points[1:]
+    path = f"M{x:.1f},{y + half:.1f}"
+    y += half
+    for i, (next_x, next_y) in enumerate(rest):
+        top, bottom = next_y - half, next_y + half
+        middle = (y + top) / 2
+        path += f"C{x:.1f},{middle:.1f},{next_x:.1f},{middle:.1f},{next_x:.1f},{top:.1f}"
+        if i < len(rest) - 1:
+            path += f"V{bottom:.1f}"
+        x, y = next_x, bottom
+    return path
+
+
+def _shape(node: DrawnNode) -> str:
+    return TIMES.join(_cut(size) for size in node.shape) or ("number" if node.dtype else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2 - 1]}…{text[-_LONGEST // 2 :]}"
+
+
+def _in_words(drawing: Drawing) -> str:
+    """How many nodes of each kind, and the attention operator: the table below the picture has them all."""
+    names = {"op": "operators", "weight": "weights", "cache": "caches", "latent": "latent rows", "input": "inputs"}
+    counts = [f"{sum(n.role == role for n in drawing.nodes)} {name}" for role, name in names.items()]
+    attention = ", ".join(dict.fromkeys(n.label for n in drawing.nodes if n.role == "attention"))
+    end = drawing.nodes[-1]
+    return f"{', '.join(counts)}; attention: {attention or 'written out'}; result {TIMES.join(end.shape)}"

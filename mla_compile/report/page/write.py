@@ -1,0 +1,85 @@
+"""The page as a file: nothing is loaded from elsewhere, no script runs, equal reports give equal bytes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_compile.core.quantities import BYTES
+from mla_compile.errors import InputError, OptionError, nearest
+
+if TYPE_CHECKING:
+    from mla_compile.report.explained import Explained
+    from mla_compile.report.report import Report
+
+
+def write_report(report: Report, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
+    """The page of a report alone; see :meth:`mla_compile.Report.to_html`."""
+    if dtype not in BYTES:
+        raise OptionError(f"dtype is {dtype!r}, expected one of {', '.join(BYTES)}{nearest(str(dtype), BYTES)}")
+    target = checked(path)
+    from mla_compile.report.explained import explained
+    from mla_compile.report.facts import facts_of
+
+    write_page(explained(facts_of(report, "this model"), dtype, BYTES[dtype]), target, title or "Attention report")
+
+
+def write_page(result: Explained, path: Path, title: str = "") -> None:
+    """Write the page of an explained model; what was at ``path`` stays until the new page is whole."""
+    data = render(result, title).encode("utf-8", "replace")  # a lone surrogate is in no page
+    try:
+        handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(draft, _mode(path))
+            os.replace(draft, path)
+        except BaseException:  # raised again: an interrupt leaves no draft behind either
+            os.unlink(draft)
+            raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def render(result: Explained, title: str = "") -> str:
+    """The page as text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from mla_compile.report.page.content import content
+
+    environment = Environment(
+        loader=PackageLoader("mla_compile", "report/page/templates"),
+        autoescape=True,  # names of models and lines of source are anybody's text
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html.j2").render(page=content(result, title))
+
+
+def checked(path: str | os.PathLike[str]) -> Path:
+    """The path, if a file can be written there: asked before anything that takes time. Raises :class:`InputError`."""
+    target = Path(path).resolve()  # a link stays, and leads to the new file
+    if target.is_dir():
+        raise InputError(f"{target} is a directory, expected the name of a file")
+    if not target.parent.is_dir():
+        raise InputError(f"{target.parent} is no directory to write {target.name} to")
+    if target.exists() and not target.is_file():  # a device would be replaced by a file
+        raise InputError(f"{target} is no ordinary file")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise InputError(f"{target} cannot be written to")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"{target.parent} cannot be written to")
+    return target
+
+
+def _mode(path: Path) -> int:
+    """The permissions of the file that is replaced, or those a new file gets."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

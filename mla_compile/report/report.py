@@ -1,0 +1,260 @@
+"""The report: one record per attention site, shown as text for a person or as JSON for a program."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mla_compile.codes import CODES, Verdict, section
+from mla_compile.core.records import VERDICTS, Location, PassRecord, SiteReport
+from mla_compile.errors import InputError
+from mla_compile.report.grouping import SiteGroup, grouped
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["SCHEMA", "Location", "PassRecord", "Report", "SiteReport"]
+
+SCHEMA = "mla_compile.report.report/1"
+"""Written into every JSON report; the number grows when a reader of the old one would misread the new one."""
+
+_STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
+_WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of every attention site of one graph, or of several merged with ``merged``.
+
+    ``print`` shows it as text; rich shows it in colour.
+
+    Attributes:
+        sites: one entry for each attention.
+        graph: the names of the graphs.
+        passes: what each pass changed, and how long it took.
+        messages: what concerns no single site.
+    """
+
+    sites: tuple[SiteReport, ...]
+    graph: str = ""
+    passes: tuple[PassRecord, ...] = ()
+    messages: tuple[str, ...] = ()
+
+    @property
+    def absorbed(self) -> int:
+        """Sites that run in an absorbed form."""
+        return self._count("absorbed")
+
+    @property
+    def kept(self) -> int:
+        """Sites left in their form because that is cheaper, asked for, or needed by something else."""
+        return self._count("kept")
+
+    @property
+    def refused(self) -> int:
+        """Sites where absorption would change the result, or could not be proved."""
+        return self._count("refused")
+
+    @property
+    def not_mla(self) -> int:
+        """Attention sites that are plain MHA, GQA or MQA."""
+        return self._count("not_mla")
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
+        """Write one self-contained page: the sites drawn (by ``explain``), cache, costs, refusals.
+
+        Args:
+            path: the file. One that is there stays until the new one is whole.
+            title: what the page is about.
+            dtype: of weights and cache: fp32, bf16, fp16 or fp8.
+
+        Raises:
+            InputError: the path cannot be written.
+        """
+        from mla_compile.report.page.write import write_report
+
+        write_report(self, path, title=title, dtype=dtype)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in all passes."""
+        return sum(p.seconds for p in self.passes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; the key ``schema`` names the layout."""
+        return {
+            "schema": SCHEMA,
+            "graph": self.graph,
+            "counts": {verdict: self._count(verdict) for verdict in VERDICTS},
+            "sites": [site.to_dict() for site in self.sites],
+            "passes": [asdict(p) for p in self.passes],
+            "messages": list(self.messages),
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """What ``to_dict`` returns, as strict JSON (no ``NaN`` or ``Infinity``)."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Report:
+        """Inverse of ``to_dict``.
+
+        Raises:
+            InputError: for anything that is not a report of this schema.
+        """
+        schema = record.get("schema")
+        if schema != SCHEMA:
+            raise InputError(f"this is no report that can be read here: schema is {schema!r}, expected {SCHEMA!r}")
+        try:
+            return cls(
+                sites=tuple(SiteReport.from_dict(site) for site in record["sites"]),
+                graph=record["graph"],
+                passes=tuple(PassRecord(**p) for p in record["passes"]),
+                messages=tuple(record["messages"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"the report says {SCHEMA!r} but does not follow it: {error!r}") from error
+
+    @classmethod
+    def merged(cls, reports: Iterable[Report]) -> Report:
+        """One report of several graphs: sites renumbered in order, passes of one name added up, messages once each."""
+        several = list(reports)
+        sites = [site for report in several for site in report.sites]
+        totals: dict[str, PassRecord] = {}
+        for p in (p for report in several for p in report.passes):
+            seen = totals.get(p.name, PassRecord(p.name, 0, 0.0))
+            totals[p.name] = PassRecord(p.name, seen.changes + p.changes, seen.seconds + p.seconds)
+        return cls(
+            sites=tuple(replace(site, index=i) for i, site in enumerate(sites)),
+            graph=", ".join(dict.fromkeys(report.graph for report in several if report.graph)),
+            passes=tuple(totals.values()),
+            messages=tuple(dict.fromkeys(message for report in several for message in report.messages)),
+        )
+
+    def summary(self) -> str:
+        """One line, for logs."""
+        place = f" in graph {self.graph}" if self.graph else ""
+        if not self.sites:
+            return f"no attention sites{place}"
+        counts = []
+        for verdict in VERDICTS:
+            sites = [site for site in self.sites if site.verdict == verdict]
+            if sites:
+                # Only these two have reasons that differ from site to site and matter to a reader.
+                codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
+                counts.append(f"{len(sites)} {_WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
+        noun = "attention site" if len(self.sites) == 1 else "attention sites"
+        line = f"{len(self.sites)} {noun}{place}: {', '.join(counts)}"
+        saved = [site for site in self.sites if site.verdict == "absorbed" and _has_cache(site)]
+        if saved:
+            before = sum(site.cache_values_expanded or 0 for site in saved)
+            after = sum(site.cache_values_latent or 0 for site in saved)
+            line += f"; cache values per token {before:,} -> {after:,}"
+        return line + (f"; passes {self.seconds:.2f} s" if self.passes else "")
+
+    def text(self, width: int = 100) -> str:
+        """The whole report as plain text, without colour."""
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __rich__(self) -> RenderableType:
+        # rich is imported where something is drawn, so that compiling a graph does not pay for it.
+        from rich.console import Group
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+
+        parts: list[RenderableType] = [Text(f"mla_compile: {self.summary()}", style="bold")]
+        for group in grouped(self.sites):
+            head = Text("\n")
+            head.append(headline(group.site), style=f"bold {_STYLES[group.site.verdict]}")
+            head.append(f"  {group.where}")
+            if len(group.sites) > 1:
+                head.append(f"  ({len(group.sites)} sites)", style="dim")
+            rows = Table.grid(padding=(0, 2))
+            rows.add_column(style="dim", no_wrap=True)
+            rows.add_column(overflow="fold")
+            for label, value in rows_of(group):
+                rows.add_row(label, Text(value))
+            parts += [head, Padding(rows, (0, 0, 0, 2))]
+        if self.messages:
+            parts.append(Text("\n" + "\n".join(f"note: {message}" for message in self.messages)))
+        return Group(*parts)
+
+    def _count(self, verdict: Verdict) -> int:
+        return sum(site.verdict == verdict for site in self.sites)
+
+
+def headline(site: SiteReport) -> str:
+    """The verdict, with the form or the code."""
+    if site.verdict == "absorbed":
+        words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
+        return f"absorbed ({', '.join(words)})" if words else "absorbed"
+    return _WORDS[site.verdict] if site.verdict == "not_mla" else f"{_WORDS[site.verdict]}: {site.code}"
+
+
+def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
+    """Label and value of every line below a headline; what is not known is left out."""
+    site = group.site
+    rows = [("source", _source(site.where)), ("why", site.reason)]
+    if site.blame is not None:
+        rows.append(("because of", _source(site.blame, with_op=True)))
+    for kept in site.kept:
+        rows.append(("stays", f"{kept.part} ({kept.code}): {kept.reason}"))
+        if kept.blame is not None:
+            rows.append(("because of", _source(kept.blame, with_op=True)))
+    if site.verdict != "absorbed":
+        rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
+    explained = [*([site.code] if site.verdict in ("kept", "refused") else []), *(kept.code for kept in site.kept)]
+    rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
+    if site.dims is not None:
+        rows.append(("dims", str(site.dims)))
+    for label, before, after, unit in (
+        ("cache", site.cache_values_expanded, site.cache_values_latent, "values per token"),
+        ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
+        ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
+    ):
+        rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
+    if site.break_even_S is not None:
+        always = math.isinf(site.break_even_S)
+        limit = "for any number of queries" if always else f"below {math.ceil(site.break_even_S)} queries"
+        rows.append(("absorbing pays", f"{limit} per call, in FLOPs on a long context"))
+    if group.precision_ratio is not None:
+        rows.append(("precision", f"error against float64 is {group.precision_ratio:.3g} x the original's"))
+    if group.fold_error is not None:
+        rows.append(("folded weights", f"relative rounding error {group.fold_error:.2g}"))
+    rows += [("note", note) for note in site.notes]
+    return [(label, value) for label, value in rows if value]
+
+
+def _source(where: Location, *, with_op: bool = False) -> str:
+    """File and line, with the code itself on a line of its own; empty when the trace recorded neither."""
+    place = " at ".join(filter(None, [(where.op or where.node) if with_op else None, where.source]))
+    return "\n".join(filter(None, [place, where.code and where.code.strip()]))
+
+
+def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
+    """``a -> b`` for a site that was absorbed, ``a (absorbed: b)`` for one that was not; empty when not known."""
+    if before is None:
+        return ""
+    if after is None:
+        return f"{before:,} {unit}"
+    if not done:
+        return f"{before:,} {unit} (absorbed: {after:,})"
+    gain = f", {before / after:.3g} times less" if 0 < after < before else ""
+    return f"{before:,} -> {after:,} {unit}{gain}"
+
+
+def _has_cache(site: SiteReport) -> bool:
+    return site.cache_values_expanded is not None and site.cache_values_latent is not None

@@ -1,0 +1,327 @@
+"""K or V of a cache as a tensor that holds its latent rows, and makes the rest only for those who ask.
+
+A compiled graph whose K and V the caller keeps (in a Cache object, a tuple, an attribute) returns them as these. To
+everybody else they are tensors of the shape of K: an operator that reads one gets K, computed from the rows. The next
+compiled graph takes the rows themselves. Nothing is known or assumed of how the caller keeps his cache.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_compile.errors import StaleWeightError
+from mla_compile.passes.cache.recipe import Recipe, at_once, expand
+
+aten = torch.ops.aten
+
+
+class _Cell:
+    """What one K is made of; shared by everything that is, or is a part of, the same memory.
+
+    ``full`` is K itself, once somebody has written to it or holds a view of it: from then on it is the truth.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        rows: Sequence[torch.Tensor] = (),
+        leaves: Sequence[torch.Tensor] = (),
+        full: torch.Tensor | None = None,
+    ) -> None:
+        self.recipe = recipe
+        self.rows = tuple(rows)
+        self.leaves = tuple(leaves)
+        self.full = full
+        self.versions = [_version(leaf) for leaf in leaves]
+
+    def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.check()
+        assert self.recipe is not None
+        with torch.no_grad():
+            made: torch.Tensor = expand(self.recipe, rows, self.leaves, at_once)
+        return made.contiguous()
+
+    def settle(self) -> torch.Tensor:
+        """K, kept from now on."""
+        if self.full is None:
+            self.full = self.expand(self.rows)
+            self.rows = self.leaves = ()
+        return self.full
+
+    def check(self) -> None:
+        """The rows were made for the weights as they were."""
+        if any(_version(leaf) != version for leaf, version in zip(self.leaves, self.versions, strict=False)):
+            raise StaleWeightError(
+                "a weight was changed after this cache was filled: its rows were made for the old weights; start with "
+                'an empty cache, or compile with the option cache="expanded"'
+            )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class LatentTensor(torch.Tensor):
+    """K (or V) of shape ``recipe.shape(rows)``, held as rows of ``recipe.widths`` values per token.
+
+    ``rows`` and ``leaves`` (the weights it is expanded with) are tensors in the recipe's order. Tensors of one cell
+    share memory as views do; ``span`` are the tokens of the cell that this one shows, all where it is None.
+    """
+
+    _cell: _Cell
+    _tokens: int
+    _span: tuple[int, int] | None
+    _part: tuple[torch.Tensor, ...] | None
+
+    @staticmethod
+    def __new__(cls: type[LatentTensor], cell: _Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
+        """A tensor that shows a cell; :meth:`of` makes one from rows."""
+        if cell.full is not None:
+            like = cell.full if span is None else cell.full.narrow(tokens, span[0], span[1] - span[0])
+            shape: tuple[int, ...] = like.shape
+            dtype = like.dtype
+        else:
+            assert cell.recipe is not None
+            like, at = cell.rows[0], cell.recipe.token_axis
+            rows = like if span is None else like.narrow(at, span[0], span[1] - span[0])
+            shape, dtype = cell.recipe.shape(rows.shape), cell.recipe.dtype
+        made: LatentTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
+        made._cell = cell
+        made._tokens = tokens
+        made._span = span
+        made._part = None
+        return made
+
+    @classmethod
+    def of(cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> LatentTensor:
+        """A new tensor, made of ``rows``."""
+        return cls(_Cell(recipe, rows, leaves), recipe.tokens)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch asks
+
+    # What compilers ask for.
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if self._cell.full is not None:
+            return ["full"], self._tokens
+        names = [f"rows{i}" for i in range(len(self._cell.rows))] + [f"leaf{i}" for i in range(len(self._cell.leaves))]
+        return names, self._cell.recipe
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        kind, number = name[:4], name[4:]
+        if name == "full":
+            return self.expanded()
+        if number.isdigit() and kind in ("rows", "leaf"):
+            values = self.shown_rows() if kind == "rows" else self._cell.leaves
+            if int(number) < len(values):
+                return values[int(number)]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], recipe: Recipe | int, *_: Any) -> LatentTensor:
+        if isinstance(recipe, int):
+            return LatentTensor(_Cell(None, full=inner["full"]), recipe)
+        rows = [inner[f"rows{i}"] for i in range(len(recipe.widths))]
+        return LatentTensor.of(recipe, rows, [inner[f"leaf{i}"] for i in range(recipe.leaves)])
+
+    @classmethod
+    def __metadata_guard__(cls, a: Any, b: Any) -> bool:
+        return a is b or bool(a == b)
+
+    # What this package asks for.
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How it is made from its rows; None where it no longer is."""
+        return None if self._cell.full is not None else self._cell.recipe
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """The weights it is expanded with."""
+        return self._cell.leaves
+
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """The rows; :class:`StaleWeightError` where the weights they were made for have changed."""
+        self._cell.check()
+        return self.shown_rows()
+
+    def shown_rows(self) -> tuple[torch.Tensor, ...]:
+        """The rows, whatever has become of the weights; K and V of one attention have the same tensors."""
+        cell = self._cell
+        if self._span is None or cell.recipe is None:
+            return cell.rows
+        if self._part is None:
+            start, stop = self._span
+            axis = cell.recipe.token_axis
+            self._part = tuple(_once((r,), torch.Tensor.narrow, axis, start, stop - start) for r in cell.rows)
+        return self._part
+
+    def expanded(self) -> torch.Tensor:
+        """K itself, as a plain tensor that shares no memory with this one unless K is kept already."""
+        full = self._cell.full
+        return self._cell.expand(self.rows()) if full is None else self._shown(full)
+
+    def settled(self) -> torch.Tensor:
+        """K itself, from now on the memory of this tensor and of all its views; the rows are given up."""
+        return self._shown(self._cell.settle())
+
+    def _shown(self, full: torch.Tensor) -> torch.Tensor:
+        if self._span is None:
+            return full
+        return full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        kept = _on_rows(func, args, kwargs)
+        if kept is not None:
+            return kept
+        shared = [
+            given for given, spec in zip(args, func._schema.arguments, strict=False) if spec.alias_info is not None
+        ] + [
+            kwargs[spec.name] for spec in func._schema.arguments if spec.alias_info is not None and spec.name in kwargs
+        ]
+        for given in pytree.tree_leaves(shared):
+            if isinstance(given, LatentTensor):
+                given.settled()
+        plain_args, plain_kwargs = pytree.tree_map_only(LatentTensor, LatentTensor.expanded, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for given, plain in zip(args, plain_args, strict=True):  # an operator that writes returns what it was given
+            if result is plain and isinstance(given, LatentTensor):
+                return given
+        return result
+
+    def __getitem__(self, index: Any) -> Any:
+        """Some of the tokens are rows again.
+
+        Done here and not by the dispatcher, whose views autograd remembers and compilers replay.
+        """
+        rows = self.recipe is not None and not torch.compiler.is_compiling()
+        tokens = _tokens(index, self.dim(), self._tokens) if rows else None
+        if tokens is None:
+            return super().__getitem__(index)
+        low, high, _ = tokens.indices(self.shape[self._tokens])
+        first = 0 if self._span is None else self._span[0]
+        return LatentTensor(self._cell, self._tokens, (first + low, first + max(low, high)))
+
+    # What reads memory without asking the dispatcher.
+
+    def data_ptr(self) -> int:
+        """The address of K, which is made and kept."""
+        return self.settled().data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """K, made and kept, as an array that shares its memory."""
+        return self.settled().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """K as nested lists."""
+        return self.expanded().tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.settled().__array__(dtype) if dtype is not None else self.settled().__array__()
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self.settled().__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self.settled().__dlpack_device__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone() if self.recipe is not None else self.expanded().clone()
+        made: torch.Tensor = memo[id(self)]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.expanded().__reduce_ex__(protocol)  # a saved cache is plain
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        how = "expanded" if self.recipe is None else f"made from rows of {self.recipe.widths} values"
+        return f"LatentTensor(shape={list(self.shape)}, dtype={self.dtype}, {how})"
+
+
+def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentTensor | None:
+    """What caches do to K along tokens and batch, done to its rows: copies, parts, joining, reordering."""
+    if func is aten.cat.default:
+        return _joined(args[0], args[1] if len(args) > 1 else 0)
+    x = args[0] if args else None
+    if not isinstance(x, LatentTensor) or x.recipe is None or kwargs:
+        return None
+    recipe = x.recipe
+    if func is aten.detach.default:
+        return LatentTensor(x._cell, x._tokens, x._span)
+    if func is aten.clone.default:
+        return LatentTensor.of(recipe, x.rows(), x.leaves)  # rows are never written to
+    if func is aten.index_select.default:
+        dim = args[1] % len(recipe.kinds)
+        if recipe.kinds[dim] == "row":
+            own = sum(kind == "row" for kind in recipe.kinds[:dim])
+            order = args[2]
+            rows = [_once((r, order), _select, own) for r in x.rows()]
+            return LatentTensor.of(recipe, rows, x.leaves)
+    return None
+
+
+_made: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
+
+
+def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
+    """``make(*sources, *how)``, or what it made of the same tensors before: what K and V share stays shared."""
+    key = (make, *map(id, sources), *(_version(source) for source in sources), *how)
+    known = _made.get(key)
+    if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
+        before = known[0]()
+        if before is not None:
+            return before
+    if len(_made) > 256:
+        for old in [k for k, (result, _) in list(_made.items()) if result() is None]:
+            _made.pop(old, None)
+    made = make(*sources, *how).contiguous()
+    _made[key] = weakref.ref(made), tuple(map(weakref.ref, sources))
+    return made
+
+
+def _select(rows: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
+    return rows.index_select(axis, order)
+
+
+def _cat(*rows_then_axis: Any) -> torch.Tensor:
+    *rows, axis = rows_then_axis
+    return torch.cat(rows, axis)
+
+
+def _tokens(index: Any, rank: int, axis: int) -> slice | None:
+    """The slice of ``axis`` that an index takes, where it takes everything along the others; else None."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
+        return None
+    if Ellipsis in parts:
+        at = parts.index(Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (rank - len(parts) + 1)
+    parts += [slice(None)] * (rank - len(parts))
+    bounds = [b for p in parts for b in (p.start, p.stop, p.step)]
+    whole = all(p == slice(None) for k, p in enumerate(parts) if k != axis)
+    if len(parts) != rank or not whole or any(type(b) not in (int, type(None)) for b in bounds):
+        return None
+    one: slice = parts[axis]
+    return one if one.step in (None, 1) else None
+
+
+def _joined(parts: Sequence[Any], dim: int) -> LatentTensor | None:
+    first = parts[0]
+    if not all(isinstance(p, LatentTensor) and p.recipe is not None for p in parts):
+        return None
+    recipe = first.recipe
+    same = all(p.recipe == recipe and all(a is b for a, b in zip(p.leaves, first.leaves, strict=True)) for p in parts)
+    if not same or dim % len(recipe.kinds) != recipe.tokens:
+        return None
+    rows = [_once(one, _cat, recipe.token_axis) for one in zip(*(p.rows() for p in parts), strict=True)]
+    return LatentTensor.of(recipe, rows, first.leaves)

@@ -1,0 +1,95 @@
+"""Calls around a compiled graph whose cache is kept as latent rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Program
+from mla_compile.errors import MlaCompileWarning
+from mla_compile.passes.cache.rewrite import LatentCache
+from mla_compile.runtime.calls import Call, weight_reader
+from mla_compile.runtime.latent import LatentTensor
+
+
+def plain_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """The example inputs of a Dynamo graph, what carries rows replaced by plain fake tensors of the same shape."""
+    values = list(example_inputs)
+    for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if isinstance(values[index], LatentTensor):
+            fake = node.meta["example_value"]
+            inner = getattr(fake, fake.__tensor_flatten__()[0][0])
+            with inner.fake_mode:
+                values[index] = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+    return values
+
+
+def expanding(call: Call) -> Call:
+    """A callable of plain tensors that may be given tensors that carry rows."""
+
+    def plain(*inputs: Any) -> Any:
+        return call(*map(_plain, inputs))
+
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    return value.expanded() if isinstance(value, LatentTensor) else value
+
+
+def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Call) -> Call:
+    """A callable of the captured inputs (``names``) around one of the program's.
+
+    Takes the rows out of the tensors that carry them and puts the returned rows into such tensors. ``otherwise`` is
+    called, after a warning, for inputs that are made from other weights, or share their rows in another way, than those
+    compiled for.
+    """
+    cache = program.cache
+    assert cache is not None
+    position = {name: index for index, name in enumerate(names)}
+    kept = [index for index, name in enumerate(names) if name not in cache.inputs]
+    takes = [(position[name], _leaves(program, position, cache, name), rows) for name, rows in cache.inputs.items()]
+    gives = [
+        (index - len(program.mutations), cache.recipes[index][0], _leaves(program, position, cache, index),
+         [r - len(program.mutations) for r in rows])
+        for index, rows in cache.outputs.items()
+    ]  # fmt: skip
+    count = len(program.outputs) - len(program.mutations) - len({r for rows in cache.outputs.values() for r in rows})
+
+    def _otherwise(why: str) -> Call:
+        # A warning and not a log line: the call is right, and as slow as without this package.
+        warnings.warn(
+            f"the original graph runs in this call, because its cache is {why}; start with an empty cache",
+            MlaCompileWarning,
+            stacklevel=3,
+        )
+        return otherwise
+
+    def around(*inputs: Any) -> Any:
+        rows: dict[str, torch.Tensor] = {}
+        for at, leaves, wanted in takes:
+            tensor = inputs[at]
+            fits = isinstance(tensor, LatentTensor) and tensor.recipe is not None
+            if not fits or any(a is not read(inputs) for a, read in zip(tensor.leaves, leaves, strict=True)):
+                return _otherwise("expanded with other weights")(*inputs)
+            for name, row in zip(wanted, tensor.rows(), strict=True):
+                if rows.setdefault(name, row) is not row:
+                    return _otherwise("made from other rows than those it shared so far")(*inputs)
+        given = (_plain(inputs[index]) for index in kept)
+        results = list(call(*given, *(rows[name] for name in cache.rows)))
+        for index, recipe, leaves, parts in gives:
+            weights = [read(inputs) for read in leaves]
+            results[index] = LatentTensor.of(recipe, [results[part] for part in parts], weights)
+        return results[:count]
+
+    return around
+
+
+def _leaves(
+    program: Program, position: dict[str, int], cache: LatentCache, of: str | int
+) -> list[Callable[[Sequence[Any]], torch.Tensor]]:
+    return [weight_reader(program, position, name) for name in cache.recipes[of][1]]

@@ -1,0 +1,113 @@
+"""Says so when Dynamo gives up on code that this package compiled.
+
+Dynamo keeps a limited number of compiled variants of a function (8 by default) and runs it uncompiled beyond that:
+same results, without the speed, and a log line that few notice. There is no hook for it, so the log line is the hook.
+Where logging is switched off, the warning comes with the last variant that there is room for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch._dynamo import config
+from torch._guards import CompileContext, TracingContext
+
+from mla_compile.errors import MlaCompileWarning
+from mla_compile.runtime.causes import Cause, cause, place, readable
+from mla_compile.runtime.recompiles import running
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from torch import fx
+
+_KEPT = 1024
+_ENTRY = str(Path(__file__).with_name("forward.py"))
+_logger = logging.getLogger("torch._dynamo.convert_frame")
+_ours: OrderedDict[str, tuple[bool, dict[str, str]]] = OrderedDict()
+"""By function, as Dynamo's log line spells it: whether a graph of it had an attention, where its tensors are used."""
+
+_attention = threading.Event()
+"""Whether one of the graphs had an attention."""
+
+
+def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
+    """To be called inside a backend: warn if Dynamo later gives up on the function it is compiling now.
+
+    Functions without attention count as soon as there are others: what they call is given up with them.
+    """
+    if attention:
+        _attention.set()
+    if not any(isinstance(handler, _LimitHandler) for handler in _logger.handlers):
+        _logger.addHandler(_LimitHandler(logging.WARNING))
+    traced = TracingContext.get_traced_code()
+    if not traced:
+        return
+    function = _spelled(traced[0])  # the function itself first, then what was inlined into it
+    before, _ = _ours.get(function, (False, {}))
+    _ours[function] = (attention or before, _places(gm))
+    _ours.move_to_end(function)
+    if len(_ours) > _KEPT:
+        _ours.popitem(last=False)
+    current = CompileContext.current_compile_id()
+    variants = 1 + ((current.frame_compile_id if current is not None else None) or 0)
+    if attention and variants == config.recompile_limit and not _logger.isEnabledFor(logging.WARNING):
+        _tell(f"{variants} variants of {_named(function)} are compiled; Dynamo runs every further one uncompiled", None)
+
+
+class _LimitHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        if "torch._dynamo hit config." not in record.getMessage() or not isinstance(record.args, tuple):
+            return
+        limit, value, function, reason, *_ = record.args
+        if running() is None and (function not in _ours or not _attention.is_set()):
+            return
+        attention, places = _ours.get(str(function), (False, {}))
+        _tell(
+            f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from here on",
+            cause(str(reason), places, "module" if running() else None),
+            attention=attention,
+        )
+
+
+def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
+    module = running()
+    slow = "decode is as slow as before" if attention else "attention in what it calls may run in its original form"
+    message += f": results are right, {slow}. "
+    if why is None:
+        message += 'TORCH_LOGS="recompiles" shows what changes from call to call'
+    else:
+        advice = why.advice(optimized=module is not None, dynamic=module.dynamic if module else None)
+        message += f"The cause: {why.what}{f' ({why.where})' if why.where else ''}. What helps: {advice}"
+    if module is None or module.given_up(message):
+        warnings.warn(message, MlaCompileWarning, stacklevel=2)
+
+
+def _named(function: str) -> str:
+    """Dynamo's name of a function, or the user's where it is the entry to an optimized module."""
+    module = running()
+    return module.function if module is not None and f"({_ENTRY}:" in function else function
+
+
+def _spelled(code: CodeType) -> str:
+    return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _places(gm: fx.GraphModule) -> dict[str, str]:
+    """Where each input of a graph is used first."""
+    places: dict[str, str] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        if source is None:
+            continue
+        name = source.name() if callable(source.name) else source.name  # torch 2.11, and later
+        for user in node.users:
+            where = place(user.meta.get("stack_trace") or "")
+            if where is not None:
+                places.setdefault(readable(name), where)
+    return places

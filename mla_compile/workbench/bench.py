@@ -1,0 +1,301 @@
+"""``mla-compile bench``: decode steps of a model in eager, Inductor and mla, in turns on this machine.
+
+The model keeps its layers as they are, but few of them and a small vocabulary, so that the sizes of a published model
+fit on a small machine and attention is most of what is timed. Nothing is timed before all variants return the same
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mla_compile.core.dims import Dims
+from mla_compile.core.measuring import Times, available_bytes, in_turns, machine, median_ratio, require_compiler
+from mla_compile.errors import InputError, NothingToCompareError
+from mla_compile.models import config_file, skeleton
+from mla_compile.models.survey import survey_config
+from mla_compile.report.facts import Survey
+from mla_compile.report.report import Report
+from mla_compile.workbench.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
+
+SCHEMA = "mla_compile.workbench.bench/1"
+VARIANTS = ("eager", "inductor", "mla")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VOCABULARY = 256
+_DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_PART_OF_FREE = 0.8  # of the memory that is free: the rest is for the compiler and for everybody else
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: at most ``rounds`` rounds and about ``seconds`` at each context length."""
+
+    contexts: tuple[int, ...] = (512, 4096)
+    dtype: str = "bf16"
+    batch: int = 1
+    layers: int = 1
+    rounds: int = 15
+    seconds: float = 20.0
+    device: str = "cpu"
+    codegen: str = "inductor"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)} to measure with")
+        if not 0 < self.seconds <= 86400:
+            raise InputError(f"seconds is {self.seconds}, expected a number above 0 and at most 86,400")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One context length: seconds of every round by variant, and variants that would not fit in memory."""
+
+    context: int
+    too_large: tuple[str, ...]
+    error: Mapping[str, float]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds in which all variants were taken."""
+        return min(map(len, self.seconds.values()), default=0)
+
+    def whole(self) -> Row:
+        """Without a round that was interrupted."""
+        return replace(self, seconds={name: s[: self.rounds] for name, s in self.seconds.items()})
+
+    def times(self) -> dict[str, Times]:
+        """By variant."""
+        return {name: Times.of(seconds) for name, seconds in self.seconds.items()}
+
+    def faster_than(self) -> dict[str, float]:
+        """How many times faster mla is than each other variant: the median over the rounds."""
+        return {v: median_ratio(s, self.seconds["mla"]) for v, s in self.seconds.items() if v != "mla"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, times in milliseconds."""
+        return {
+            "context": self.context,
+            "too_large": list(self.too_large),
+            "error": dict(self.error),
+            "ms": {name: asdict(times) for name, times in self.times().items()},
+            "faster_than": self.faster_than(),
+        }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure, before any of it is allocated."""
+
+    config: Any
+    survey: Survey
+    settings: Settings
+    notes: tuple[str, ...]
+
+    @property
+    def dims(self) -> Dims:
+        """Of the first site."""
+        return self.survey.latent[0].dims
+
+    def bytes_at(self, tokens: int, *, expanded: bool) -> int:
+        """What the weights and a step at ``tokens`` take.
+
+        The latent rows three times (pool, cache, the next cache) and, where K and V are expanded, those of one layer
+        with the copies that eager PyTorch makes of them.
+        """
+        size, d = DTYPES[self.settings.dtype].itemsize, self.dims
+        values = self.survey.weights.total
+        rows = self.settings.batch * (tokens + 1)
+        values += rows * 3 * self.survey.cache_values
+        if expanded:
+            values += rows * d.H * (3 * (d.N + d.V) + 2 * d.R)
+        return values * size
+
+
+def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
+    """The config of a file or directory with so many layers and a small vocabulary. Raises :class:`InputError`."""
+    if source.startswith("python:"):
+        raise InputError("bench builds its model from a config; give a config.json, a directory with one, or --dims")
+    raw, path = config_file.read_raw(source)
+    notes = []
+    cut = dict(raw)
+    parts = [part for part in (cut.get("text_config"), cut) if isinstance(part, dict) and set(_DEPTH) & part.keys()]
+    if not parts:
+        raise InputError(f"{source} has none of {', '.join(_DEPTH)}, so it cannot be cut to {layers} layers")
+    part = dict(parts[0])
+    depth = next(part[name] for name in _DEPTH if name in part)
+    if not isinstance(depth, int):
+        raise InputError(f"{path}: the number of layers is {depth!r}, expected a whole number")
+    part |= {name: min(layers, depth) for name in _DEPTH if name in part}
+    # One entry for each layer: which attention, which network.
+    part |= {n: v[:layers] for n, v in part.items() if isinstance(v, list) and len(v) == depth}
+    if depth > layers:
+        notes.append(f"{layers} of {depth} layers")
+    if isinstance(part.get("vocab_size"), int) and part["vocab_size"] > VOCABULARY:
+        notes.append(f"a vocabulary of {VOCABULARY} instead of {part['vocab_size']:,}")
+        part["vocab_size"] = VOCABULARY
+    part |= {name: None for name in part if name.endswith("_token_id")}
+    cut = part if parts[0] is cut else {**cut, "text_config": part}
+    config, more = config_file.parse(cut, path)
+    return config, (*more, *([f"measured with {' and '.join(notes)}"] if notes else ()))
+
+
+def config_with(dims: Dims, layers: int) -> Any:
+    """A config of DeepSeek-V3's kind with these sizes, a small dense network and a small vocabulary."""
+    if dims.D is None:
+        raise InputError("the width of the model, D, is missing")
+    if dims.R % 2:
+        raise InputError(f"R is {dims.R}, expected an even number: it is rotated in pairs")
+    return config_file.transformers().DeepseekV3Config(
+        vocab_size=VOCABULARY, hidden_size=dims.D, intermediate_size=1024, num_hidden_layers=layers,
+        num_attention_heads=dims.H, num_key_value_heads=dims.H, kv_lora_rank=dims.L,
+        q_lora_rank=None if dims.Q == dims.D else dims.Q,
+        qk_nope_head_dim=dims.N, qk_rope_head_dim=dims.R, v_head_dim=dims.V, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=1, topk_group=1, first_k_dense_replace=layers, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+
+
+def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
+    """Look at a model without allocating it, and refuse what cannot be measured here.
+
+    Raises :class:`InputError` where it does not fit in memory, :class:`NothingToCompareError` where it has nothing to
+    absorb.
+    """
+    found = survey_config(config, settings.dtype)
+    if not found.report.absorbed:
+        raise NothingToCompareError(nothing(found))
+    made = Subject(config, found, settings, notes)
+    room = int(_PART_OF_FREE * available_bytes(torch.device(settings.device)))
+    longest = max(settings.contexts)
+    alone, whole = made.bytes_at(0, expanded=False), made.bytes_at(longest, expanded=False)
+    if alone > room:
+        layers = f"{settings.layers} layers" if settings.layers > 1 else "one layer"
+        advice = "give fewer --layers" if settings.layers > 1 else f"give the attention alone: --dims '{made.dims}'"
+        raise InputError(
+            f"the weights of {layers} of this model take {_gib(alone)}, and {_gib(room)} of memory can be used; "
+            f"{advice}"
+        )
+    if whole > room:
+        raise InputError(
+            f"a step at {longest:,} tokens with a batch of {settings.batch:,} takes {_gib(whole)}, and {_gib(room)} of "
+            f"memory can be used; give shorter --contexts or a smaller --batch"
+        )
+    return made
+
+
+def nothing(found: Survey) -> str:
+    """Why there is nothing to compare, and what to do."""
+    if found.family in ("MHA", "GQA", "MQA"):
+        return (
+            f"{found.name} is {found.family}, not Multi-head Latent Attention: there is no latent to absorb and "
+            "nothing to compare; `mla-compile plan` says what it costs to serve"
+        )
+    return f"nothing is absorbed ({found.report.summary()}), so nothing can be compared; `mla-compile explain` says why"
+
+
+class Bench:
+    """A model that is there, its variants, and what was measured so far (``rows``)."""
+
+    def __init__(self, made: Subject) -> None:
+        self.subject, self.settings = made, made.settings
+        self.rows: list[Row] = []
+        self.report: Report | None = None
+        self.about = machine()
+        self._room = 0
+        self._steps: DecodeSteps | None = None
+
+    def stages(self) -> int:
+        """How many stages :meth:`run` has."""
+        return 1 + len(VARIANTS) + len(self.settings.contexts)
+
+    @torch.no_grad()
+    def run(self) -> Iterator[str]:
+        """Everything, stage by stage: gives the name of each before it begins. ``rows`` grows on the way.
+
+        Raises :class:`NothingToCompareError` where variants differ.
+        """
+        settings = self.settings
+        if settings.codegen == "inductor" and settings.device == "cpu":
+            require_compiler()
+        yield "building the model"
+        torch._dynamo.reset()
+        steps = self._steps = self._build()
+        for variant in VARIANTS:
+            yield f"{variant}: first steps" if variant == "eager" else f"compiling: {variant}"
+            for tokens in WARM_UP:
+                steps.step(variant, tokens)
+        for context in settings.contexts:
+            yield f"{context:,} tokens"
+            self._measure(steps, context)
+
+    def _build(self) -> DecodeSteps:
+        settings, device = self.settings, torch.device(self.settings.device)
+        dtype = DTYPES[settings.dtype]
+        torch.manual_seed(0)
+        model: Any = skeleton.build(self.subject.config, dtype, settings.device).requires_grad_(False)
+        if device.type != "cpu":
+            self.about["device"] = torch.get_device_module(device).get_device_name(device)
+        try:
+            cache = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=True).past_key_values
+        except Exception as error:  # somebody else's model, which raises what it likes
+            raise InputError(f"{type(model).__name__} does not run: {config_file.in_one_line(error)}") from error
+        slots = []
+        for slot in cache.layers:
+            keys, values = getattr(slot, "keys", None), getattr(slot, "values", None)
+            if keys is None or values is None or getattr(slot, "is_sliding", False):
+                raise InputError(
+                    f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
+                )
+            slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
+        # A pool that fits with the weights; contexts whose expanded form would not fit are measured without it.
+        longest = max(*settings.contexts, *WARM_UP) + 1
+        calls = variants(model, VARIANTS, settings.codegen)
+        return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)
+
+    def _measure(self, steps: DecodeSteps, context: int) -> None:
+        needed = self.subject.bytes_at(context, expanded=True) - self.subject.bytes_at(0, expanded=False)
+        fits = needed < _PART_OF_FREE * available_bytes(steps.device)
+        chosen = VARIANTS if fits else ("mla",)
+        # The second step of a length compiles nothing.
+        logits = {name: [steps.step(name, context)[1].float() for _ in range(2)][-1] for name in chosen}
+        errors, allowed = differences(logits), TOLERANCE[steps.dtype]
+        for name, error in errors.items():
+            if not error <= allowed:
+                raise NothingToCompareError(
+                    f"at {context:,} tokens the logits of {name} differ from those of {chosen[0]} by {error:.1e}, "
+                    f"allowed {allowed:.0e}; nothing is timed on wrong results"
+                )
+        row = Row(context, tuple(name for name in VARIANTS if name not in chosen), errors)
+        self.rows.append(row)
+
+        def one(name: str) -> Callable[[], float]:
+            return lambda: steps.step(name, context)[0]
+
+        calls = {name: one(name) for name in chosen}
+        in_turns(calls, self.settings.rounds, self.settings.seconds, times=row.seconds)
+
+    def measured(self) -> list[Row]:
+        """Rows with a whole round at least."""
+        return [row.whole() for row in self.rows if row.rounds]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; the key ``schema`` names the layout."""
+        found = self.subject.survey
+        return {
+            "schema": SCHEMA,
+            "model": found.name,
+            "notes": list(self.subject.notes),
+            "dims": asdict(self.subject.dims),
+            "settings": asdict(self.settings),
+            "machine": self.about,
+            "complete": len(self.measured()) == len(self.settings.contexts),
+            "rows": [row.to_dict() for row in self.measured()],
+        }
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,296 @@
+"""The demo: a small model in the shape of DeepSeek-V3, decoded before and after, compared and timed.
+
+The widths that decide what absorption saves are the real ones (L=512 R=64 N=128 V=128); heads, layers and the model's
+width are few enough for two CPU cores. Weights are seeded: nothing is downloaded. Nothing is printed here either;
+:mod:`mla_compile.cli.app` shows what :func:`run` returns.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mla_compile
+from mla_compile.core.measuring import available_bytes, require_compiler
+from mla_compile.errors import InputError, NothingToCompareError
+from mla_compile.report.report import Report
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Two correct programs differ by rounding: the largest relative difference of logits that rounding explains.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+_CONFIG: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run; ``rounds`` interleaved steps are timed at each context length."""
+
+    layers: int = 2
+    contexts: tuple[int, ...] = (512, 2048, 8192)
+    dtype: str = "float32"
+    prompt: int = 32
+    tokens: int = 24
+    rounds: int = 7
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        if self.layers < 1:
+            raise InputError(f"layers is {self.layers}, expected at least 1")
+        if not self.contexts or min(self.contexts) < 1:
+            raise InputError(f"contexts is {list(self.contexts)}, expected lengths of at least 1")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The tokens of the original and of the optimized model, greedily decoded from one prompt.
+
+    ``first_difference`` is the first step whose tokens differ, ``None`` when all are equal. ``tie`` says that at that
+    step the original's two best tokens are closer than the two models' logits are: rounding decided. ``logits_error``
+    is the largest difference of logits over the largest logit, on the steps that had the same tokens before them.
+    """
+
+    tokens: tuple[int, ...]
+    first_difference: int | None
+    tie: bool
+    logits_error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the two models agree but for rounding."""
+        return (self.first_difference is None or self.tie) and self.logits_error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one decode step at one context length: medians of interleaved rounds."""
+
+    context: int
+    eager_ms: float
+    inductor_ms: float
+    mla_ms: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that the demo found.
+
+    ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest error of an absorbed
+    site over the error of the same site in its original form, both against float64; ``None`` where none was checked.
+    """
+
+    settings: Settings
+    report: Report
+    agreement: Agreement
+    timings: tuple[Timing, ...]
+    precision_ratio: float | None = None
+
+    @property
+    def cache_bytes(self) -> tuple[int, int]:
+        """Bytes per cached token of all layers: K and V per head, and latent rows."""
+        size = DTYPES[self.settings.dtype].itemsize
+        absorbed = [site for site in self.report.sites if site.verdict == "absorbed"]
+        expanded = sum(site.cache_values_expanded or 0 for site in absorbed)
+        return size * expanded, size * sum(site.cache_values_latent or 0 for site in absorbed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        before, after = self.cache_bytes
+        return {
+            "settings": asdict(self.settings),
+            "agreement": asdict(self.agreement) | {"ok": self.agreement.ok},
+            "cache_bytes_per_token": {"expanded": before, "latent": after},
+            "precision_ratio": self.precision_ratio,
+            "timings": [asdict(timing) for timing in self.timings],
+            "report": self.report.to_dict(),
+        }
+
+
+def stages(settings: Settings) -> int:
+    """How many times :func:`run` calls ``progress``."""
+    return 5 + len(settings.contexts)
+
+
+def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
+    """Build, optimize, compare and time; ``progress`` is told the name of each stage as it begins.
+
+    Raises :class:`InputError` when transformers or a C++ compiler is not installed or the memory is too small, and
+    :class:`NothingToCompareError` when nothing was absorbed. Tokens that differ are no error here: see
+    :attr:`Agreement.ok`.
+    """
+    _check_memory(settings)
+    require_compiler()
+    progress("building the model")
+    model = build(settings)
+    progress("optimizing it")
+    optimized = mla_compile.optimize(model)
+    progress(f"generating {settings.tokens} tokens with the original")
+    prompt = torch.randint(_CONFIG["vocab_size"], (1, settings.prompt), generator=torch.Generator().manual_seed(1))
+    original_tokens = generate(model, prompt, settings.tokens)
+    progress(f"compiling, and generating {settings.tokens} tokens with the optimized model")
+    agreement = compare(original_tokens, generate(optimized, prompt, settings.tokens), _TOLERANCE[settings.dtype])
+    precision_ratio = _precision(getattr(optimized, "mla_report", None))
+    report = mla_compile.explain(model, **_decode_inputs(model, max(settings.contexts), settings.dtype))
+    progress("compiling the original with Inductor")
+    steps = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
+    for context in (settings.prompt, settings.prompt + 1):  # the second length makes the context symbolic
+        timed_step(model, steps["inductor"], context, settings.dtype)
+    timings = []
+    for context in settings.contexts:
+        progress(f"decoding at a context of {context:,} tokens")
+        timings.append(measure(model, steps, context, settings))
+    return Outcome(settings, report, agreement, tuple(timings), precision_ratio)
+
+
+def _check_memory(settings: Settings) -> None:
+    """Roughly: 14 million weights a layer, K and V of 16 heads with eager's copies of them, and three caches."""
+    longest = max(settings.contexts)
+    values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
+    needed, free = values * DTYPES[settings.dtype].itemsize, available_bytes()
+    if needed > 0.8 * free:
+        raise InputError(
+            f"{settings.layers:,} layers and {longest:,} tokens take about {needed / 2**30:,.1f} GiB, and "
+            f"{free / 2**30:,.1f} GiB of memory are free; ask for fewer"
+        )
+
+
+def _precision(report: Report | None) -> float | None:
+    """The worst ratio of a report on compiled graphs; raises where they hold no absorbed site."""
+    if report is None or not report.absorbed:
+        found = "no graph with attention was compiled" if report is None else report.summary()
+        raise NothingToCompareError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
+    return max((site.precision_ratio for site in report.sites if site.precision_ratio is not None), default=None)
+
+
+def build(settings: Settings) -> Any:
+    """The model, in eval mode, with seeded weights scaled by fan-in so that logits are far from uniform."""
+    try:
+        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    except ImportError as error:
+        raise InputError(
+            'the demo builds its model with transformers, which cannot be imported; pip install "mla-compile[demo]"'
+        ) from error
+    torch.manual_seed(0)
+    config = DeepseekV3Config(**_CONFIG, num_hidden_layers=settings.layers)
+    model = DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_().div_(math.sqrt(weight.shape[-1]))
+    model.generation_config.eos_token_id = None  # a fixed number of tokens: none of them ends the text
+    model.generation_config.pad_token_id = 0
+    return model.to(DTYPES[settings.dtype])
+
+
+def generate(model: Any, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The next ``count`` tokens [count] and their logits [count, vocabulary], greedily decoded."""
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=count,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits).float()
+
+
+def compare(original: tuple[Tensor, Tensor], optimized: tuple[Tensor, Tensor], tolerance: float) -> Agreement:
+    """Judge two results of :func:`generate`, up to the first different token: after it the inputs differ."""
+    (tokens, logits), (other_tokens, other_logits) = original, optimized
+    different = (tokens != other_tokens).nonzero()
+    first = int(different[0]) if len(different) else None
+    same_input = slice(None if first is None else first + 1)
+    distance = (logits[same_input] - other_logits[same_input]).abs()
+    tie = False
+    if first is not None:
+        best, second = logits[first].topk(2).values
+        tie = bool(best - second <= 2 * distance[first].max())
+    error = float(distance.max() / logits[same_input].abs().max())
+    return Agreement(tuple(tokens.tolist()), first, tie, error, tolerance)
+
+
+def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings) -> Timing:
+    """Time one decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
+    for step in steps.values():
+        timed_step(model, step, context, settings.dtype)
+    rounds = [
+        {name: timed_step(model, step, context, settings.dtype) for name, step in steps.items()}
+        for _ in range(settings.rounds)
+    ]
+    median = {name: 1e3 * statistics.median(times[name] for times in rounds) for name in steps}
+    return Timing(context, median["eager"], median["inductor"], median["mla"], settings.rounds)
+
+
+@torch.no_grad()
+def timed_step(model: Any, step: Callable[..., Any], context: int, dtype: str) -> float:
+    """Seconds of one decode step whose cache holds ``context`` random rows (no prefill is run to fill it)."""
+    inputs = _decode_inputs(model, context, dtype)
+    start = time.perf_counter()
+    step(**inputs)
+    return time.perf_counter() - start
+
+
+def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:
+    """Just what ``generate()`` passes for the token after ``context`` cached ones: its graphs serve here too."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    for layer, (latent, rotary) in enumerate(_cached_rows(model, context, dtype)):
+        cache.update(latent, rotary, layer)
+    return {
+        "input_ids": torch.tensor([[7]]),
+        "position_ids": torch.tensor([[context]]),
+        "past_key_values": cache,
+        "use_cache": True,
+        "logits_to_keep": 1,
+        "return_dict": True,
+    }
+
+
+def _cached_rows(model: Any, context: int, dtype: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each layer, what transformers caches: latent rows [1, 1, T, L] and rotated keys [1, 1, T, R]."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(model.config.num_hidden_layers):
+        widths = (model.config.kv_lora_rank, model.config.qk_rope_head_dim)
+        latent, rotary = (torch.randn(1, 1, context, width, generator=generator).to(DTYPES[dtype]) for width in widths)
+        yield latent, rotary

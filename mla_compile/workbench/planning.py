@@ -1,0 +1,303 @@
+"""What fits on a machine and how fast a decode step can be at best: formulas, and their values for one model.
+
+A step reads the weights once and every user's cache once. Its floor is the sum of what has to happen one after the
+other: attention of every layer, everything else, and what goes over the links; of each, the slower of memory and
+arithmetic. Sums over kernels overlap less in practice, so real steps are slower, never faster.
+
+Three ways to put the attention of P machines (tensor parallel) to work on B users with T tokens each:
+
+* ``replicated``: each has H/P heads of all users; the latent row has no heads to split, so each holds all rows.
+* ``context``: groups of C (dcp) split the tokens; each has HC/P heads and T/C tokens of all users.
+* ``data``: each has all heads of B/P users, and so all weights of the heads; the rest of the model stays split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+import sympy
+
+from mla_compile.core.quantities import BYTES
+from mla_compile.errors import InputError
+from mla_compile.passes.decide import formulas
+from mla_compile.passes.decide.formulas import B, E, G, H, L, R, T
+from mla_compile.report.facts import Survey
+from mla_compile.workbench.machines import Machine
+
+SCHEMA = "mla_compile.plan/1"
+Layout = Literal["replicated", "context", "data"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+P, C = sympy.symbols("P C", positive=True)  # machines that share a model; machines that share a context
+K, V_ = sympy.symbols("K V", positive=True)  # widths of a key and of a value head, where nothing is latent
+D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
+W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: all read, of heads among them, of routed experts
+n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
+E_w = sympy.Symbol("E_w", positive=True)  # bytes per weight
+
+MEANING = {
+    B: "users",
+    T: "tokens of context per user",
+    H: "query heads",
+    G: "key heads",
+    L: "latent width",
+    R: "rotary width",
+    K: "key width per head",
+    V_: "value width per head",
+    D: "model width",
+    P: "machines that share the model (tp)",
+    C: "machines that share a context (dcp)",
+    E: "bytes per cached value",
+    E_w: "bytes per weight",
+    A: "bytes per activation on a link",
+    W: "weights outside routed experts",
+    W_h: "weights from, into and out of heads",
+    X: "weights of routed experts",
+    n: "routed experts per layer",
+    k: "routed experts per token",
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``count`` attentions of the same sizes: latent rows (L, R), or G heads of keys and values (K, V)."""
+
+    count: int
+    H: int
+    L: int = 0
+    R: int = 0
+    G: int = 1
+    K: int = 0
+    V: int = 0
+
+    @property
+    def latent(self) -> bool:
+        """Whether all heads read one latent row per token."""
+        return self.L > 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free."""
+
+    context: int = 131072
+    users: int = 32
+    weight_dtype: str = "bf16"
+    cache_dtype: str = "bf16"
+    tp: int = 1
+    dcp: int = 1
+    reserve: float = 0.1
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """One layout. Bytes are of one machine, times are seconds of one decode step, tokens/s are of all machines.
+
+    ``most_users`` fit in memory, on all machines together. ``bottleneck`` names the longest part of the step.
+    """
+
+    layout: Layout
+    dcp: int
+    weight_bytes: float
+    cache_bytes_per_user: float
+    most_users: int
+    fits: bool
+    cache_memory_s: float
+    attention_compute_s: float
+    attention_s: float
+    weight_memory_s: float
+    weight_compute_s: float
+    network_s: float
+    step_s: float
+    tokens_per_s: float
+    bottleneck: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every layout of one request."""
+
+    model: str
+    family: str
+    machine: Machine
+    request: Request
+    layouts: tuple[LayoutPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether any layout fits."""
+        return any(layout.fits for layout in self.layouts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; the key ``schema`` names the layout."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+@cache
+def core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
+    """FLOPs and bytes of one layer's decode attention on one machine that has all of it."""
+    if latent:
+        (stage,) = (s for s in formulas.stages("chained") if s.name == "attention")
+        return 2 * stage.multiply_adds.subs(formulas.DECODE), E * stage.activations.subs(formulas.DECODE)
+    return 2 * B * T * H * (K + V_), E * (B * T * G + B * H) * (K + V_)
+
+
+def cache_values(latent: bool) -> sympy.Expr:
+    """Cached values per token and layer."""
+    return formulas.cache_values("mla") if latent else G * (K + V_)
+
+
+def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
+    """What one machine has of it in a layout."""
+    taken = {
+        "replicated": {H: H / P, G: sympy.Max(1, G / P)},
+        "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C},
+        "data": {B: sympy.ceiling(B / P)},
+    }
+    return expression.subs(taken[layout], simultaneous=True)
+
+
+@cache
+def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
+    """Every quantity of one layout, per machine; attention and network are those of one layer."""
+    flops, moved = core(latent)
+    touched = X * (1 - (1 - k / n) ** B)  # experts that at least one of B tokens takes, all equally likely
+    heads = W_h if layout == "data" else W_h / P
+    joined = 2 * (P - 1) / P * B * D * A  # all-reduce, or all-gather and reduce-scatter, of B tokens
+    network = joined if layout == "data" else 2 * joined
+    if layout == "context":
+        row, out = (L + R, L) if latent else (K, V_)
+        network += (C - 1) / C * B * (H * C / P) * (row + out) * A
+    stored = E * T * cache_values(latent)
+    return {
+        "attention FLOPs": share(flops, layout),
+        "attention bytes": share(moved, layout),
+        "cache bytes per user": stored if layout == "data" else share(stored, layout),
+        "weight bytes": E_w * ((W - W_h + X) / P + heads),
+        "weight bytes read": E_w * ((W - W_h + touched) / P + heads),
+        "weight FLOPs": 2 * B * (W + X * k / n) / P,
+        "network bytes": network,
+    }
+
+
+def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dtype: str = "bf16") -> float:
+    """Floor of one decode attention of B sequences with T cached tokens on one machine."""
+    values = _values(attention, B=B, T=T, E=BYTES[dtype], P=1, C=1)
+    return max(
+        _number("replicated", attention.latent, "attention bytes", values) / machine.bandwidth,
+        _number("replicated", attention.latent, "attention FLOPs", values) / machine.peak(dtype),
+    )
+
+
+def attentions(model: Survey) -> tuple[Attention, ...]:
+    """The attentions of a model: absorbed where they are latent, with the heads of their cache elsewhere."""
+    found = [Attention(site.count, site.dims.H, L=site.dims.L, R=site.dims.R) for site in model.latent]
+    rows = {v for site in model.latent for v in (site.dims.latent_values, site.dims.expanded_values)}
+    for layer in model.cached:
+        if layer.values in rows:
+            continue
+        if model.heads is None or layer.key_heads != layer.value_heads:
+            raise InputError(f"{model.name} does not say how many query heads its cache of {layer} serves")
+        found.append(Attention(layer.count, model.heads, G=layer.key_heads, K=layer.key_width, V=layer.value_width))
+    if not found:
+        raise InputError(
+            f"{model.name} has no attention whose cache is known and grows with the context, so there is nothing to "
+            "plan; of modules with a cache of their own, latent rows alone are known"
+        )
+    return tuple(found)
+
+
+def plan(model: Survey, machine: Machine, request: Request) -> Plan:
+    """Every layout that the request's machines allow; one machine has only one. Raises :class:`InputError`."""
+    sites = attentions(model)
+    _check(sites, machine, request)
+    layouts: list[tuple[Layout, int]] = [("replicated", 1)]
+    if request.tp > 1:
+        layouts += [("context", request.dcp if request.dcp > 1 else request.tp), ("data", 1)]
+    notes = list(model.notes)
+    if model.in_part:
+        notes.append(f"attentions absorbed in part or in parts ({model.in_part}) are counted as if they were whole")
+    elif model.family in ("refused", "kept"):
+        notes.append("nothing is absorbed; what is made of the cache anew in every step is not counted")
+    for dtype in dict.fromkeys((request.weight_dtype, request.cache_dtype)):
+        if dtype not in machine.flops_per_s:
+            notes.append(f"{machine.name} computes no {dtype}: it is read as {dtype} and computed as bf16")
+    rows = tuple(_layout(layout, dcp, model, sites, machine, request) for layout, dcp in layouts)
+    return Plan(model.name, model.family, machine, request, rows, tuple(notes))
+
+
+def _check(sites: tuple[Attention, ...], machine: Machine, request: Request) -> None:
+    if request.tp > 1 and machine.link_bytes_per_s is None:
+        raise InputError(f"{machine.name} has no link_bytes_per_s, so tp is at most 1, got {request.tp}")
+    if request.tp % request.dcp:
+        raise InputError(f"dcp is {request.dcp}, expected a divisor of tp, which is {request.tp}")
+    for site in sites:
+        if site.H % request.tp:
+            raise InputError(f"tp is {request.tp}, which does not divide the {site.H} heads of an attention")
+
+
+def _layout(
+    layout: Layout, dcp: int, model: Survey, sites: tuple[Attention, ...], machine: Machine, request: Request
+) -> LayoutPlan:
+    weights = model.weights
+    common = {
+        "B": request.users, "T": request.context, "P": request.tp, "C": dcp, "D": model.width or 0,
+        "E": BYTES[request.cache_dtype], "E_w": BYTES[request.weight_dtype], "A": max(2, BYTES[request.weight_dtype]),
+        "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
+        "n": weights.expert_count, "k": weights.expert_top_k,
+    }  # fmt: skip
+
+    def total(what: str) -> float:
+        return sum(s.count * _number(layout, s.latent, what, _values(s, **common)) for s in sites)
+
+    def once(what: str) -> float:
+        return _number(layout, sites[0].latent, what, _values(sites[0], **common))
+
+    stored = once("weight bytes") + weights.lookup * BYTES[request.weight_dtype] / request.tp
+    per_user = total("cache bytes per user")
+    room = max(0.0, machine.memory_bytes * (1 - request.reserve) - stored)
+    most = math.floor(room / per_user) * (request.tp if layout == "data" else 1)
+    peak, bandwidth = machine.peak(request.cache_dtype), machine.bandwidth
+    memory_s, compute_s = total("attention bytes") / bandwidth, total("attention FLOPs") / peak
+    attention_s = sum(
+        s.count * max(
+            _number(layout, s.latent, "attention bytes", _values(s, **common)) / bandwidth,
+            _number(layout, s.latent, "attention FLOPs", _values(s, **common)) / peak,
+        )
+        for s in sites
+    )  # fmt: skip
+    read_s = once("weight bytes read") / bandwidth
+    multiply_s = once("weight FLOPs") / machine.peak(request.weight_dtype)
+    network_s = total("network bytes") / machine.link_bytes_per_s if machine.link_bytes_per_s else 0.0
+    parts = {
+        "reading the cache": memory_s if memory_s >= compute_s else 0.0,
+        "attention arithmetic": compute_s if compute_s > memory_s else 0.0,
+        "reading weights": read_s if read_s >= multiply_s else 0.0,
+        "arithmetic of weights": multiply_s if multiply_s > read_s else 0.0,
+        "links": network_s,
+    }
+    step_s = attention_s + max(read_s, multiply_s) + network_s
+    return LayoutPlan(
+        layout, dcp, stored, per_user, most, most >= request.users, memory_s, compute_s, attention_s, read_s,
+        multiply_s, network_s, step_s, request.users / step_s, max(parts, key=lambda name: parts[name]),
+    )  # fmt: skip
+
+
+def _values(site: Attention, **common: float) -> dict[str, float]:
+    sizes: dict[str, float] = {"H": site.H, "L": site.L, "R": site.R, "G": site.G, "K": site.K, "V": site.V}
+    return dict.fromkeys(map(str, MEANING), 0.0) | sizes | common
+
+
+def _number(layout: Layout, latent: bool, what: str, values: dict[str, float]) -> float:
+    return float(_function(layout, latent, what)(*(values[str(s)] for s in MEANING)))
+
+
+@cache
+def _function(layout: Layout, latent: bool, what: str) -> Callable[..., float]:
+    function: Callable[..., float] = sympy.lambdify(list(MEANING), expressions(layout, latent)[what], modules="math")
+    return function

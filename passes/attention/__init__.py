@@ -1,0 +1,1 @@
+"""Where the attentions of a graph are, and what is between their products."""

@@ -1,0 +1,198 @@
+"""Analysis: every attention of a graph, whatever its spelling.
+
+Two kinds are found: PyTorch's fused ``scaled_dot_product_attention`` node, and a softmax between two products of
+activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes in any order in between. Axes are followed as
+atoms, so heads may be anywhere and batch and heads may be merged. An attention in which something else happens between
+the products (a sink, a soft cap, probabilities returned to the caller, exponentials that are divided by their sum after
+they met the values) is found too and marked ``open_core``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.scores import Scores, ScoreTracer, align_right, oriented
+from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Product
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, flatten, fresh_axis
+from mla_compile.passes.ir.graph import ancestors, argument, packet, same, shape, size, val
+from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.linear.stops import Stop
+
+aten = torch.ops.aten
+
+
+def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[AttentionSite]:
+    """The attentions of ``graph`` in the order of their outputs."""
+    sites: list[AttentionSite] = []
+    tracer = ScoreTracer(weights)
+    for node in graph.nodes:
+        if packet(node) is aten.scaled_dot_product_attention:
+            sites.append(_fused(node))
+        elif tracer.is_product(node):
+            site = _written_out(node, tracer)
+            if site is not None:
+                sites.append(site)
+    return sites
+
+
+def _fused(node: fx.Node) -> AttentionSite:
+    q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
+    mask, causal = argument(node, 3, "attn_mask"), bool(argument(node, 5, "is_causal", False))
+    dropout, scale = argument(node, 4, "dropout_p", 0.0), argument(node, 6, "scale")
+    rank = len(shape(q))
+    grouped = bool(argument(node, 7, "enable_gqa", False))
+
+    lead: list[Axis] = []
+    k_lead: list[Axis] = []
+    v_lead: list[Axis] = []
+    for d in range(rank - 2):
+        sizes = [shape(x)[d] for x in (q, k, v)]
+        full = next((s for s in sizes if not same(s, 1)), 1)
+        own = fresh_axis(full)
+        own_k, own_v = (() if same(s, 1) else own for s in sizes[1:])
+        if grouped and d == rank - 3 and not same(sizes[1], 1) and not same(sizes[0], sizes[1]):
+            heads, kv_heads = sizes[0], sizes[1]
+            assert isinstance(heads, int)
+            assert isinstance(kv_heads, int)
+            own = (Atom(kv_heads), Atom(heads // kv_heads))
+            own_k = own_v = own[:1]
+        lead.append(own)
+        k_lead.append(own_k)
+        v_lead.append(own_v)
+    queries, keys = fresh_axis(shape(q)[-2]), fresh_axis(shape(k)[-2])
+    features, values = fresh_axis(shape(q)[-1]), fresh_axis(shape(v)[-1])
+    product = Product(Operand(q, (*lead, queries, features)), Operand(k, (*k_lead, keys, features)), features)
+    axes: Axes = (*lead, queries, keys)
+    masks: tuple[MaskTerm, ...] = ()
+    if mask is not None:
+        kind: Literal["keep", "add"] = "keep" if val(mask).dtype == torch.bool else "add"
+        masks = (MaskTerm(kind, Operand(mask, align_right(mask, axes))),)
+    return AttentionSite(
+        out=Operand(node, (*lead, queries, values)),
+        products=(product,),
+        v=Operand(v, (*v_lead, keys, values)),
+        lead=flatten(lead),
+        queries=queries,
+        keys=keys,
+        masks=masks,
+        causal=causal,
+        scale=float(scale) if isinstance(scale, (int, float)) else _default_scale(q),
+        empty="zero",
+        problem=_fused_problem(node, q, dropout, scale, causal, queries, keys),
+    )
+
+
+def _default_scale(q: fx.Node) -> float:
+    width = size(val(q).shape[-1])
+    return 1.0 / math.sqrt(width) if isinstance(width, int) and width > 0 else 1.0
+
+
+def _fused_problem(
+    node: fx.Node, q: fx.Node, dropout: object, scale: object, causal: bool, queries: Axis, keys: Axis
+) -> Stop | None:
+    if dropout != 0.0:
+        return Stop(node, "dropout", f"attention dropout of {dropout} is active")
+    if isinstance(scale, fx.Node) or not isinstance(size(val(q).shape[-1]), int):
+        return Stop(node, "unsupported_op", "a scale or head width that is not a constant")
+    if causal and not (
+        len(queries) == len(keys) and all(same(a.size, b.size) for a, b in zip(queries, keys, strict=True))
+    ):
+        return Stop(
+            node, "unsupported_op", "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
+        )
+    return None
+
+
+def _written_out(node: fx.Node, tracer: ScoreTracer) -> AttentionSite | None:
+    """The attention whose value product is ``node``, if one of its operands is a softmax over scores."""
+    labelled = product_labels(node)
+    assert labelled is not None, "a product has labels"
+    (left, left_labels), (right, right_labels), out_labels = labelled
+    for p, p_labels, v, v_labels in (
+        (left, left_labels, right, right_labels),
+        (right, right_labels, left, left_labels),
+    ):
+        scores = tracer.probabilities(p)
+        if scores is not None:
+            return _close(node, scores, p, p_labels, v, v_labels, out_labels)
+    return None
+
+
+def _close(
+    node: fx.Node, scores: Scores, p: fx.Node, p_labels: str, v: fx.Node, v_labels: str, out_labels: str
+) -> AttentionSite | None:
+    summed = [c for c in p_labels if c not in out_labels]
+    if len(summed) != 1 or summed[0] not in v_labels:
+        return None
+    axis_of = dict(zip(p_labels, scores.axes, strict=True))
+    for label, s in zip(v_labels, shape(v), strict=True):
+        if not axis_of.get(label, ()):
+            axis_of[label] = fresh_axis(s)
+    v_axes = tuple(() if same(s, 1) else axis_of[c] for c, s in zip(v_labels, shape(v), strict=True))
+    keys = axis_of[summed[0]]
+    # What the values are summed over are the keys, also where the softmax runs over the queries.
+    scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products))
+    if not scores.normalized:
+        scores = replace(scores, softmax=keys)
+    out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
+    shared = {a for product in scores.products for a in flatten(product.k.axes)} | set(flatten(v_axes))
+    rows = [a for a in flatten(scores.axes) if a not in keys]
+    # What only the queries have is query tokens; of several such axes the innermost (the others are heads: MQA).
+    own = [a for a in rows if a not in shared]
+    queries = tuple(own[-1:])
+    lead = tuple(a for a in rows if a not in queries)
+    return AttentionSite(
+        out=Operand(node, out_axes),
+        products=scores.products,
+        v=Operand(v, v_axes),
+        lead=lead,
+        queries=queries,
+        keys=keys,
+        masks=scores.masks,
+        scale=scores.scale,
+        empty="nan",
+        probs=Operand(p, scores.axes),
+        open_core=scores.open_core or _core_is_shared(node, p, scores),
+        problem=scores.problem or _misplaced_softmax(node, scores, keys),
+    )
+
+
+_NEGLIGIBLE = -1e8  # a fill below this leaves no weight to a score in float32; above, it is a number like any other
+
+
+def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
+    """Why the part between the products cannot go away, if it cannot."""
+    finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
+    if not all(fill < _NEGLIGIBLE for fill in finite):
+        return "masked scores are set to a number that the softmax can see"
+    if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
+        return "masks of several kinds, whose order shows in rows without a visible key"
+    products = {q.node for q in scores.products}
+    inside = {p}
+    queue = [p]
+    masks = {m.operand.node for m in scores.masks}
+    while queue:
+        for n in queue.pop().all_input_nodes:
+            if n not in inside and n not in masks and any(u in products for u in (n, *ancestors(n))):
+                inside.add(n)
+                if n not in products:
+                    queue.append(n)
+    if any(user is not node and user not in inside for n in inside for user in n.users):
+        return "scores or probabilities are used elsewhere too"
+    return None
+
+
+def _misplaced_softmax(node: fx.Node, scores: Scores, keys: Axis) -> Stop | None:
+    """Why the softmax is not one over the keys, if it is not."""
+    q_atoms = {a for product in scores.products for a in flatten(product.q.axes)}
+    if set(scores.softmax) != set(keys):
+        return Stop(node, "softmax_axis", "the softmax does not run over the keys that the values are summed over")
+    if set(keys) & q_atoms or not all(set(keys) <= set(flatten(p.k.axes)) for p in scores.products):
+        return Stop(node, "softmax_axis", "the values are not summed over the keys of the query-key product")
+    return None

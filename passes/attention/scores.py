@@ -1,0 +1,391 @@
+"""Following attention scores from the query-key product to the softmax and on to the value product.
+
+Between the products people write a scale, masks, casts, reshapes, in any order. All of it is followed back from the
+value product, with axes as atoms, until a product of two activations is reached. What does not fit the plain formula
+does not end the walk: it is noted (``open_core``), because the products can still be rewritten one by one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.site import MaskTerm, Operand, Product
+from mla_compile.passes.ir.axes import (
+    Atom,
+    Axes,
+    Axis,
+    Split,
+    axis_size,
+    common_factors,
+    flatten,
+    fresh_axis,
+    regroup,
+    substitute,
+)
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.linear.stops import Stop
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An axis of scores to which a sink was joined: ``longer`` is the axis now, ``own`` what it was, from ``start``."""
+
+    longer: Atom
+    own: Axis
+    start: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``scale * sum(products)`` with masks, possibly ``normalized`` by a softmax over the atoms ``softmax``.
+
+    ``exponential``: an exponential was taken of the scores without a softmax that is known as one.
+    """
+
+    axes: Axes
+    products: tuple[Product, ...]
+    scale: float = 1.0
+    masks: tuple[MaskTerm, ...] = ()
+    softmax: Axis = ()
+    normalized: bool = False
+    exponential: bool = False
+    open_core: str | None = None
+    problem: Stop | None = None
+    padded: tuple[Padded, ...] = ()
+
+    def opened(self, why: str) -> Scores:
+        return self if self.open_core else replace(self, open_core=why)
+
+    def split(self, split: Split) -> Scores:
+        if not split:
+            return self
+        return replace(
+            self,
+            axes=tuple(substitute(a, split) for a in self.axes),
+            products=tuple(p.split(split) for p in self.products),
+            masks=tuple(m.split(split) for m in self.masks),
+            softmax=substitute(self.softmax, split),
+            padded=tuple(replace(p, own=substitute(p.own, split)) for p in self.padded),
+        )
+
+
+_SAME = {
+    aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as, aten.lift_fresh,
+}  # fmt: skip
+_VIEWS = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze}
+SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
+_ELEMENTWISE = {
+    aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum, aten.max,
+    aten.min,
+}  # fmt: skip
+
+
+class ScoreTracer:
+    """Walks back from one node; remembers what it has seen in this graph."""
+
+    def __init__(self, weights: Collection[fx.Node]) -> None:
+        self.weights = weights
+        self._seen: dict[fx.Node, Scores | None] = {}
+
+    def is_product(self, node: fx.Node) -> bool:
+        """Whether ``node`` multiplies two activations along an axis."""
+        labelled = product_labels(node) if packet(node) in _PRODUCTS else None
+        return labelled is not None and not any(o in self.weights for o, _ in labelled[:2])
+
+    def probabilities(self, node: fx.Node) -> Scores | None:
+        scores = self.trace(node)
+        return scores if scores is not None and (scores.normalized or scores.exponential) else None
+
+    def trace(self, node: fx.Node) -> Scores | None:
+        if node not in self._seen:
+            self._seen[node] = None  # while it is being traced; graphs have no cycles
+            self._seen[node] = self._trace(node)
+        return self._seen[node]
+
+    def _trace(self, node: fx.Node) -> Scores | None:
+        op = packet(node)
+        if self.is_product(node):
+            return _product(node)
+        rule = _RULES.get(op)
+        return None if rule is None or not is_tensor(node) else rule(self, node)
+
+
+def _product(node: fx.Node) -> Scores | None:
+    labelled = product_labels(node)
+    assert labelled is not None
+    (left, left_labels), (right, right_labels), out = labelled
+    axis_of: dict[str, Axis] = {}
+    for x, labels in ((left, left_labels), (right, right_labels)):
+        for label, s in zip(labels, shape(x), strict=True):
+            if not axis_of.get(label, ()):
+                axis_of[label] = fresh_axis(s)
+    summed = [c for c in left_labels if c not in out]
+    if len(summed) != 1 or summed[0] not in right_labels or any(c not in out for c in right_labels if c not in summed):
+        return None
+
+    def operand(x: fx.Node, labels: str) -> Operand:
+        return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
+
+    features = axis_of[summed[0]]
+    # Which side is the query is settled at the softmax (its axis belongs to the keys); until then left is.
+    axes = tuple(axis_of.get(c, ()) for c in out)  # an axis that a sum keeps has no label
+    return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
+
+
+def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    source = args_of(node)[0]
+    scores = tracer.trace(source)
+    if scores is None or not val(node).dtype.is_floating_point:
+        return None
+    return _converted(scores, val(source).dtype, val(node).dtype)
+
+
+def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
+    """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
+    if old == new or scores.normalized:
+        return scores
+    narrower = new if torch.finfo(new).max < torch.finfo(old).max else None
+    masks = (replace(m, fill=_rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
+    return replace(scores, masks=tuple(masks))
+
+
+def _rounded(fill: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+
+
+def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    call = node
+    if packet(node) is operator.getitem:  # native_dropout returns its own mask as well
+        call = args_of(node)[0]
+        if packet(call) is not aten.native_dropout or args_of(node)[1] != 0:
+            return None
+    scores = tracer.trace(args_of(call)[0])
+    active = argument(call, 2, "train", True) and argument(call, 1, "p", 0.5) != 0
+    if scores is None or not active:
+        return scores
+    return replace(scores, problem=Stop(node, "dropout", "dropout of the attention probabilities is active"))
+
+
+def _view(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    if val(node).dtype != val(args_of(node)[0]).dtype:  # the same bytes read as other numbers
+        return None
+    scores = tracer.trace(args_of(node)[0])
+    grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
+    if scores is None or grouped is None:
+        return None
+    return replace(scores.split(grouped[1]), axes=grouped[0])
+
+
+def _permute(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(args_of(node)[0])
+    if scores is None:
+        return None
+    rank = len(scores.axes)
+    order = list(range(rank))
+    if packet(node) is aten.permute:
+        order = [axis(d, rank) for d in args_of(node)[1]]
+    elif packet(node) is aten.mT:
+        order[-2:] = order[:-3:-1]
+    else:
+        a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
+        order[a], order[b] = order[b], order[a]
+    return replace(scores, axes=tuple(scores.axes[d] for d in order))
+
+
+def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    if node.kwargs.get("rounding_mode"):
+        return None
+    a, b = args_of(node)[0], args_of(node)[1]
+    if not isinstance(a, fx.Node) or (isinstance(b, fx.Node) and tracer.trace(a) is None):
+        a, b = b, a
+        if packet(node) is aten.div:
+            return None
+    scores = tracer.trace(a) if isinstance(a, fx.Node) else None
+    if scores is None or not isinstance(a, fx.Node) or not _keeps_shape(node, a):
+        return None
+    if not isinstance(b, (int, float)) or scores.normalized:
+        return scores.opened("scores or probabilities are multiplied by a tensor")
+    by = 1.0 / b if packet(node) is aten.div else float(b)
+    dtype = val(node).dtype
+    masks = tuple(replace(m, scale=m.scale * by, fill=_rounded(m.fill * by, dtype)) for m in scores.masks)
+    return replace(scores, scale=scores.scale * by, masks=masks)
+
+
+def _keeps_shape(node: fx.Node, x: fx.Node) -> bool:
+    return len(shape(x)) == len(shape(node)) and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True))
+
+
+def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    a, b = args_of(node)[0], args_of(node)[1]
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        kept = tracer.trace(a) if isinstance(a, fx.Node) else None
+        return None if kept is None else kept.opened("a constant is added to the scores")
+    left, right = tracer.trace(a), tracer.trace(b)
+    alpha = node.kwargs.get("alpha", 1)
+    if left is not None and right is not None:
+        joined = _sum(left, right)
+        return joined if joined is None or alpha == 1 else joined.opened("products with different scales are added up")
+    scores, other, x = (left, b, a) if left is not None else (right, a, b)
+    if scores is None or not _keeps_shape(node, x):
+        return None
+    if scores.normalized or alpha != 1 or not is_tensor(other):
+        return scores.opened("something is added to the probabilities")
+    return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
+
+
+def _sum(a: Scores, b: Scores) -> Scores | None:
+    """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
+    if a.normalized or b.normalized or a.padded or b.padded or len(a.axes) != len(b.axes):
+        return None
+    for k in range(len(a.axes)):
+        splits = common_factors(a.axes[k], b.axes[k])
+        if splits is None:
+            return None
+        a, b = a.split(splits[0]), b.split(splits[1])
+    rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
+    if not set(flatten(a.axes)).isdisjoint(rename):
+        return None  # one product twice, the second time with its axes in another order
+    renamed = b.split(rename)
+    joined = replace(
+        a,
+        products=(*a.products, *renamed.products),
+        masks=(*a.masks, *renamed.masks),
+        open_core=a.open_core or b.open_core,
+        problem=a.problem or b.problem,
+    )
+    if a.masks or b.masks:
+        joined = joined.opened("one of several products is masked by itself")
+    return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
+
+
+def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """masked_fill(x, mask, value); where(mask, x, value); where(mask, value, x)."""
+    kind: Literal["keep", "drop"]
+    if packet(node) is aten.masked_fill:
+        x, mask, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "drop"
+    else:
+        mask, x, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "keep"
+        if not isinstance(x, fx.Node) or tracer.trace(x) is None:
+            x, value, kind = value, x, "drop"
+    scores = tracer.trace(x) if isinstance(x, fx.Node) else None
+    if scores is None or not isinstance(x, fx.Node) or not is_tensor(mask) or not _keeps_shape(node, x):
+        return None
+    number = _constant(value)
+    if number is None or scores.normalized:
+        return scores.opened("scores are replaced by a tensor")
+    operand = Operand(mask, align_right(mask, scores.axes))
+    return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=_rounded(number, val(node).dtype))))
+
+
+def _constant(value: object) -> float | None:
+    """A number, or a 0-d tensor whose value stands in the graph."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, fx.Node) and packet(value) in (aten._to_copy, aten.to, aten.lift_fresh_copy, aten.detach):
+        number = _constant(args_of(value)[0])
+        return None if number is None else _rounded(number, val(value).dtype)
+    if isinstance(value, fx.Node) and packet(value) in (aten.full, aten.scalar_tensor):
+        number = args_of(value)[1 if packet(value) is aten.full else 0]
+        return float(number) if isinstance(number, (int, float)) else None
+    return None
+
+
+def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    scores = tracer.trace(args_of(node)[0])
+    if scores is None or scores.normalized:
+        return None
+    scores = _converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
+    over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
+    scores = scores.opened("the softmax runs over more than the keys") if scores.padded else scores
+    shorter = {p.longer: p.own for p in scores.padded}
+    over = tuple(b for a in over for b in shorter.get(a, (a,)))
+    products = tuple(oriented(p, over) for p in scores.products)
+    if packet(node) is aten._safe_softmax:
+        scores = scores.opened("a softmax that gives zeros for empty rows")
+    return replace(scores, products=products, softmax=over, normalized=True)
+
+
+def oriented(product: Product, keys: Axis) -> Product:
+    """The operand that has the softmax's axis is the key."""
+    if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
+        return replace(product, q=product.k, k=product.q)
+    return product
+
+
+def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """The exponential of a softmax that is written in a way of its own (divided last, with one more in the sum)."""
+    scores = tracer.trace(args_of(node)[0])
+    return None if scores is None else replace(scores.opened("weights that no softmax made"), exponential=True)
+
+
+def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """An operator that keeps the axes but is not part of the plain formula (soft cap, subtracting the maximum)."""
+    for x in args_of(node):
+        scores = tracer.trace(x) if is_tensor(x) else None
+        if scores is not None and _keeps_shape(node, x):
+            return scores.opened(f"{packet(node).__name__} between the products")
+    return None
+
+
+def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """Something is joined to the scores along one axis (an attention sink)."""
+    rank = len(shape(node))
+    inputs = [x for x in args_of(node)[0] if len(shape(x)) == rank]  # torch lets empty 1-D tensors join anything
+    dim = axis(argument(node, 1, "dim", 0), rank)
+    for k, x in enumerate(inputs):
+        scores = tracer.trace(x)
+        start = sum(shape(before)[dim] for before in inputs[:k])
+        if scores is not None and not scores.normalized and isinstance(start, int):
+            longer = Atom(shape(node)[dim])
+            axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
+            padded = (*scores.padded, Padded(longer, scores.axes[dim], start))
+            return replace(scores, axes=axes, padded=padded).opened("columns are appended to the scores")
+    return None
+
+
+def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """The appended columns are cut off again."""
+    x: Any = args_of(node)[0]
+    scores = tracer.trace(x)
+    if scores is None or _keeps_shape(node, x):
+        return scores
+    dim = axis(argument(node, 1, "dim", 0), len(shape(x)))
+    own = scores.axes[dim]
+    padded = next((p for p in scores.padded if own == (p.longer,)), None)
+    start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
+    if padded is None or (start, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
+        return None
+    axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
+    return replace(scores, axes=axes)
+
+
+_PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum, aten.sum}
+_RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
+    **dict.fromkeys(_SAME, _pass_through),
+    **dict.fromkeys((aten.dropout, operator.getitem), _dropout),
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys((aten.permute, aten.transpose, aten.mT), _permute),
+    **dict.fromkeys((aten.mul, aten.div), _scale),
+    aten.add: _add,
+    **dict.fromkeys((aten.masked_fill, aten.where), _fill),
+    **dict.fromkeys(SOFTMAX, _softmax),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    aten.exp: _exponential,
+    aten.cat: _cat,
+    aten.slice: _slice,
+}
+
+
+def align_right(node: fx.Node, axes: Axes) -> Axes:
+    """The axes of a tensor that broadcasts against ``axes`` from the right."""
+    own = shape(node)
+    return tuple(() if same(s, 1) else a for s, a in zip(own, axes[len(axes) - len(own) :], strict=True))

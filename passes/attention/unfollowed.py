@@ -1,0 +1,149 @@
+"""Analysis: softmaxes that look like the core of an attention but were not found to be one.
+
+A softmax between two products of activations is an attention to everyone who reads the code. Where something stands
+between them that the score tracer has no rule for, there is no :class:`AttentionSite`; without this the report would
+not mention it at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, same, shape
+from mla_compile.passes.linear.contract import CONTRACTIONS
+from mla_compile.passes.linear.stops import Stop
+
+_REACH = 48  # operators between a softmax and either product: scale, masks, casts and a sink are a dozen
+
+
+def unfollowed(
+    graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
+) -> list[tuple[fx.Node, Stop]]:
+    """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
+    found = [(n, Stop(n, "unsupported_op", reason)) for n in graph.nodes if (reason := _nested(graph, n)) is not None]
+    softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
+    known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
+    missing = [n for n in softmaxes if n not in known and not _over_one(n)]
+    if not missing:
+        return found
+    tracer = ScoreTracer(weights)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in missing:
+        around = between_products(node, tracer)
+        if around is None:
+            continue
+        before, after = around
+        lost = (
+            n
+            for n in sorted({*before, node, *after}, key=order.__getitem__)
+            if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
+        )
+        blame = next(lost, node)
+        reason = f"{blame.target} between the products of an attention is not understood"
+        found.append((node, Stop(blame, "unsupported_op", reason)))
+    return found
+
+
+_FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
+
+
+def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
+    """Why ``node`` is an attention that cannot be looked into: one operator of it, or of a graph that holds it."""
+    if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
+        return None
+    name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+    name = name or getattr(packet(node), "__name__", "")
+    if any(word in name for word in _FUSED):
+        return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        owner = graph.owning_module
+        graphs = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        if any(isinstance(g, fx.GraphModule) and _attends(g) for g in graphs):
+            return f"the attention is in a graph of its own, which {name} calls"
+    return None
+
+
+def _attends(gm: fx.GraphModule) -> bool:
+    """Whether a nested graph, or one nested in it, has a softmax or a fused attention."""
+    return any(
+        packet(node) in SOFTMAX or any(word in str(node.target) for word in _FUSED)
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
+
+
+def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """What lies between a softmax and the products before and after it.
+
+    ``None`` where one of them is missing: a router's softmax over logits, or one that weighs nothing.
+    """
+
+    def ends(n: fx.Node) -> bool:
+        # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
+        return packet(n) in CONTRACTIONS and not any(
+            _holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x)
+        )
+
+    products, before = nearest(node, lambda n: n.all_input_nodes, tracer.is_product, ends)
+    sums, after = nearest(node, lambda n: n.users, tracer.is_product, ends)
+    return (before, after) if products and sums else None
+
+
+def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a product leaves the shape of scores, [batch, heads, queries, keys], as it was."""
+    sizes = shape(node)
+    return len(sizes) > 3 and len(sizes) == len(shape(x)) and all(map(same, sizes, shape(x)))
+
+
+def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
+    """Whether a tensor has queries along one axis and keys along another; what weights have summed has not."""
+    scores = tracer.trace(node)
+    if scores is None:
+        return False
+    operands = (o.node for p in scores.products for o in (p.q, p.k))
+    return all(tracer.probabilities(o) is None for o in operands)
+
+
+def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
+    if packet(probs) in SOFTMAX:
+        return (probs,)
+    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
+
+
+def _is_projection(node: fx.Node) -> bool:
+    return packet(node) in CONTRACTIONS
+
+
+def nearest(
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    ends_at: Callable[[fx.Node], bool] = _is_projection,
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
+    ends: list[fx.Node] = []
+    passed: list[fx.Node] = []
+    queue, seen = list(step(start)), {start}
+    while queue and len(passed) < _REACH:
+        node = queue.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if wanted(node):
+            ends.append(node)
+        elif not ends_at(node):
+            passed.append(node)
+            queue.extend(step(node))
+    return ends, passed
+
+
+def _over_one(softmax: fx.Node) -> bool:
+    """Whether each score is alone, so that its weight is 1 whatever it is: the first token, without a past."""
+    sizes = shape(softmax)
+    return same(sizes[axis(args_of(softmax)[1], len(sizes))], 1)

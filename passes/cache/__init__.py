@@ -1,0 +1,1 @@
+"""Caches of K and V per head, kept as latent rows."""

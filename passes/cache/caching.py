@@ -1,0 +1,156 @@
+"""The step before the other passes: a cache of K and V kept as latent rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Program
+from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.cache.find import Past, find_caches
+from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
+from mla_compile.passes.canonical.normalize import normalize
+from mla_compile.passes.canonical.products import split_products
+from mla_compile.passes.canonical.softmax import write_softmax
+from mla_compile.passes.decide.cost import default_device
+from mla_compile.passes.decide.judge import judge
+from mla_compile.passes.decide.share_rows import share_rows
+from mla_compile.passes.ir.graph import weight_nodes
+from mla_compile.passes.linear.analysis import LinearMaps
+
+
+def with_latent_cache(captured: Program, assume: bool = False) -> Program:
+    """The program with the K and V that its caller keeps replaced by their rows; itself where there are none.
+
+    Only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in every
+    call. ``assume``: inputs that hold a cache may be taken to come from this program.
+    """
+    refused: set[str] = set()
+    while True:
+        program = captured.copy()
+        sites = _keep_rows(program, assume, refused)
+        if not sites:
+            return captured
+        graph = program.gm.graph
+        weights = weight_nodes(graph, program.weights)
+        device = default_device("cpu")  # only what is legal is asked for, not what is cheaper
+        maps = LinearMaps(weights, program.fake_mode)
+        verdicts = judge(graph, find_attention(graph, weights), maps, device, "absorbed", "never")
+        # A side that stays would be expanded from its rows in every call.
+        read = (v for v in verdicts if v.absorb and v.plan is not None and v.plan.keys and v.plan.vals)
+        wrong = sites - {v.site.node.name for v in read}
+        if not wrong:
+            program.gm.recompile()
+            return program
+        refused |= wrong
+
+
+def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
+    """Rewrites the caches of all attentions but ``refused``; returns the attentions whose cache was rewritten."""
+    graph = program.gm.graph
+    normalize(graph)
+    weights = weight_nodes(graph, program.weights)
+    split_products(graph, weights, program.fake_mode)
+    write_softmax(graph, weights, program.fake_mode)
+    share_rows(find_attention(graph, weights), weights, program.fake_mode)
+    returned: dict[fx.Node, tuple[int, ...]] = {}
+    written = _own_buffers(program) if assume else []
+    for index, value in enumerate(program.outputs):
+        own = index >= len(program.mutations) or program.mutations[index] in written
+        if own and isinstance(value, fx.Node):
+            returned[value] = (*returned.get(value, ()), index)
+    pasts = _pasts(program)
+    assumed = [*_own_inputs(program), *map(program.node, written)] if assume else []
+    sites = [site for site in find_attention(graph, weights) if site.node.name not in refused]
+    caches = find_caches(graph, sites, LinearMaps(weights, program.fake_mode), pasts, returned, assumed)
+    if caches:
+        names = [node.name for node in program.placeholders]
+        program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
+        inputs = program.cache.inputs
+        program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
+        _write_rows(program, program.cache)
+    return {kept.site.name for kept in caches}
+
+
+def _pasts(program: Program) -> dict[fx.Node, Past]:
+    """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
+    names = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
+    found: dict[fx.Node, Past] = {}
+    for name, tensor in program.latents.items():
+        leaves = [names.get(id(leaf)) for leaf in tensor.leaves]
+        if tensor.recipe is None or None in leaves:
+            continue
+        rows = tensor.shown_rows()
+        found[program.node(name)] = Past(
+            tensor.recipe,
+            tuple(program.node(leaf) for leaf in leaves if leaf is not None),
+            tuple(map(id, rows)),
+            tuple(r.dtype for r in rows),
+        )
+    return found
+
+
+def _own_inputs(program: Program) -> list[fx.Node]:
+    """The inputs that may hold a cache: tensors of numbers that are no weights and are not written to."""
+    return [
+        node
+        for node in program.placeholders
+        if node.name not in program.weights
+        and node.name not in program.mutations
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and node.meta["val"].dtype.is_floating_point
+    ]
+
+
+def _own_buffers(program: Program) -> list[str]:
+    """The inputs of the program that it writes to, and of which it returns no view.
+
+    A buffer of a module is none of them: its place in the state of the program would have to change.
+    """
+    signature = getattr(program.original, "graph_signature", None)
+    known = None if signature is None else set(signature.user_inputs)
+    return [
+        name
+        for name in program.mutations
+        if program.node(name).op == "placeholder"
+        and (known is None or name in known)
+        and name not in program.aliases.values()
+        and program.node(name).meta["val"].dtype.is_floating_point
+    ]
+
+
+def _write_rows(program: Program, cache: LatentCache) -> None:
+    """Rows that stand for buffers which were written to are written to: they are no longer returned."""
+    count, values = len(program.mutations), list(program.outputs)
+    mutations: list[str] = []
+    new: list[Any] = []
+    for index, name in enumerate(program.mutations):
+        if index not in cache.outputs:
+            mutations.append(name)
+            new.append(values[index])
+            continue
+        pairs = zip(cache.inputs[name], cache.outputs[index], strict=True)
+        held = {row: values[at] for row, at in pairs if row not in mutations}
+        cache.written[name] = tuple(held)
+        mutations += held
+        new += held.values()
+    if not cache.written:
+        return
+    outputs = {k: rows for k, rows in cache.outputs.items() if k >= count}
+    unread = {at for rows in cache.outputs.values() for at in rows} - {at for rows in outputs.values() for at in rows}
+    place: dict[int, int] = {}
+    for index in range(count, len(values)):
+        if index not in unread:
+            place[index] = len(new)
+            new.append(values[index])
+    cache.outputs = {place[k]: tuple(place[at] for at in rows) for k, rows in outputs.items()}
+    cache.grows = {place[k]: name for k, name in cache.grows.items() if k in place}
+    cache.recipes = {
+        place[k] if isinstance(k, int) else k: recipe
+        for k, recipe in cache.recipes.items()
+        if not isinstance(k, int) or k in place
+    }
+    program.mutations = tuple(mutations)
+    program.gm.graph.output_node().args = (tuple(new),)

@@ -1,0 +1,283 @@
+"""A cache that holds K and V per head keeps their latent rows instead.
+
+Before (K and V per head are what the caller keeps between calls)::
+
+    k_new, v_new = linear(c_new, W); K = cat([past_k, k_new]); V = cat([past_v, v_new])
+    return attention(q, K, V), K, V
+
+After::
+
+    c = cat([past_c, c_new]); K, V = linear(c, W)
+    return attention(q, K, V), c
+
+A buffer of full length is the same with a write in the place of the join::
+
+    K = index_copy(buffer, tokens, at, k_new)    becomes    c = index_copy(rows, tokens, at, c_new); K = linear(c, W)
+
+which holds where nothing was written yet, too: rows of zeros make zeros, as long as there is no bias.
+
+The attention then is one whose K and V are expanded from rows, which the other passes absorb. This is legal where what
+the past holds was made from rows by the same recipe (:mod:`mla_compile.passes.cache.recipe`): known of tensors that
+carry their recipe, or taken for granted (``assume``) where a program is given a new signature, and only its own
+outputs, or a cache converted for it, are to come back as its past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
+from mla_compile.passes.cache.writes import Write, slice_over, write_of
+from mla_compile.passes.decide.plan import pieces_of
+from mla_compile.passes.decide.sources import choose_sources
+from mla_compile.passes.ir.graph import argument, axis, packet, shape, val
+from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
+from mla_compile.passes.linear.stops import Stop
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is known of an input that holds K or V: its recipe, the weights it was made with, and which rows it has.
+
+    ``rows`` name them: inputs that share a name share the rows.
+    """
+
+    recipe: Recipe
+    leaves: tuple[fx.Node, ...]
+    rows: tuple[Hashable, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
+
+    ``site`` is the output of the attention that reads it. ``write``: how the new part gets into a buffer of full
+    length, where it is not joined to the past.
+    """
+
+    node: fx.Node
+    site: fx.Node
+    recipe: Recipe
+    leaves: tuple[fx.Node, ...]
+    parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
+    outputs: tuple[int, ...]
+    write: Write | None = None
+
+    @property
+    def pasts(self) -> tuple[fx.Node, ...]:
+        return tuple(p for p in self.parts if isinstance(p, fx.Node))
+
+
+def find_caches(
+    graph: fx.Graph,
+    sites: Sequence[AttentionSite],
+    maps: LinearMaps,
+    pasts: Mapping[fx.Node, Past],
+    returned: Mapping[fx.Node, tuple[int, ...]],
+    assume: Iterable[fx.Node] = (),
+) -> list[Kept]:
+    """The K and V of ``sites`` that can be kept as rows.
+
+    ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
+    what this graph itself returned.
+    """
+    found: dict[fx.Node, Kept] = {}
+    allowed = set(assume)
+    for site in sites:
+        tensors: dict[fx.Node, int] = {}
+        for operand in (*(p.k for p in site.products), site.v):
+            tensors.update(_cached(operand, site, maps, pasts, returned, allowed))
+        if tensors and not any(t in found for t in tensors):
+            kept = _keep(tensors, site.node, maps, pasts, returned, allowed)
+            if kept and _saves(kept):
+                found.update((k.node, k) for k in kept)
+    return [k for k in found.values() if not _seen_through_a_view(graph, k)]
+
+
+def _cached(
+    operand: Operand,
+    site: AttentionSite,
+    maps: LinearMaps,
+    pasts: Mapping[fx.Node, Past],
+    returned: Mapping[fx.Node, tuple[int, ...]],
+    assume: set[fx.Node],
+) -> dict[fx.Node, int]:
+    """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
+    pieces = maps.map(operand.node).pieces
+    ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
+    for node in reversed(ways[0]) if ways else ():
+        if node is None or not all(node in way for way in ways):
+            continue
+        written = _written(node, operand, site, maps, assume)
+        if written is not None:
+            return {written.node: written.dim} if written.node in returned else {}
+        grows = _grows(node, pasts, assume)
+        # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
+        known = node in pasts or (grows and all(p in pasts for p in _joined(node) or () if p.op == "placeholder"))
+        if node not in returned and not known:
+            continue
+        tokens = _token_axis(node, operand, site, maps)
+        if grows:
+            at = axis(argument(node, 1, "dim", 0), len(shape(node)))
+            if tokens is not None and tokens != at:
+                continue
+            tokens = at
+        return {node: tokens if tokens is not None else _likely_token_axis(node)}
+    return {}
+
+
+def _written(
+    node: fx.Node, operand: Operand, site: AttentionSite, maps: LinearMaps, assume: set[fx.Node]
+) -> Write | None:
+    """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
+    if write_of(node) is None and packet(node) is not aten.slice:
+        return None
+    tokens = _token_axis(node, operand, site, maps)
+    if tokens is None:
+        return None
+    write = write_of(slice_over(node, tokens) or node)
+    return write if write is not None and write.buffer in assume and write.dim == tokens else None
+
+
+def _joined(node: fx.Node) -> list[fx.Node] | None:
+    if packet(node) not in (aten.cat, aten.concat):
+        return None
+    parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    return parts
+
+
+def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: LinearMaps) -> int | None:
+    """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
+    where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
+    if where is None:
+        return None
+    piece: Piece = maps.with_stops({node}).map(operand.node).pieces[0]
+    own = piece.axes[where]
+    return next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
+
+
+def _likely_token_axis(node: fx.Node) -> int:
+    """One token in a cache: the axis before the features where that has size 1 (most caches are [B, H, T, F])."""
+    ones = [k for k, s in enumerate(shape(node)) if s == 1]
+    rank = len(shape(node))
+    return rank - 2 if rank - 2 in ones or not ones else ones[-1]
+
+
+def _keep(
+    tensors: Mapping[fx.Node, int],
+    site: fx.Node,
+    maps: LinearMaps,
+    pasts: Mapping[fx.Node, Past],
+    returned: Mapping[fx.Node, tuple[int, ...]],
+    assume: set[fx.Node],
+) -> list[Kept] | None:
+    """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
+    # K put together from columns is a write too, but not one of tokens into a buffer.
+    writes = {
+        n: write
+        for n, tokens in tensors.items()
+        if (write := write_of(n)) is not None and write.dim == tokens and write.buffer in assume
+    }
+    parts = {
+        n: [writes[n].buffer, writes[n].new]
+        if n in writes
+        else [n]
+        if n in pasts
+        else (_joined(n) if _grows(n, pasts, assume) else [n]) or []
+        for n in tensors
+    }
+    new = [p for own in parts.values() for p in own if p not in pasts and p not in assume]
+    cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
+    at_cuts = maps.with_stops(cuts)
+    kept: list[Kept] = []
+    for node, tokens in tensors.items():
+        made = {p: at_cuts.map(p) for p in parts[node] if p in new}
+        one = _keep_one(node, site, tokens, parts[node], made, pasts, returned, writes.get(node))
+        if one is None:
+            return None
+        kept.append(one)
+        for part, lmap in made.items():  # kept call by call, and joined when it is read
+            if part in returned and part is not node:
+                own = _keep_one(part, site, tokens, [part], {part: lmap}, pasts, returned)
+                kept += [] if own is None else [own]
+    return kept
+
+
+def _grows(node: fx.Node, pasts: Mapping[fx.Node, Past], assume: set[fx.Node]) -> bool:
+    return any(p in pasts or p in assume for p in _joined(node) or ())
+
+
+def _keep_one(
+    node: fx.Node,
+    site: fx.Node,
+    tokens: int,
+    parts: Sequence[fx.Node],
+    new: Mapping[fx.Node, LinearMap],
+    pasts: Mapping[fx.Node, Past],
+    returned: Mapping[fx.Node, tuple[int, ...]],
+    write: Write | None = None,
+) -> Kept | None:
+    known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
+    taken: list[fx.Node | tuple[Ingredient, ...]] = []
+    dtypes: set[tuple[torch.dtype, ...]] = set()
+    for part in parts:
+        if part in new:
+            made = make_recipe(part, new[part], tokens)
+            if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
+                return None
+            recipe, ingredients, leaves = made
+            if write is not None and any(p.bias is not None for p in recipe.parts):
+                return None  # where nothing was written yet zeros are read: a bias would stand there instead
+            known.add((recipe, leaves))
+            taken.append(ingredients)
+            dtypes.add(tuple(val(i.node).dtype for i in ingredients))
+            continue
+        if part in pasts:
+            past = pasts[part]
+            known.add((past.recipe, past.leaves))
+            dtypes.add(past.dtypes)
+        taken.append(part)
+    if len(known) != 1 or len(dtypes) != 1:
+        return None
+    ((recipe, leaves),) = known
+    return Kept(node, site, recipe, leaves, tuple(taken), returned.get(node, ()), write)
+
+
+def _saves(kept: Sequence[Kept]) -> bool:
+    """Whether the rows hold fewer values per token than the tensors they make."""
+    rows: dict[Hashable, int] = {}
+    for k in kept:
+        ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
+        for index, width in enumerate(k.recipe.widths):
+            rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
+    return sum(rows.values()) < sum(_values(k.recipe) for k in kept) or all(k.node in k.parts for k in kept)
+
+
+def _values(recipe: Recipe) -> int:
+    total = 1
+    for kind in recipe.kinds:
+        total *= 1 if kind == "row" else kind
+    return total
+
+
+def _seen_through_a_view(graph: fx.Graph, kept: Kept) -> bool:
+    """Whether the caller also gets a view of what it keeps: a write to one would no longer show in the other."""
+    from mla_compile.core.program import view_source
+
+    if not kept.outputs:
+        return False
+    for value in graph.output_node().all_input_nodes:
+        root = view_source(value)
+        while root is not None and root is not kept.node:
+            root = view_source(root)
+        if root is kept.node:
+            return True
+    return False

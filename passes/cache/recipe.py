@@ -1,0 +1,290 @@
+"""How K or V of a cache is made from narrow rows, apart from any graph.
+
+A linear map belongs to the graph it was found in. A cache outlives that graph: its rows are written by one graph and
+read by another, maybe of other sizes, so the way from the rows to K is written down here as plain data. Two recipes
+that are equal, over the same weight tensors, make the same K from the same rows; that is the whole proof that the rows
+of one graph may be joined to those of another.
+
+Rows have one layout, ``[batch..., tokens, width]``: the axes of K that are neither heads nor features, in K's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.axes import Axis, axis_size, flatten
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.factors import aligned
+from mla_compile.passes.ir.graph import Size, args_of, shape, val
+from mla_compile.passes.linear.analysis import Factor, LinearMap, Piece
+from mla_compile.passes.linear.stops import Stop
+
+aten = torch.ops.aten
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Call: TypeAlias = Callable[..., Any]
+"""Applies an operator: to tensors, or by adding a node to a graph."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A weight tensor, by its number."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Apply:
+    """An operator over constants and other formulas."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+Formula: TypeAlias = "Leaf | Apply"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Columns of K: ``scale * rows W + b``, or the rows themselves where there is no weight.
+
+    ``heads``: for the axes of K that are heads, whether the weight has them (else its values are shared by the heads).
+    The weight is [heads..., columns, width], the bias broadcasts to K.
+    """
+
+    rows: int
+    width: int
+    weight: Formula | None
+    heads: tuple[bool, ...]
+    scale: float
+    bias: Formula | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """K from its rows.
+
+    Attributes:
+        kinds: what each axis of K is: a number of heads, or of the columns; or an axis of the rows.
+        tokens, columns: the axes of K that count the cached tokens and the features.
+        parts: one after another along ``columns``.
+        widths: of the rows.
+        dtype: of K.
+        leaves: how many weight tensors the parts read.
+    """
+
+    kinds: tuple[int | Literal["row"], ...]
+    tokens: int
+    columns: int
+    parts: tuple[Part, ...]
+    widths: tuple[int, ...]
+    dtype: torch.dtype
+    leaves: int
+
+    @property
+    def token_axis(self) -> int:
+        """The axis of the rows that counts tokens."""
+        return sum(kind == "row" for kind in self.kinds[: self.tokens])
+
+    def shape(self, rows: Sequence[Any]) -> tuple[Any, ...]:
+        """K's shape from that of some rows."""
+        outer = iter(rows[:-1])
+        return tuple(next(outer) if kind == "row" else kind for kind in self.kinds)
+
+    def row_shape(self, shape: Sequence[Any], width: int) -> tuple[Any, ...]:
+        """The shape of rows from K's."""
+        return (*(s for s, kind in zip(shape, self.kinds, strict=True) if kind == "row"), width)
+
+
+@dataclass(frozen=True)
+class Ingredient:
+    """Rows as they stand in a graph: a node, its axes in atoms, and the layout that a recipe wants them in."""
+
+    node: fx.Node
+    axes: tuple[Axis, ...]
+    target: tuple[Axis, ...]
+
+
+def make_recipe(
+    node: fx.Node, lmap: LinearMap, tokens: int
+) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
+    """The recipe of ``node``, whose axis ``tokens`` counts tokens, its rows and the weights it reads."""
+    pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
+    if len(pieces) != len(lmap.pieces):
+        return Stop(node, "unsupported_op", "columns of the cache that come from no rows")
+    columns = _columns(lmap, tokens)
+    if columns is None or columns == tokens:
+        return Stop(node, "unsupported_op", "the cache has no axis of features")
+    kinds: list[int | Literal["row"]] = []
+    for k, count in enumerate(shape(node)):
+        kind = count if k == columns else _kind(pieces, k, tokens)
+        if kind != "row" and not isinstance(kind, int):
+            return Stop(node, "unsupported_op", "an axis of the cache is neither tokens, heads nor features")
+        kinds.append(kind)
+    ingredients: dict[fx.Node, tuple[int, Ingredient]] = {}
+    leaves: dict[fx.Node, int] = {}
+    parts: list[Part] = []
+    widths: list[int] = []
+    for piece in pieces:
+        outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
+        inner = piece.contracted if piece.weight is not None else piece.axes[columns]
+        wide = axis_size(inner)
+        if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
+            return Stop(node, "unsupported_op", "rows in a layout that a cache cannot be kept in")
+        assert piece.source is not None
+        if piece.source not in ingredients:
+            ingredients[piece.source] = len(widths), Ingredient(piece.source, piece.source_axes, (*outer, inner))
+            widths.append(wide)
+        index, _ = ingredients[piece.source]
+        part = _part(piece, index, wide, inner, kinds, columns, leaves)
+        if part is None:
+            return Stop(node, "unsupported_op", "heads or columns that a weight has in part")
+        parts.append(part)
+    recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), val(node).dtype, len(leaves))
+    return recipe, tuple(i for _, i in ingredients.values()), tuple(leaves)
+
+
+def _columns(lmap: LinearMap, tokens: int) -> int | None:
+    """The axis of features: where parts are joined, else the last one a weight makes, which is how rows are written."""
+    if lmap.axis is not None:
+        return lmap.axis
+    (piece,) = lmap.pieces
+    made = set() if piece.weight is None else set(piece.weight.atoms)
+    found = [k for k, own in enumerate(piece.axes) if k != tokens and own and made.issuperset(own)]
+    return found[-1] if found else None
+
+
+def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
+    """What axis ``k`` is to all pieces: an axis of the rows (or of size 1), or a number of heads."""
+    if k == tokens or all(p.source_atoms.issuperset(p.axes[k]) for p in pieces):
+        return "row"
+    if any(a in p.source_atoms for p in pieces for a in p.axes[k]):
+        return None
+    return axis_size(pieces[0].axes[k])
+
+
+def _part(
+    piece: Piece,
+    rows: int,
+    width: int,
+    inner: Axis,
+    kinds: Sequence[int | Literal["row"]],
+    columns: int,
+    leaves: dict[fx.Node, int],
+) -> Part | None:
+    heads = [k for k, kind in enumerate(kinds) if kind != "row" and k != columns]
+    has: tuple[bool, ...] = ()
+    weight: Formula | None = None
+    if piece.weight is not None:
+        present = set(piece.weight.atoms)
+        own = [k for k in heads if present.issuperset(piece.axes[k])]
+        kept = [*(piece.axes[k] for k in own), piece.axes[columns], inner]
+        if set(flatten(kept)) != present:
+            return None
+        has = tuple(k in own for k in heads)
+        matrix = aligned(piece.weight, flatten(kept)).view([_int(axis_size(a)) for a in kept])
+        weight = _formula(matrix, leaves)
+    bias = None if piece.bias is None else _formula(_broadcast(piece.bias, piece.axes), leaves)
+    return Part(rows, width, weight, has, piece.scale, bias)
+
+
+def _broadcast(bias: Factor, axes: Sequence[Axis]) -> Expr:
+    """The bias with an axis for each of K's, size 1 where it does not depend on it."""
+    expr = aligned(bias, tuple(a for a in flatten(axes) if a in bias.atoms))
+    return expr.view([_int(axis_size(tuple(a for a in own if a in bias.atoms))) for own in axes])
+
+
+def _int(size: Any) -> int:
+    assert isinstance(size, int), "weights have fixed sizes"
+    return size
+
+
+def _formula(value: Any, leaves: dict[fx.Node, int]) -> Any:
+    """An expression of weights, or a node of the graph that is one, down to the weight tensors."""
+    if isinstance(value, Expr):
+        if value.node is not None:
+            return _formula(value.node, leaves)
+        return _apply(value.op, value.args, value.kwargs, leaves)
+    if isinstance(value, fx.Node):
+        if value.op in ("placeholder", "get_attr"):
+            return Leaf(leaves.setdefault(value, len(leaves)))
+        return _apply(value.target, args_of(value), value.kwargs, leaves)
+    if isinstance(value, (list, tuple)):
+        return tuple(_formula(v, leaves) for v in value)
+    return value
+
+
+def _apply(op: Any, args: Any, kwargs: Any, leaves: dict[fx.Node, int]) -> Apply:
+    given = _formula(tuple(args), leaves)
+    return Apply(op, given, tuple((name, _formula(value, leaves)) for name, value in sorted(kwargs.items())))
+
+
+def at_once(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The :data:`Call` that computes."""
+    return op(*args, **kwargs)
+
+
+def expand(recipe: Recipe, rows: Sequence[Any], leaves: Sequence[Any], call: Call) -> Any:
+    """K: computed from tensors, or added to a graph, depending on what ``call`` does with an operator."""
+    memo: dict[Formula, Any] = {}
+    parts = [_expand_part(recipe, part, rows[part.rows], leaves, call, memo) for part in recipe.parts]
+    if len(parts) == 1:
+        return parts[0]
+    return call(aten.cat.default, parts, recipe.columns)
+
+
+def _expand_part(recipe: Recipe, part: Part, rows: Any, leaves: Any, call: Call, memo: dict[Formula, Any]) -> Any:
+    names = dict(zip(range(len(recipe.kinds)), _LETTERS, strict=False))
+    outer = [k for k, kind in enumerate(recipe.kinds) if kind == "row"]
+    heads = [k for k, kind in enumerate(recipe.kinds) if kind != "row" and k != recipe.columns]
+    if part.weight is None:
+        present = sorted([*outer, recipe.columns])
+        order = [([*outer, recipe.columns]).index(k) for k in present]
+        x = rows if order == sorted(order) else call(aten.permute.default, rows, order)
+    else:
+        weight = evaluate(part.weight, leaves, call, memo)
+        own = [k for k, there in zip(heads, part.heads, strict=True) if there]
+        present = sorted([*outer, *own, recipe.columns])
+        left = "".join(names[k] for k in outer) + "z"
+        right = "".join(names[k] for k in (*own, recipe.columns)) + "z"
+        out = "".join(names[k] for k in present)
+        operands = [_cast(rows, recipe.dtype, call), _cast(weight, recipe.dtype, call)]
+        x = call(aten.einsum.default, f"{left},{right}->{out}", operands)
+    for k in range(len(recipe.kinds)):
+        if k not in present:
+            x = call(aten.unsqueeze.default, x, k)
+    x = _cast(x, recipe.dtype, call)
+    if part.scale != 1.0:
+        x = call(aten.mul.Tensor, x, part.scale)
+    if part.bias is not None:
+        x = call(aten.add.Tensor, x, _cast(evaluate(part.bias, leaves, call, memo), recipe.dtype, call))
+    sizes = [-1 if kind == "row" or k == recipe.columns else kind for k, kind in enumerate(recipe.kinds)]
+    return x if all(k in present for k in heads) else call(aten.expand.default, x, sizes)
+
+
+def _cast(x: Any, dtype: torch.dtype, call: Call) -> Any:
+    own = val(x).dtype if isinstance(x, fx.Node) else x.dtype
+    return x if own == dtype else call(aten._to_copy.default, x, dtype=dtype)
+
+
+def evaluate(formula: Any, leaves: Sequence[Any], call: Call, memo: dict[Formula, Any]) -> Any:
+    """A weight expression over ``leaves``."""
+    if isinstance(formula, Leaf):
+        return leaves[formula.index]
+    if isinstance(formula, tuple):
+        return type(formula)(evaluate(f, leaves, call, memo) for f in formula)
+    if not isinstance(formula, Apply):
+        return formula
+    if formula not in memo:
+        args = [_listed(evaluate(a, leaves, call, memo)) for a in formula.args]
+        memo[formula] = call(formula.op, *args, **{k: evaluate(v, leaves, call, memo) for k, v in formula.kwargs})
+    return memo[formula]
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if type(value) is tuple else value

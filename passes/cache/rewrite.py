@@ -1,0 +1,190 @@
+"""The rewrite of a graph whose caches of K and V are kept as rows; :mod:`latent_cache` has found them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.cache.find import Kept, Past
+from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
+from mla_compile.passes.cache.writes import slice_over
+from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.graph import Builder, argument, axis, packet, remove_dead_code, val
+
+aten = torch.ops.aten
+
+
+@dataclass
+class LatentCache:
+    """What became of the inputs and outputs of a graph.
+
+    Attributes:
+        inputs: placeholders that are gone -> the names of the placeholders of their rows.
+        outputs: index in the flat output -> where in the flat output its rows are; the value at the index is None.
+        recipes: of every such input (by name) and output (by index), with the names of the weights it reads.
+        rows: the names of the placeholders of rows, in order.
+        grows: index in the flat output -> the placeholder that is its past.
+        written: inputs that were written to in place -> the placeholders of rows that are written to instead.
+    """
+
+    inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    outputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    recipes: dict[str | int, tuple[Recipe, tuple[str, ...]]] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+    grows: dict[int, str] = field(default_factory=dict)
+    written: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def keep_latents(
+    graph: fx.Graph, caches: Sequence[Kept], pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None
+) -> LatentCache:
+    """Rewrites the graph for ``caches``; its output is one flat tuple, to which the rows are appended."""
+    return _Rewriter(graph, pasts, fake_mode).run(caches)
+
+
+class _Rewriter:
+    def __init__(self, graph: fx.Graph, pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None) -> None:
+        self.graph = graph
+        self.pasts = pasts
+        self.fake_mode = fake_mode
+        self.done = LatentCache()
+        self.inputs: dict[Hashable, fx.Node] = {}
+        self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
+        self.arranged: dict[fx.Node, fx.Node] = {}
+        self.appended: dict[fx.Node, int] = {}
+
+    def run(self, caches: Sequence[Kept]) -> LatentCache:
+        values: list[object] = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        for cache in caches:
+            rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
+            anchor = cache.node if cache.node.op != "placeholder" else self._after(cache.node)
+            builder = Builder(anchor, self.fake_mode)
+            self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
+            if cache.write is not None:
+                self._read_beginnings(cache, rows)
+            expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
+            names = tuple(n.name for n in cache.leaves)
+            for index in cache.outputs:
+                values[index] = None
+                for row in rows:
+                    if row not in self.appended:
+                        self.appended[row] = len(values)
+                        values.append(row)
+                self.done.outputs[index] = tuple(self.appended[row] for row in rows)
+                self.done.recipes[index] = cache.recipe, names
+                if cache.pasts:
+                    self.done.grows[index] = cache.pasts[0].name
+            cache.node.replace_all_uses_with(expanded, lambda user: user.op != "output")
+            for past in cache.pasts:
+                self.done.recipes[past.name] = cache.recipe, names
+        self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
+        remove_dead_code(self.graph)
+        for node in dict.fromkeys(p for c in caches for p in c.pasts):
+            self._let_go(node)
+        remove_dead_code(self.graph)
+        return self.done
+
+    def _read_beginnings(self, cache: Kept, rows: Sequence[fx.Node]) -> None:
+        """Whoever reads some tokens of a buffer gets them made of those rows alone."""
+        for user in list(cache.node.users):
+            if slice_over(user, cache.recipe.tokens) is cache.node:
+                builder = Builder(user, self.fake_mode)
+                bounds = [argument(user, k, name) for k, name in ((2, "start"), (3, "end"))]
+                step = argument(user, 4, "step", 1)
+                shown = [builder.call(aten.slice.Tensor, r, cache.recipe.token_axis, *bounds, step) for r in rows]
+                user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
+
+    def _let_go(self, node: fx.Node) -> None:
+        """Removes an input; whoever else reads it gets it expanded from its rows."""
+        recipe, weights = self.done.recipes[node.name]
+        by_name = {n.name: n for n in self.graph.find_nodes(op="placeholder")}
+        by_name.update({n.name: n for n in self.graph.find_nodes(op="get_attr")})
+        rows = [by_name[name] for name in self.done.inputs[node.name]]
+        self._read_sizes_from_rows(node, recipe, rows[0])
+        if node.users:
+            builder = Builder(self._after(node), self.fake_mode)
+            node.replace_all_uses_with(expand(recipe, rows, [by_name[name] for name in weights], builder.call))
+        self.graph.erase_node(node)
+
+    def _read_sizes_from_rows(self, node: fx.Node, recipe: Recipe, rows: fx.Node) -> None:
+        """Whoever only asks for the length of K need not have it computed."""
+        for user in list(node.users):
+            if packet(user) is aten.sym_size and (dim := axis(argument(user, 1, "dim"), len(recipe.kinds))) >= 0:
+                own = sum(kind == "row" for kind in recipe.kinds[:dim])
+                if recipe.kinds[dim] == "row":
+                    user.args = (rows, own)
+
+    def _after(self, node: fx.Node) -> fx.Node:
+        """Where something that reads ``node`` may stand."""
+        following: fx.Node = node.next
+        if node.op in ("placeholder", "get_attr"):
+            following = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
+        return following
+
+    def _rows(self, cache: Kept, index: int) -> fx.Node:
+        """All rows of one source: those of the past, then the new ones."""
+        ingredients = next((p for p in cache.parts if not isinstance(p, fx.Node)), None)
+        parts: list[fx.Node] = []
+        for part in cache.parts:
+            if isinstance(part, fx.Node):
+                parts.append(self._past(part, cache, index, ingredients))
+            else:
+                parts.append(self._new(part[index]))
+        write = cache.write
+        key = (*parts, *(() if write is None else write.where))
+        if key not in self.joined and write is not None:
+            builder = Builder(write.node, self.fake_mode)
+            past, new = parts
+            new = builder.cast(new, val(past).dtype)
+            self.joined[key] = write.over(builder.call, past, new, cache.recipe.token_axis)
+        elif key not in self.joined:
+            builder = Builder(self._after(max(parts)), self.fake_mode)
+            # A copy where nothing is joined: the rows outlive this call and share no memory with anything else.
+            self.joined[key] = (
+                builder.call(aten.cat.default, parts, cache.recipe.token_axis)
+                if len(parts) > 1
+                else parts[0]
+                if not cache.outputs
+                else builder.call(aten.clone.default, parts[0])
+            )
+        return self.joined[key]
+
+    def _new(self, ingredient: Ingredient) -> fx.Node:
+        if ingredient.node not in self.arranged:
+            builder = Builder(self._after(ingredient.node), self.fake_mode)
+            sizes = Sizes(builder, [(ingredient.node, ingredient.axes)])
+            self.arranged[ingredient.node] = arrange(
+                builder, sizes, ingredient.node, ingredient.axes, ingredient.target
+            )
+        return self.arranged[ingredient.node]
+
+    def _past(self, node: fx.Node, cache: Kept, index: int, ingredients: tuple[Ingredient, ...] | None) -> fx.Node:
+        """The placeholder of the rows behind an input."""
+        past = self.pasts.get(node)
+        name: Hashable
+        if past is not None:
+            name, dtype = past.rows[index], past.dtypes[index]
+        else:
+            assert ingredients is not None, "an assumed past is one that grows"
+            # Inputs that grow by the same rows hold the same rows: K and V of one attention.
+            # At other positions they would be others.
+            where = () if cache.write is None else cache.write.where
+            name, dtype = ("grows by", ingredients[index].node, *where), val(ingredients[index].node).dtype
+        if name not in self.inputs:
+            example = val(node)
+            wanted = cache.recipe.row_shape(example.shape, cache.recipe.widths[index])
+            with self.fake_mode or torch.no_grad(), torch.no_grad():
+                fake = torch.empty(wanted, dtype=dtype, device=example.device)
+            with self.graph.inserting_after(list(self.graph.find_nodes(op="placeholder"))[-1]):
+                placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
+            placeholder.meta["val"] = fake
+            self.inputs[name] = placeholder
+            self.done.rows.append(placeholder.name)
+        own = self.done.inputs.get(node.name, ())
+        if len(own) <= index:
+            self.done.inputs[node.name] = (*own, self.inputs[name].name)
+        return self.inputs[name]

@@ -1,0 +1,1 @@
+"""One spelling of every operator, before anything is analysed."""

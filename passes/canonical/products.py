@@ -1,0 +1,55 @@
+"""A product of an attention that adds something in the same operator becomes two operators, which are followed.
+
+Before: ``s = baddbmm(bias, q, k, beta=b, alpha=a); p = softmax(s)``, or ``baddbmm(x, p, v)``
+
+After: ``s = bias * b + bmm(q, k) * a; p = softmax(s)``. With ``beta=0`` the bias is not read, as in the original.
+Products without a softmax beside them stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.attention.scores import SOFTMAX
+from mla_compile.passes.attention.unfollowed import nearest
+from mla_compile.passes.ir.graph import Builder, args_of, packet, val
+
+aten = torch.ops.aten
+_PRODUCTS = {aten.baddbmm.default: aten.bmm.default, aten.addmm.default: aten.mm.default}
+
+
+def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
+    """Splits products of two activations beside a softmax, also one written as ``exp``; returns how many."""
+    found = 0
+    for node in [n for n in graph.nodes if n.target in _PRODUCTS]:
+        bias, left, right = args_of(node)[:3]
+        if left in weights or right in weights or not val(node).dtype.is_floating_point or not _beside_a_softmax(node):
+            continue
+        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        build = Builder(node, fake_mode)
+        product = build.call(_PRODUCTS[node.target], left, right)
+        if alpha != 1:
+            product = build.call(aten.mul.Tensor, product, alpha)
+        if beta != 0:
+            bias = bias if beta == 1 else build.call(aten.mul.Tensor, bias, beta)
+            product = build.call(aten.add.Tensor, product, bias)
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
+        found += 1
+    return found
+
+
+def _beside_a_softmax(node: fx.Node) -> bool:
+    """Whether it makes the scores of a softmax, or multiplies what one made."""
+    operands = args_of(node)[1:3]
+    before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax)
+    after, _ = nearest(node, lambda n: n.users, _is_softmax)
+    return bool(before or after)
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    return packet(node) in SOFTMAX or packet(node) is aten.exp

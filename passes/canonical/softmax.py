@@ -1,0 +1,121 @@
+"""A softmax that is written out with exponentials becomes the operator, so that it is found.
+
+Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
+
+After: ``p = softmax(x, -1)``. Whatever is subtracted, as long as it is one number for each row, cancels. Where an
+exponential that is not shifted overflows, the original gives NaN and this does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.attention.scores import ScoreTracer
+from mla_compile.passes.attention.unfollowed import between_products
+from mla_compile.passes.ir.graph import (
+    Builder,
+    args_of,
+    argument,
+    axis,
+    is_tensor,
+    packet,
+    remove_dead_code,
+    same,
+    shape,
+    val,
+)
+
+aten = torch.ops.aten
+
+
+def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> int:
+    """Replaces the softmaxes of attentions that are written out; returns how many. Any other stays as it is."""
+    found = 0
+    tracer = ScoreTracer(weights)
+    for node in list(graph.nodes):
+        match = _ratio(node) or _shifted_by_its_logarithm(node)
+        if match is None or between_products(node, tracer) is None:
+            continue
+        x, dim = match
+        node.replace_all_uses_with(Builder(node, fake_mode).call(aten.softmax.int, x, dim))
+        found += 1
+    if found:
+        remove_dead_code(graph)
+    return found
+
+
+def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """``e / sum(e)`` or ``e * reciprocal(sum(e))``: what is exponentiated, and along which axis."""
+    if packet(node) not in (aten.div, aten.mul) or len(args_of(node)) != 2 or node.kwargs:
+        return None
+    e, total = args_of(node)
+    if packet(node) is aten.mul:
+        if packet(total) is not aten.reciprocal:
+            return None
+        (total,) = args_of(total)
+    dim = _summed_axis(total, e)
+    if packet(e) is not aten.exp or dim is None or not _alike(node, e):
+        return None
+    (x,) = args_of(e)
+    return _unshifted(x, dim), dim
+
+
+def _summed_axis(total: Any, e: Any) -> int | None:
+    """The one axis along which ``total`` is the sum of ``e``, kept as an axis of size 1."""
+    if not is_tensor(total) or not is_tensor(e):
+        return None
+    rank, kept = val(e).dim(), True
+    lifted = None
+    if packet(total) is aten.unsqueeze:
+        lifted = axis(args_of(total)[1], rank)
+        total, kept = args_of(total)[0], False
+    if packet(total) is not aten.sum or args_of(total)[0] is not e or "dtype" in total.kwargs:
+        return None
+    dims = argument(total, 1, "dim")
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1 or bool(argument(total, 2, "keepdim", False)) is not kept:
+        return None
+    dim = axis(dims[0], rank)
+    return dim if lifted in (None, dim) else None
+
+
+def _unshifted(x: fx.Node, dim: int) -> fx.Node:
+    """``x`` before one number was subtracted from each of its rows along ``dim``."""
+    if packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2:
+        source, shift = args_of(x)
+        if is_tensor(source) and is_tensor(shift) and _alike(x, source):
+            place = dim - (val(x).dim() - val(shift).dim())
+            if place < 0 or val(shift).shape[place] == 1:
+                unshifted: fx.Node = source
+                return unshifted
+    return x
+
+
+def _shifted_by_its_logarithm(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """``exp(x - logsumexp(x))``."""
+    if packet(node) is not aten.exp or not isinstance(args_of(node)[0], fx.Node):
+        return None
+    (difference,) = args_of(node)
+    if packet(difference) is not aten.sub or difference.kwargs or len(args_of(difference)) != 2:
+        return None
+    x, shift = args_of(difference)
+    if packet(shift) is not aten.logsumexp or args_of(shift)[0] is not x or not _alike(node, x):
+        return None
+    dims = args_of(shift)[1]
+    if len(dims) != 1 or not argument(shift, 2, "keepdim", False):
+        return None
+    return x, axis(dims[0], val(x).dim())
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two values have one shape and dtype, and so neither was broadcast nor promoted into the other."""
+    return val(a).dtype == val(b).dtype and val(a).dtype.is_floating_point and _same_shape(a, b)
+
+
+def _same_shape(a: fx.Node, b: fx.Node) -> bool:
+    left, right = shape(a), shape(b)
+    return len(left) == len(right) and all(same(x, y) for x, y in zip(left, right, strict=True))

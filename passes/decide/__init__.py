@@ -1,0 +1,1 @@
+"""What becomes of each attention: the proof obligations, the costs, the verdict and its reason."""

@@ -1,0 +1,113 @@
+"""Writing a site and its linear maps in the same atoms.
+
+The site knows that an axis of K is "batch, then head"; the map of K knows which factors of that axis are tokens of its
+source and which are columns of a weight. Both are split until every factor of one is a factor of the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.ir.axes import Atom, Axis, Split, axis_size, common_factors, flatten
+from mla_compile.passes.linear.analysis import LinearMap, Piece
+from mla_compile.passes.linear.stops import Stop
+
+
+@dataclass(frozen=True)
+class Term:
+    """One linear piece of K or V, in the site's atoms.
+
+    ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
+    atoms along the feature axis, columns ``start`` to ``stop`` of it; ``product`` is its query-key product (None for a
+    value term).
+    """
+
+    piece: Piece
+    at: dict[Atom, Atom]
+    features: Axis
+    start: int
+    stop: int
+    product: int | None = None
+
+    def kind(self, atom: Atom) -> str:
+        """What a site atom is to this piece: ``token``, ``feature`` or ``broadcast``."""
+        own = self.at.get(atom)
+        if own is None:
+            return "broadcast"
+        if own in self.piece.source_atoms:
+            return "token"
+        factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
+        return "feature" if any(own in f.atoms for f in factors) else "broadcast"
+
+
+def align(
+    site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None
+) -> tuple[AttentionSite, tuple[Term, ...], tuple[Term, ...]] | Stop:
+    """The site with atoms split as far as needed, the terms of its keys and the terms of its values.
+
+    A side without maps (None) has no terms.
+    """
+    for _ in range(32):  # every round splits at least one atom; shapes have few factors
+        terms: list[Term] = []
+        split: Split = {}
+        wanted: list[tuple[Operand, Axis, LinearMap, int | None]] = []
+        if keys is not None:
+            wanted += [(p.k, p.features, m, n) for n, (p, m) in enumerate(zip(site.products, keys, strict=True))]
+        if values is not None:
+            wanted.append((site.v, _value_axis(site), values, None))
+        for operand, features, lmap, product in wanted:
+            found = _terms(operand, features, lmap, product)
+            if isinstance(found, Stop):
+                return found
+            if isinstance(found, dict):
+                split = found
+                break
+            terms += found
+        if not split:
+            return site, tuple(t for t in terms if t.product is not None), tuple(t for t in terms if t.product is None)
+        site = site.split(split)
+    return Stop(site.node, "unsupported_op", "axes whose factors do not line up")
+
+
+def _value_axis(site: AttentionSite) -> Axis:
+    """The feature axis of the values: what the output has and the scores have not."""
+    outer = {*site.lead, *site.queries}
+    return tuple(a for a in flatten(site.out.axes) if a not in outer)
+
+
+def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | None) -> list[Term] | Split | Stop:
+    at = [k for k, own in enumerate(operand.axes) if own and set(own) == set(features)]
+    if len(at) != 1 and features:
+        return Stop(operand.node, "unsupported_op", "heads and features share an axis")
+    feature_axis = at[0] if at else None
+    if lmap.axis is not None and lmap.axis != feature_axis:
+        made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
+        if any(f is not None and a in f.atoms for f, own in made for a in own):
+            return Stop(operand.node, "head_dependent_latent", "heads that are made of different rows are joined")
+        return Stop(operand.node, "token_mixing", "rows of several tensors are joined after the up-projection")
+    terms: list[Term] = []
+    for segment in lmap.segments:
+        piece = segment.piece
+        if not piece.defined:
+            return Stop(operand.node, "unsupported_op", "part of the tensor is never written")
+        pairs: dict[Atom, Atom] = {}
+        for k, own in enumerate(operand.axes):
+            if k == feature_axis:
+                continue
+            if not piece.axes[k]:  # the piece broadcasts along the whole axis
+                continue
+            splits = common_factors(own, piece.axes[k])
+            if splits is None:
+                return Stop(operand.node, "unsupported_op", "axes whose factors do not line up")
+            if splits[0]:
+                return splits[0]
+            piece = piece.split(splits[1])
+            pairs.update(zip(own, piece.axes[k], strict=True))
+        own_features = piece.axes[feature_axis] if feature_axis is not None else ()
+        width = axis_size(own_features)
+        if not isinstance(width, int):
+            return Stop(operand.node, "unsupported_op", "a feature axis of symbolic width")
+        stop = segment.stop if lmap.axis is not None else width
+        terms.append(Term(piece, pairs, own_features, segment.start, stop, product))
+    return terms

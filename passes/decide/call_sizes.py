@@ -1,0 +1,50 @@
+"""The sizes of the calls that a rewritten attention will see, as the cost model is asked about them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.axes import Axis
+from mla_compile.passes.ir.graph import bytes_hint, hint, size, val, whole_rows
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """B, S, T as representative numbers (T ``None``: a long context), and what is known of S.
+
+    ``prefill``: the queries of a call are all of its keys. ``symbolic``: each call may have another number of them.
+    ``made``: of how many tokens K and V are made, where those T are cut out of them.
+    """
+
+    B: int
+    S: int
+    T: int | None
+    element_bytes: int
+    prefill: bool
+    symbolic: bool
+    made: int | None = None
+
+
+def call_sizes(plan: AbsorbPlan) -> CallSizes:
+    _, s, t = plan.sizes()
+    counts = [_axis_hint(plan, axis) for axis in (plan.batch, plan.site.queries, plan.site.keys)]
+    # One query is decode: what counts is the long context it will meet, not the one it was traced with.
+    context = None if s == 1 or not isinstance(t, int) else counts[2]
+    symbolic = not isinstance(s, int)
+    element = val(plan.latent.node).element_size()
+    shares = [bytes_hint(whole_rows(r.node)) / bytes_hint(r.node) for r in plan.rows]
+    made = None if context is None or max(shares) == 1 else math.ceil(context * max(shares))
+    return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made)
+
+
+def _axis_hint(plan: AbsorbPlan, axis: Axis) -> int:
+    """The size of a product of atoms at the sizes seen when the graph was traced."""
+    hints: dict[Axis, int] = {}
+    for operand in (plan.site.out, plan.site.v, *(p.k for p in plan.site.products)):
+        for own, dim in zip(operand.axes, val(operand.node).shape, strict=True):
+            hints[own] = hint(size(dim), dim)
+    if axis in hints:
+        return hints[axis]
+    return math.prod(hints.get((a,), a.size if isinstance(a.size, int) else 1) for a in axis)

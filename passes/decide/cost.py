@@ -1,0 +1,334 @@
+"""Which form of an MLA site is cheapest: the numbers of ``formulas``, a device, and a choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import sympy
+
+from mla_compile.core.dims import Dims
+from mla_compile.errors import OptionError, nearest
+from mla_compile.passes.decide import formulas
+from mla_compile.passes.decide.formulas import Form
+
+Forms = Literal["auto", "absorbed", "expanded"]
+Fold = Literal["auto", "never", "always"]
+ChosenForm = Literal["expanded", "chained", "folded"]
+
+LONG_CONTEXT = 32768
+"""The T that stands for "not known": a symbolic context, of which only long ones are expensive."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rough description of a machine: peak dense FLOP/s, memory bytes/s, and seconds lost per kernel or op."""
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        # Orders of magnitude, not measurements: a mid-size server CPU, and a data-centre GPU in bfloat16 reaching about
+        # half of its peak. Only ratios matter for the choice of a form. Pass your own Device for another machine.
+        "cpu": Device("cpu", flops_per_s=5e11, bytes_per_s=5e10, launch_s=2e-6),
+        "cuda": Device("cuda", flops_per_s=5e14, bytes_per_s=3e12, launch_s=2e-6),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form chosen for one call.
+
+    ``seconds`` holds the estimate for ``expanded``, ``chained`` and, where a fold was taken, ``folded``.
+    """
+
+    form: ChosenForm
+    fold_query: bool
+    fold_output: bool
+    seconds: Mapping[str, float]
+    reason: str
+
+    @property
+    def absorbed(self) -> bool:
+        """True for both absorbed forms."""
+        return self.form != "expanded"
+
+
+def default_device(kind: str) -> Device:
+    """The description for a ``torch.device.type``; an unknown kind is taken to be an accelerator like ``cuda``."""
+    return DEVICES.get(kind, DEVICES["cuda"])
+
+
+def choose(
+    dims: Dims,
+    *,
+    B: int,
+    S: int,
+    T: int | None,
+    element_bytes: int,
+    device: Device,
+    forms: Forms = "auto",
+    fold: Fold = "auto",
+    can_fold_query: bool = False,
+    can_fold_output: bool = False,
+    made: int | None = None,
+) -> Choice:
+    """Pick the cheapest form for S queries against T cached tokens (``None``: not known, taken as long) in B sequences.
+
+    ``made``: of how many tokens K and V are made, where those that are attended to are cut out of more.
+
+    Time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. Expanded is compared with
+    chained first (both take as many launches); each side is then folded or not for itself, which is where launches
+    count. A side is folded only when the caller says that it may be and the width it needs (Q, D) is known. Raises
+    :class:`OptionError` for an unknown ``forms`` or ``fold``.
+    """
+    _check_option("forms", forms, get_args(Forms))
+    _check_option("fold", fold, get_args(Fold))
+    context = LONG_CONTEXT if T is None else T
+    legal = (can_fold_query and dims.Q is not None, can_fold_output and dims.D is not None)
+    return _choose(dims, B, S, context, max(context, made or 0), element_bytes, device, forms, fold, *legal)
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    dims: Dims,
+    B: int,
+    S: int,
+    T: int,
+    made: int,
+    element_bytes: int,
+    device: Device,
+    forms: Forms,
+    fold: Fold,
+    can_fold_query: bool,
+    can_fold_output: bool,
+) -> Choice:
+    def time_of(form: Form) -> float:
+        return seconds(form, dims, B=B, S=S, T=T, made=made, element_bytes=element_bytes, device=device)
+
+    expanded, chained = time_of("expanded"), time_of("chained")
+    estimates = {"expanded": expanded, "chained": chained}
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(T, made)} on {device.name}"
+    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    if forms == "expanded" or (forms == "auto" and expanded <= chained):
+        why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
+        return Choice("expanded", False, False, MappingProxyType(estimates), f"{why}: {shown}, {times}")
+
+    why = 'forms="absorbed"' if forms == "absorbed" else "absorbing is cheaper"
+    reason = f"{why}: {shown}, {times}"
+    fold_query = can_fold_query and _folds(fold, time_of("folded_query"), chained)
+    fold_output = can_fold_output and _folds(fold, time_of("folded_output"), chained)
+    if not (fold_query or fold_output):
+        return Choice("chained", False, False, MappingProxyType(estimates), reason)
+    folded: Form = "folded" if fold_query and fold_output else "folded_query" if fold_query else "folded_output"
+    estimates["folded"] = time_of(folded)
+    sides = " and ".join(["W_q W_k"] * fold_query + ["W_v W_o"] * fold_output)
+    reason += f"; with {sides} folded about {_si(estimates['folded'])}"
+    return Choice("folded", fold_query, fold_output, MappingProxyType(estimates), reason)
+
+
+def seconds(
+    form: Form, dims: Dims, *, B: int, S: int, T: int, element_bytes: int, device: Device, made: int | None = None
+) -> float:
+    """Roofline estimate of one call. Projections whose width (Q, D) is not known are left out of every form alike."""
+    widths = (dims.H, dims.D or 0, dims.L, dims.Q or 0, dims.N, dims.R, dims.V)
+    total = 0.0
+    counts = (_stage_numbers(form)(B, S, tokens, *widths) for tokens in (T, made or T))
+    for stage, attended, everything in zip(formulas.stages(form), *counts, strict=True):
+        operations, values = everything if stage.makes_kv else attended
+        if stage.projection is not None and getattr(dims, stage.projection) is None:
+            continue
+        total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
+        total += stage.launches * device.launch_s
+    return total
+
+
+def absorbed_pays(dims: Dims, B: int, S: int, T: int) -> bool:
+    """Whether the absorbed form needs fewer FLOPs than the expanded one: the runtime's picker, without sympy per call.
+
+    B takes no part (it cancels); it is accepted so that a call can be described in the usual letters.
+    """
+    return _gain()(S, T, dims.L, dims.N, dims.V) > 0
+
+
+def break_even_S(dims: Dims, T: int | None = None) -> float:
+    """Queries per call up to which absorbing needs fewer FLOPs, at T cached tokens or (``None``) on a long context.
+
+    ``inf`` where absorbing always pays.
+    """
+    formula = formulas.break_even_queries(long_context=T is None)
+    numerator, denominator = sympy.fraction(sympy.together(formula))
+    letters: dict[str, float] = {} if T is None else {"T": T}
+    below, above = formulas.evaluate(denominator, dims, **letters), formulas.evaluate(numerator, dims, **letters)
+    if below < 0:  # sympy is free to write the fraction with both signs turned
+        below, above = -below, -above
+    return above / below if below != 0 and above > 0 else math.inf
+
+
+def fold_pays_in_bytes(dims: Dims, side: Literal["query", "output"]) -> bool:
+    """Whether the folded weights of a side are fewer than the two they replace; False where Q or D is not known."""
+    if (dims.Q if side == "query" else dims.D) is None:
+        return False
+    folded: Form = "folded_query" if side == "query" else "folded_output"
+    gain = formulas.weight_values("chained") - formulas.weight_values(folded)
+    return formulas.evaluate(sympy.expand(gain), dims) > 0
+
+
+def decode_flops(dims: Dims, form: Form) -> int:
+    """FLOPs of one decode step per context token: 2H(2L+R) absorbed, 2H(L(N+V)+N+R+V) expanded."""
+    return int(formulas.evaluate(formulas.marginal_flops(form), dims))
+
+
+def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
+    """Bytes moved by one decode step per context token."""
+    return int(formulas.evaluate(formulas.marginal_bytes(form), dims, E=element_bytes))
+
+
+def saves_cache(dims: Dims) -> bool:
+    """Whether latent rows are narrower than the K and V they stand for; False: absorbing such a site saves nothing."""
+    return dims.latent_values < dims.expanded_values
+
+
+@dataclass(frozen=True)
+class Part:
+    """A side of an attention, or some columns of it, that weights make from narrow rows.
+
+    ``columns`` per head, for ``heads`` heads of which ``made`` have columns of their own, from rows of ``width``
+    values, of which a token has ``rows`` (1 where all heads share one row).
+    """
+
+    side: Literal["keys", "values"]
+    heads: int
+    width: int
+    columns: int
+    made: int
+    rows: int = 1
+
+    @property
+    def letters(self) -> dict[str, int]:
+        return {"H": self.heads, "L": self.width, "N": self.columns, "K": self.made, "Z": self.rows}
+
+
+def part_break_even(parts: Sequence[Part]) -> float:
+    """Queries per call up to which absorbing all of ``parts`` needs fewer FLOPs, on a long context."""
+    per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
+    (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
+    return float(solution) if solution > 0 else math.inf
+
+
+def part_gain(part: Part) -> sympy.Expr:
+    """Multiply-adds that absorbing ``part`` saves per sequence, as a function of S and T."""
+    return formulas.part_gain().subs({getattr(formulas, name): value for name, value in part.letters.items()})
+
+
+def choose_parts(
+    parts: Sequence[Part],
+    *,
+    writes: bool,
+    B: int,
+    S: int,
+    T: int | None,
+    element_bytes: int,
+    device: Device,
+    forms: Forms = "auto",
+    made: int | None = None,
+) -> Choice:
+    """Whether absorbing ``parts`` is cheaper than expanding them; what both forms have in common is left out.
+
+    ``writes``: the attention is fused, and has to be written out for it. ``made`` as in :func:`choose`.
+    """
+    context = LONG_CONTEXT if T is None else T
+    whole = max(context, made or 0)
+    expanded, chained = (
+        sum(_part_seconds(p, absorbed, B, S, context, whole, element_bytes, device) for p in parts)
+        for absorbed in (False, True)
+    )
+    if writes:
+        chained += _write_seconds(parts[0].heads, B, S, context, device)
+    estimates = MappingProxyType({"expanded": expanded, "chained": chained})
+    sides = " and ".join(dict.fromkeys(p.side for p in parts))
+    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(context, whole)} on {device.name}"
+    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    if forms == "expanded" or (forms == "auto" and expanded <= chained):
+        return Choice("expanded", False, False, estimates, f"expanding the {sides} is cheaper: {shown}, {times}")
+    why = 'forms="absorbed"' if forms == "absorbed" else f"absorbing the {sides} is cheaper"
+    return Choice("chained", False, False, estimates, f"{why}: {shown}, {times}")
+
+
+@lru_cache(maxsize=4096)
+def _part_seconds(
+    part: Part, absorbed: bool, B: int, S: int, T: int, made: int, element_bytes: int, device: Device
+) -> float:
+    letters = {"B": B, "S": S, "T": T, **part.letters}
+    return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)
+
+
+@lru_cache(maxsize=4096)
+def _write_seconds(heads: int, B: int, S: int, T: int, device: Device) -> float:
+    return _stage_seconds(formulas.written_stages(), {"B": B, "S": S, "T": T, "H": heads}, 4, device)
+
+
+def _stage_seconds(
+    stages: Sequence[formulas.Stage],
+    letters: Mapping[str, int],
+    element_bytes: int,
+    device: Device,
+    made: int | None = None,
+) -> float:
+    total = 0.0
+    for stage in stages:
+        own = {**letters, "T": made} if stage.makes_kv and made is not None else letters
+        operations = 2 * formulas.evaluate(stage.multiply_adds, None, **own)
+        values = formulas.evaluate(stage.weights + stage.activations, None, **own)
+        total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
+        total += stage.launches * device.launch_s
+    return total
+
+
+def _tokens(context: int, made: int) -> str:
+    if made > context:
+        return f"{context:,} of {made:,} cached tokens, all of which are expanded,"
+    return f"{context:,} cached tokens" + (" (a long context)" if context == LONG_CONTEXT else "")
+
+
+def _folds(fold: Fold, folded: float, chained: float) -> bool:
+    return fold == "always" or (fold == "auto" and folded < chained)
+
+
+def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
+
+
+def _si(seconds_: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds_ >= size:
+            return f"{seconds_ / size:.3g} {unit}"
+    return f"{seconds_ / 1e-9:.3g} ns"
+
+
+@cache
+def _stage_numbers(form: Form) -> Callable[..., tuple[tuple[float, float], ...]]:
+    letters = [formulas.B, formulas.S, formulas.T, formulas.H, formulas.D, formulas.L]
+    letters += [formulas.Q, formulas.N, formulas.R, formulas.V]
+    counts = tuple((2 * stage.multiply_adds, stage.weights + stage.activations) for stage in formulas.stages(form))
+    function: Callable[..., tuple[tuple[float, float], ...]] = sympy.lambdify(letters, counts, modules="math")
+    return function
+
+
+@cache
+def _gain() -> Callable[[int, int, int, int, int], int]:
+    letters = [formulas.S, formulas.T, formulas.L, formulas.N, formulas.V]
+    function: Callable[[int, int, int, int, int], int] = sympy.lambdify(
+        letters, formulas.absorption_gain(), modules="math"
+    )
+    return function

@@ -1,0 +1,65 @@
+"""Which projections could be multiplied with W_kc and W_v: what the query is projected from, what reads the output."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.graph import bytes_hint, shape
+from mla_compile.passes.linear.analysis import LinearMaps, Piece
+
+aten = torch.ops.aten
+_REACH = 12  # views and casts between the attention and the output projection
+_PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.addmm.default)
+
+
+def fold_widths(plan: AbsorbPlan, maps: LinearMaps) -> tuple[int | None, int | None]:
+    """Q and D, each None where something lies in between (a norm, a gate, a second reader).
+
+    Q is the width of the rows that the unrotated queries are projected from, D that of the output projection's result.
+    """
+    widths = {
+        _query_width(plan.site.products[t.product].q.node, range(t.start, t.stop), maps)
+        for t in plan.keys
+        if t.product is not None and t.piece.weight is not None
+    }
+    projection = output_projection(plan.site.node)
+    if projection is not None:
+        (piece, *others) = maps.with_stops([plan.site.node], per_row=True).map(projection).pieces
+        if others or piece.source is not plan.site.node or not piece.contracted:
+            projection = None
+    return widths.pop() if len(widths) == 1 else None, None if projection is None else _width(projection)
+
+
+def _query_width(node: fx.Node, columns: range, maps: LinearMaps) -> int | None:
+    """Width of the rows that ``columns`` of a query tensor are projected from (the letter Q); None if they are not."""
+    for segment in maps.map(node).segments:
+        stop = segment.stop or columns.stop
+        if segment.start <= columns.start and columns.stop <= stop:
+            cut = narrowest_cut(segment.piece, 0)
+            return None if cut is None else _width(cut)
+    return None
+
+
+def output_projection(node: fx.Node) -> fx.Node | None:
+    """The projection that alone reads an attention's output, through views and casts."""
+    for _ in range(_REACH):
+        if len(node.users) != 1:
+            return None
+        (node,) = node.users
+        if node.target in _PROJECTIONS:
+            return node
+    return None
+
+
+def _width(node: fx.Node) -> int | None:
+    last = shape(node)[-1]
+    return last if isinstance(last, int) else None
+
+
+def narrowest_cut(piece: Piece, after: int) -> fx.Node | None:
+    """The narrowest tensor with more than ``after`` projections between it and the piece."""
+    last = piece.path[-1] if piece.path else None
+    found = [v for v in piece.path if last is not None and last.contractions - v.contractions > after]
+    return min(found, key=lambda v: (bytes_hint(v.node), last.scalings - v.scalings)).node if found and last else None

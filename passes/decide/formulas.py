@@ -1,0 +1,207 @@
+"""Closed forms, with sympy, of what one MLA site computes, moves and caches in each of its forms.
+
+The forms (one layer, one call with S queries per sequence against T cached tokens, batch B):
+
+* ``expanded``: K and V of every cached token are computed from the latent, then plain attention. The trained form.
+* ``chained``: absorbed. q' = (c' W_qc) W_kc^T, attention over the latent rows, then W_v, then W_o.
+* ``folded_query``, ``folded_output``, ``folded`` (both): absorbed with W_qc W_kc^T, W_v W_o multiplied ahead of time.
+
+Each form is a sequence of stages, and each stage counts multiply-adds, weight values and activation values. Everything
+else here (FLOPs, bytes, marginal cost per cached token, break-evens) is derived from the stages, not typed in.
+
+FLOPs include the scores a causal mask hides. Bytes: weights once per call; each activation once where it is written and
+once where it is read, so K and V twice (no compiler fuses a projection into attention); scores never leave the kernel.
+Source of the equations: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import sympy
+
+from mla_compile.core.dims import Dims
+from mla_compile.errors import InputError
+
+Form = Literal["expanded", "chained", "folded_query", "folded_output", "folded"]
+FORMS: tuple[Form, ...] = get_args(Form)
+CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
+
+# Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
+B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=True)
+G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
+K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with columns of their own, heads with rows of their own
+E = sympy.Symbol("E", positive=True)  # bytes per element
+
+PREFILL = {T: S}
+DECODE = {S: 1}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step that has to end before the next begins.
+
+    ``projection`` names the letter (Q or D) a step needs that folding removes or makes; ``None`` is the attention core.
+    ``makes_kv``: it makes K and V, of all tokens there is room for where the attention then reads some of them.
+    """
+
+    name: str
+    multiply_adds: sympy.Expr
+    weights: sympy.Expr
+    activations: sympy.Expr
+    launches: int = 1
+    projection: Literal["Q", "D"] | None = None
+    makes_kv: bool = False
+
+
+@cache
+def stages(form: Form) -> tuple[Stage, ...]:
+    """The steps of one form, in order."""
+    query = Stage("query projection", B * S * Q * H * N, Q * H * N, B * S * (Q + H * N), projection="Q")
+    output = Stage("output projection", B * S * H * V * D, H * V * D, B * S * (H * V + D), projection="D")
+    if form == "expanded":
+        made = B * T * (L + R + H * (N + R + V))
+        return (
+            query,
+            # Two launches: the projection itself, and laying K (with the shared rotary part) and V out per head.
+            Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True),
+            Stage("attention", B * S * T * H * (N + R + V), sympy.Integer(0), B * (S + T) * H * (N + R + V)),
+            output,
+        )
+    absorb = Stage("query into the latent", B * S * H * N * L, H * N * L, B * S * H * (N + L))
+    rows, heads = B * T * (L + R), B * S * H * (2 * L + R)
+    attend = Stage("attention", B * S * T * H * (2 * L + R), sympy.Integer(0), rows + heads)
+    leave = Stage("values out of the latent", B * S * H * L * V, H * L * V, B * S * H * (L + V))
+    folded_query = Stage("folded query", B * S * Q * H * L, Q * H * L, B * S * (Q + H * L), projection="Q")
+    folded_output = Stage("folded output", B * S * H * L * D, H * L * D, B * S * (H * L + D), projection="D")
+    before = (folded_query,) if form in ("folded_query", "folded") else (query, absorb)
+    after = (folded_output,) if form in ("folded_output", "folded") else (leave, output)
+    return (*before, attend, *after)
+
+
+@cache
+def part_stages(*, absorbed: bool) -> tuple[Stage, ...]:
+    """What a part of an attention costs: N columns per head, of K or of V, that weights make from rows of L values.
+
+    K heads have columns of their own (H, or the groups of GQA), Z heads rows of their own (1: all share one row).
+    Everything else in the attention costs the same in both forms and is left out.
+    """
+    if not absorbed:
+        return (
+            Stage("expand", B * T * K * L * N, K * L * N, B * T * (Z * L + K * N), 2, makes_kv=True),
+            Stage("attention", B * S * T * H * N, sympy.Integer(0), B * (S * H + T * K) * N),
+        )
+    return (
+        Stage("into or out of the rows", B * S * H * N * L, K * N * L, B * S * H * (N + L)),
+        Stage("attention", B * S * T * H * L, sympy.Integer(0), B * T * Z * L + B * S * H * L),
+    )
+
+
+@cache
+def part_gain() -> sympy.Expr:
+    """Multiply-adds that absorbing such a part saves, per sequence; with K = H, two of them are what MLA saves."""
+    expanded, absorbed = (sympy.Add(*(s.multiply_adds for s in part_stages(absorbed=a))) for a in (False, True))
+    return sympy.collect(sympy.expand((expanded - absorbed) / B), (S, T))
+
+
+@cache
+def written_stages() -> tuple[Stage, ...]:
+    """What it costs to write a fused attention out: scores and probabilities pass through memory, as two float32."""
+    return (Stage("scores in memory", sympy.Integer(0), sympy.Integer(0), 4 * B * S * T * H, 4),)
+
+
+@cache
+def flops(form: Form, *, projections: bool = False) -> sympy.Expr:
+    """FLOPs of one call, 2 per multiply-add.
+
+    ``projections`` adds W_qc and W_o, which expanded and chained share and folding replaces: two forms of which one is
+    folded compare only with it.
+    """
+    return 2 * sympy.Add(*(stage.multiply_adds for stage in _counted(form, projections)))
+
+
+@cache
+def moved_bytes(form: Form, *, projections: bool = False) -> sympy.Expr:
+    """Bytes one call moves, at E bytes per element; ``projections`` as in :func:`flops`."""
+    return E * sympy.Add(*(stage.weights + stage.activations for stage in _counted(form, projections)))
+
+
+@cache
+def weight_values(form: Form) -> sympy.Expr:
+    """Weight values one call reads, W_qc and W_o (or their folds) included."""
+    return sympy.Add(*(stage.weights for stage in stages(form)))
+
+
+@cache
+def marginal_flops(form: Form) -> sympy.Expr:
+    """FLOPs one more cached token adds to a decode step of one sequence."""
+    return sympy.factor(sympy.diff(flops(form).subs(DECODE).subs(B, 1), T))
+
+
+@cache
+def marginal_bytes(form: Form) -> sympy.Expr:
+    """Bytes one more cached token adds to a decode step of one sequence."""
+    return sympy.factor(sympy.diff(moved_bytes(form).subs(DECODE).subs(B, 1), T))
+
+
+@cache
+def cache_values(kind: CacheKind) -> sympy.Expr:
+    """Cached values per token and layer (DeepSeek-V2, table 1); ``mla_expanded`` is MLA storing K and V per head."""
+    table: dict[CacheKind, sympy.Expr] = {
+        "mha": 2 * H * d,
+        "gqa": 2 * G * d,
+        "mqa": 2 * d,
+        "mla": L + R,
+        "mla_expanded": H * (N + R + V),
+    }
+    return table[kind]
+
+
+@cache
+def break_even_queries(*, long_context: bool = False) -> sympy.Expr:
+    """Queries per sequence at which expanded and chained cost the same FLOPs, at finite T or in the limit T -> oo.
+
+    Not positive means that absorbing pays for any number of queries.
+    """
+    (solution,) = sympy.solve(flops("expanded") - flops("chained"), S)
+    return sympy.limit(solution, T, sympy.oo) if long_context else sympy.factor(solution)
+
+
+@cache
+def fold_break_even(side: Literal["query", "output"]) -> sympy.Expr:
+    """Latent width at which the folded weights of one side are as many as the two they replace.
+
+    Folding moves fewer weight bytes below it, or at any L where it is not positive (Q <= N, D <= V).
+    """
+    form: Form = "folded_query" if side == "query" else "folded_output"
+    (solution,) = sympy.solve(weight_values("chained") - weight_values(form), L)
+    return sympy.factor(solution)
+
+
+@cache
+def absorption_gain() -> sympy.Expr:
+    """Multiply-adds absorbing saves, per sequence and head: positive where the chained form is cheaper.
+
+    B, H and R cancel, so the sign depends on S, T, L, N and V only.
+    """
+    return sympy.collect(sympy.expand((flops("expanded") - flops("chained")) / (2 * B * H)), (S, T))
+
+
+def evaluate(expression: sympy.Expr, dims: Dims | None = None, **letters: float) -> float:
+    """The value of a formula for these sizes, e.g. ``evaluate(flops("chained"), dims, B=1, S=1, T=8192)``.
+
+    Whole results come back as ``int``. Raises :class:`InputError` when a letter of the formula has no value.
+    """
+    values: dict[str, float] = {} if dims is None else {k: v for k, v in vars(dims).items() if v is not None}
+    values.update(letters)
+    missing = sorted(s.name for s in expression.free_symbols if s.name not in values)
+    if missing:
+        raise InputError(f"no value for {', '.join(missing)} in {expression}; pass it by name or in dims")
+    result = expression.subs({s: values[s.name] for s in expression.free_symbols})
+    return int(result) if result.is_Integer else float(result)
+
+
+def _counted(form: Form, projections: bool) -> tuple[Stage, ...]:
+    return tuple(stage for stage in stages(form) if projections or stage.projection is None)

@@ -1,0 +1,322 @@
+"""Analysis: what to do with each attention: absorb it, keep it, or refuse it, always with a reason.
+
+For every attention the sources of its keys and values are chosen (the narrowest rows that weights expand), the proof
+obligations of :mod:`mla_compile.passes.decide.plan` are checked, and the cost model picks a form. What cannot be
+absorbed as a whole may be in part (:mod:`mla_compile.passes.decide.partial`). Last, sites whose expanded keys or values
+are computed anyway because someone else reads them are taken back, or keep that side: absorbing it saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from mla_compile.codes import CODES, Code
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.align import Term
+from mla_compile.passes.decide.call_sizes import call_sizes
+from mla_compile.passes.decide.cost import Choice, Device, Fold, Forms, Part, choose, saves_cache
+from mla_compile.passes.decide.explain import explain_refusal
+from mla_compile.passes.decide.fold_sides import fold_widths
+from mla_compile.passes.decide.partial import KeptPart, Side, partial
+from mla_compile.passes.decide.plan import AbsorbPlan, make_plan, pieces_of
+from mla_compile.passes.decide.residual import is_hidden_state
+from mla_compile.passes.decide.sources import choose_sources
+from mla_compile.passes.ir.graph import ancestors, is_tensor, packet, val
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.rewrite.narrow import readers
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
+
+    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks. Of a site that is
+    absorbed in part, ``parts`` are what is, ``kept`` what is not and why, ``instead`` the verdict without it, and
+    ``narrowed`` the nodes that are to be made alone, each with its source, because the rest of their projection is not
+    read any more.
+    """
+
+    site: AttentionSite
+    code: Code
+    reason: str
+    blame: fx.Node | None = None
+    plan: AbsorbPlan | None = None
+    choice: Choice | None = None
+    by_call: bool = False
+    parts: tuple[Part, ...] = ()
+    kept: tuple[KeptPart, ...] = ()
+    instead: Verdict | None = None
+    narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def absorb(self) -> bool:
+        return self.code is Code.ABSORBED
+
+
+def judge(
+    graph: fx.Graph,
+    sites: Sequence[AttentionSite],
+    maps: LinearMaps,
+    device: Device,
+    forms: Forms = "auto",
+    fold: Fold = "auto",
+) -> list[Verdict]:
+    """One verdict per site, in order."""
+    judged = _Judge(graph, maps, device, forms, fold)
+    return judged.respect_other_users([judged.whole(site) for site in sites])
+
+
+@dataclass(frozen=True)
+class _Judge:
+    graph: fx.Graph
+    maps: LinearMaps
+    device: Device
+    forms: Forms
+    fold: Fold
+
+    def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
+        """The verdict on one site; ``computed``: nodes that are there anyway, behind which no source is looked for."""
+        maps = self.maps.with_stops(computed) if computed else self.maps
+        keys = [maps.map(p.k.node) for p in site.products]
+        values = maps.map(site.v.node)
+        cuts, wide = choose_sources([*pieces_of(keys), *pieces_of([values])])
+        at_cuts = maps.with_stops({*cuts, *computed})
+        plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
+        if isinstance(plan, Stop):
+            stop = explain_refusal(site, plan, maps, wide)
+            refused = Verdict(site, Code(stop.code), stop.detail, stop.node)
+            return self.part(refused, stop, maps)
+        if _is_hidden_state(plan, maps):
+            return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
+        narrowest = min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V)
+        if plan.dims.latent_values >= narrowest and is_hidden_state(plan.latent.node):
+            return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
+        if site.problem is not None:
+            return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
+        if not saves_cache(plan.dims):
+            rows, whole = plan.dims.latent_values, plan.dims.expanded_values
+            reason = f"the latent rows hold {rows} values, K and V {whole}"
+            return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
+        if self.fold != "never":
+            q_width, model_width = fold_widths(plan, maps)
+            plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
+        return _choose_form(plan, self.device, self.forms, self.fold)
+
+    def part(self, refused: Verdict, stop: Stop, maps: LinearMaps, keep: Collection[Side] = ()) -> Verdict:
+        """The verdict where the whole is ``refused``: absorbed in part where that is legal and pays."""
+        if self.forms == "expanded":
+            return refused
+        found = partial(refused.site, maps, stop, self.device, self.forms, keep)
+        if found is None:
+            return refused
+        sides = " and ".join(dict.fromkeys(p.side for p in found.parts))
+        if not found.pays:
+            return replace(refused, notes=(f"the {sides} alone could be absorbed; {found.choice.reason}",))
+        reason = f"each call picks by its number of queries whether the {sides} are absorbed"
+        return Verdict(
+            refused.site,
+            Code.ABSORBED,
+            reason if found.by_call else found.choice.reason,
+            plan=found.plan,
+            choice=found.choice,
+            by_call=found.by_call,
+            parts=found.parts,
+            kept=found.kept,
+            instead=refused,
+        )
+
+    def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """Takes back every site whose expansion stays alive although the site no longer reads it.
+
+        Unless it is alive because the latent comes from it: a rotary key from the projection that also makes the
+        latent, where the hidden state before it happens to be narrower. Then those rows are the source. Or unless the
+        other side can be absorbed without this one.
+        """
+        computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
+        options: dict[fx.Node, list[Verdict]] = {}
+        while True:
+            verdicts = [replace(v, narrowed=()) for v in verdicts]
+            alive = _Alive(self.graph, verdicts)
+            for index, verdict in enumerate(verdicts):
+                if not verdict.absorb or (found := _expansion_alive(verdict, alive)) is None:
+                    continue
+                which, node = found
+                narrowed = self._narrowed(verdict, alive)
+                if narrowed is not None:
+                    verdicts[index] = replace(verdict, narrowed=narrowed)
+                    continue
+                verdicts[index] = self._instead(verdict, which, node, computed[verdict.site.node], options)
+                break
+            else:
+                return verdicts
+
+    def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
+        """What to make alone so that nothing is expanded that only this site read; None where that cannot be."""
+        assert verdict.plan is not None
+        if not verdict.plan.part:
+            return None
+        terms = (*verdict.plan.keys, *verdict.plan.vals)
+        paths = {v.node for t in terms for v in (*t.piece.path, *t.piece.before)}
+        made: dict[tuple[fx.Node, fx.Node], None] = {}
+        for _, node, source in _expansions(verdict):
+            if node in alive.nodes:
+                found = readers(node, source, self.maps, alive.reads, alive.nodes, paths)
+                if found is None:
+                    return None
+                made.update(((f, source), None) for f in found)
+        return tuple(made)
+
+    def _instead(
+        self,
+        verdict: Verdict,
+        which: Side,
+        node: fx.Node,
+        computed: set[fx.Node],
+        options: dict[fx.Node, list[Verdict]],
+    ) -> Verdict:
+        """The next best verdict on a site whose ``node``, an expansion of ``which``, is computed anyway."""
+        site = verdict.site
+        assert verdict.plan is not None
+        if not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
+            computed.add(node)
+            closer = self.whole(site, computed)
+            return closer if closer.absorb else _taken_back(verdict, which, node)
+        if site.node not in options:
+            final = verdict.instead or _taken_back(verdict, which, node)
+            options[site.node] = [final]
+            if self.forms != "expanded":
+                stop = Stop(final.blame or node, final.code.value, final.reason)
+                sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
+                tried = (self.part(final, stop, self.maps, (side,)) for side in sides)
+                options[site.node] = [*(v for v in tried if v.absorb), final]
+        return options[site.node].pop(0)
+
+
+def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
+    """Whether the queries are projected from the very rows that K and V are: MHA without RoPE, which has no latent."""
+    rows = {plan.latent.node}
+    for piece in maps.map(plan.latent.node).pieces:
+        if not piece.projected:  # some of the rows of the hidden state, where an attention is local
+            rows |= {node for visit in piece.path for node in _whole(visit.node)}
+    queue = [p.q.node for p in plan.site.products]
+    for node in queue:
+        for piece in pieces_of([maps.map(node)]):
+            if any(one in rows for visit in piece.path for one in _whole(visit.node)):
+                return True
+            queue += _unscaled(piece.source) if piece.source is not None else []
+    return False
+
+
+def _whole(node: fx.Node) -> list[fx.Node]:
+    """``node``, and what it is some of the rows of."""
+    found = [node]
+    while packet(found[-1]) in (aten.slice, aten.narrow, aten.select, aten.index_select):
+        found.append(found[-1].args[0])  # type: ignore[arg-type]  # the tensor
+    return found
+
+
+def _unscaled(node: fx.Node) -> list[fx.Node]:
+    """The rows that ``node`` multiplies by one number, where it does: a scale may be known at run time only."""
+    if packet(node) not in (aten.mul, aten.div):
+        return []
+    rows = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dim()]
+    return rows if len(rows) == 1 and len(node.all_input_nodes) == 2 else []
+
+
+def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> Verdict:
+    sizes = call_sizes(plan)
+    dims = plan.dims
+    choice = choose(
+        dims, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
+        forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None, made=sizes.made,
+    )  # fmt: skip
+    if sizes.symbolic and forms == "auto" and not sizes.prefill:
+        return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)
+    if choice.absorbed and not (sizes.prefill and forms == "auto"):
+        return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
+    code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
+    reason = "a prompt: as many queries as keys, whatever their number" if choice.absorbed else choice.reason
+    return Verdict(plan.site, code, reason, None, plan, choice)
+
+
+class _Alive:
+    """Every node still needed when the chosen sites are absorbed, and what nodes read then."""
+
+    def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
+        self._reads: dict[fx.Node, list[fx.Node]] = {}
+        for verdict in verdicts:
+            if verdict.absorb and verdict.plan is not None:
+                self._reads.update(_reads(verdict.plan))
+        output = graph.output_node()
+        self.nodes: set[fx.Node] = {output}
+        queue = [output]
+        while queue:
+            for i in self.reads(queue.pop()):
+                if i not in self.nodes:
+                    self.nodes.add(i)
+                    queue.append(i)
+
+    def reads(self, node: fx.Node) -> Collection[fx.Node]:
+        return self._reads.get(node, node.all_input_nodes)
+
+
+def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
+    """What the nodes of a site read when it is rewritten, where that is not what they read now."""
+    site = plan.site
+    keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
+    values = [site.v.node] if not plan.vals else _sources(plan.vals)
+    if (site.open_core is None and plan.fits_op) or site.probs is None:
+        queries = [p.q.node for p in site.products]
+        return {site.node: [*keys, *values, *queries, *(m.operand.node for m in site.masks)]}
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for index, product in enumerate(site.products if plan.keys else ()):
+        assert product.node is not None
+        reads[product.node] = [product.q.node, *_sources([t for t in plan.keys if t.product == index])]
+    if plan.vals:
+        reads[site.node] = [site.probs.node, *values]
+    return reads
+
+
+def _sources(terms: Sequence[Term]) -> list[fx.Node]:
+    """The rows and weights of ``terms``."""
+    factors = [f for t in terms for f in (t.piece.weight, t.piece.bias) if f is not None]
+    return [*(t.piece.source for t in terms if t.piece.source), *(n for f in factors for n in f.expr.leaves())]
+
+
+def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
+    """The projections that make K and V from the sources: whose it is, the node, the source."""
+    assert verdict.plan is not None
+    found: list[tuple[Side, fx.Node, fx.Node]] = []
+    sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", verdict.plan.keys), ("values", verdict.plan.vals))
+    for which, terms in sides:
+        for piece in (t.piece for t in terms if t.piece.source is not None):
+            for path in (piece.path, piece.before):
+                for before, visit in pairwise(path):
+                    # One before the last may make rows that others read too.
+                    last = visit.contractions == path[-1].contractions
+                    if visit.contractions > before.contractions and last:
+                        found.append((which, visit.node, path[0].node))
+    return found
+
+
+def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
+    """The projection that makes K or V, where it is still computed: whose it is, and the node."""
+    return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
+
+
+def _taken_back(verdict: Verdict, which: Side, node: fx.Node) -> Verdict:
+    for mask in (m.operand.node for m in verdict.site.masks):
+        if node in ancestors(mask):
+            code = Code.MASK_DEPENDS_ON_KEYS
+            return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
+    code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
+    return replace(verdict, code=code, reason=CODES[code].meaning, blame=node)

@@ -1,0 +1,175 @@
+"""Analysis: what can be absorbed of an attention that cannot be absorbed as a whole.
+
+Both products of an attention are rewritten for themselves: ``P V = (P c) W_v`` needs nothing of the keys, and
+``q K^T`` nothing of the values. So V can be absorbed where K is rotated after its up-projection, K where V is not a
+linear image, and of K those columns that come from rows all heads share; the others keep a product of their own. What
+stays as it is keeps its graph, and the report says why it stayed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.canonical.flex import WRITTEN
+from mla_compile.passes.decide.align import Term
+from mla_compile.passes.decide.call_sizes import call_sizes
+from mla_compile.passes.decide.cost import Choice, Device, Forms, Part, choose_parts
+from mla_compile.passes.decide.explain import SYMPTOMS, explain_source, of_queries
+from mla_compile.passes.decide.plan import AbsorbPlan, Rows, make_part_plan, pieces_of
+from mla_compile.passes.decide.residual import is_hidden_state
+from mla_compile.passes.decide.sources import choose_sources, cut
+from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.linear.stops import Stop
+
+Side = Literal["keys", "values"]
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """What of an absorbed attention stays as it was, and why."""
+
+    what: str
+    stop: Stop
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A part of a site that can be absorbed, what it saves, and what stays.
+
+    ``pays``: the choice says so; ``by_call``: each call decides by its number of queries.
+    """
+
+    plan: AbsorbPlan
+    parts: tuple[Part, ...]
+    choice: Choice
+    kept: tuple[KeptPart, ...]
+    pays: bool
+    by_call: bool
+
+
+def partial(
+    site: AttentionSite,
+    maps: LinearMaps,
+    failed: Stop,
+    device: Device,
+    forms: Forms,
+    keep: Collection[Side] = (),
+) -> Partial | None:
+    """The most of ``site`` that can be absorbed and pays, else the most that could be absorbed; None for nothing.
+
+    ``failed``: why the whole cannot be; ``keep``: sides that stay as they are.
+    """
+    if site.problem is not None:
+        return None
+    found = [_weighed(plan, maps, failed, device, forms, keep) for plan in _plans(site, maps, keep)]
+    return next((p for p in found if p.pays), found[0] if found else None)
+
+
+def _plans(site: AttentionSite, maps: LinearMaps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
+    own = of_queries(site)
+    options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
+    for sides in options:
+        if set(sides) & set(keep):
+            continue
+        keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
+        values = maps.map(site.v.node) if "values" in sides else None
+        # Rows that the queries are made of are the model's hidden state, and no latent.
+        pieces = pieces_of([*(keys or ()), *([] if values is None else [values])])
+        if all(cut(piece, proper=True, without=own) is None for piece in pieces):
+            continue
+        cuts, _ = choose_sources(pieces, own)
+        at_cuts = maps.with_stops(cuts)
+        plan = make_part_plan(
+            site,
+            None if keys is None else [at_cuts.map(p.k.node) for p in site.products],
+            None if values is None else at_cuts.map(site.v.node),
+        )
+        if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
+            continue
+        if not any(is_hidden_state(rows.node) for rows in plan.rows if _expanded(plan, rows)):
+            yield plan
+
+
+def _expanded(plan: AbsorbPlan, rows: Rows) -> bool:
+    return any(t.piece.source is rows.node and t.piece.projected for t in (*plan.keys, *plan.vals))
+
+
+def parts_of(plan: AbsorbPlan) -> tuple[Part, ...]:
+    """The columns that are absorbed, by side and by the rows they come from.
+
+    What a weight makes once for all heads (a shared rotary key from its hidden state) is no expansion, and not counted.
+    """
+    heads = axis_size(plan.heads)
+    parts: dict[tuple[Side, Rows, int], int] = {}
+    sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", plan.keys), ("values", plan.vals))
+    for side, terms in sides:
+        for t in terms:
+            if t.piece.projected and t.piece.source is not None:
+                made = axis_size(tuple(a for a in plan.heads if t.kind(a) != "broadcast"))
+                assert isinstance(made, int)
+                if made > 1 or heads == 1:
+                    key = (side, plan.rows_of(t.piece.source), made)
+                    parts[key] = parts.get(key, 0) + t.stop - t.start
+    return tuple(
+        Part(side, plan.dims.H, rows.size, columns, made, math.prod(int(a.size) for a in rows.heads))
+        for (side, rows, made), columns in parts.items()
+    )
+
+
+def _weighed(
+    plan: AbsorbPlan, maps: LinearMaps, failed: Stop, device: Device, forms: Forms, keep: Collection[Side]
+) -> Partial:
+    sizes = call_sizes(plan)
+    parts = parts_of(plan)
+    fused = plan.site.probs is None or WRITTEN in plan.site.node.meta
+    writes = fused and not (plan.fits_op and plan.site.open_core is None)
+    choice = choose_parts(
+        parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
+        forms=forms, made=sizes.made,
+    )  # fmt: skip
+    auto = forms == "auto"
+    by_call = sizes.symbolic and auto and not sizes.prefill
+    pays = by_call or (choice.absorbed and not (sizes.prefill and auto))
+    return Partial(plan, parts, choice, tuple(_kept(plan, maps, failed, keep)), pays, by_call)
+
+
+def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
+    """The sides and columns that stay, each with the operator that is to blame."""
+    site = plan.site
+    read = [rows.node for rows in plan.rows]
+    sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
+        ("keys", bool(plan.keys), [p.k.node for p in site.products]),
+        ("values", bool(plan.vals), [site.v.node]),
+    )
+    for side, absorbed, nodes in sides:
+        if side in keep:
+            yield KeptPart(side, failed)
+            continue
+        if not absorbed:
+            yield KeptPart(side, _why(site, nodes, maps, failed, read))
+            continue
+        terms = plan.keys if side == "keys" else plan.vals
+        own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
+        for rows in plan.rows:
+            if rows.node in own and rows.heads:
+                own_stop = maps.reasons.get(rows.node)
+                if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
+                    own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
+                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)
+
+
+def _why(site: AttentionSite, nodes: list[fx.Node], maps: LinearMaps, failed: Stop, read: Collection[fx.Node]) -> Stop:
+    """Why the side made by ``nodes`` stays: what the whole failed for, where that is a cause and no symptom."""
+    if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
+        return failed
+    pieces = pieces_of([maps.map(n) for n in nodes])
+    found = (explain_source(p.source, site, maps, read) for p in pieces if p.source is not None)
+    default = failed if failed.node in nodes else Stop(nodes[0], failed.code, failed.detail)
+    return next((f for f in found if f is not None), default)

@@ -1,0 +1,291 @@
+"""From an attention whose keys and values are linear images of narrow rows to the recipe for its absorbed form.
+
+The proof obligations, checked here one by one on the aligned maps:
+
+* every key-token atom is a token of every source (else tokens are mixed);
+* no weight or bias depends on a token or batch atom (else it depends on the position);
+* a column of the rows or of the values is not another one repeated;
+* every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
+* the keys come from at most two row tensors, the values from one.
+
+A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) is held to the first two. A side may be
+left as it is, a row tensor may have rows of its own for every head, and there may be any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from mla_compile.core.dims import Dims
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.align import Term, align
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
+from mla_compile.passes.ir.graph import Size
+from mla_compile.passes.linear.analysis import LinearMap, Piece
+from mla_compile.passes.linear.stops import Stop
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one source: ``node`` as [batch, keys, width]; ``axes`` are its axes in the site's and own atoms.
+
+    ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
+    """
+
+    node: fx.Node
+    axes: tuple[Axis, ...]
+    width: Axis
+    heads: Axis = ()
+
+    @property
+    def size(self) -> int:
+        size = axis_size(self.width)
+        assert isinstance(size, int)
+        return size
+
+
+@dataclass(frozen=True)
+class AbsorbPlan:
+    """Everything a rewrite needs; it decides nothing any more.
+
+    ``latent`` are the rows that a weight expands (and the values' rows where they are the same), ``rope`` the rows that
+    all heads share as they are, ``values`` the values' rows where they are not the latent.
+
+    Of a plan for a part, ``keys`` or ``vals`` are empty where that side stays as it is, ``extra`` are further rows, and
+    ``fits_op`` tells whether the operator takes it (``extra`` then are keys, whose scores join the mask).
+    """
+
+    site: AttentionSite
+    keys: tuple[Term, ...]
+    vals: tuple[Term, ...]
+    batch: Axis
+    heads: Axis
+    latent: Rows
+    rope: Rows | None
+    values: Rows | None
+    dims: Dims
+    extra: tuple[Rows, ...] = ()
+    fits_op: bool = True
+    part: bool = False
+
+    @property
+    def value_rows(self) -> Rows:
+        return self.values or self.latent
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        return tuple(r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
+
+    def rows_of(self, source: fx.Node) -> Rows:
+        return next(r for r in self.rows if r.node is source)
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        """What the rewritten site reads besides queries, masks and weights."""
+        kept = [] if self.keys else [p.k.node for p in self.site.products]
+        kept += [] if self.vals else [self.site.v.node]
+        return (*(r.node for r in self.rows), *kept)
+
+    def sizes(self) -> tuple[Size, Size, Size]:
+        """B, S, T."""
+        return axis_size(self.batch), axis_size(self.site.queries), axis_size(self.site.keys)
+
+
+def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> AbsorbPlan | Stop:
+    """The recipe for ``site``, or the first obligation that fails."""
+    found = _obligations(site, keys, values, part=False)
+    if isinstance(found, Stop):
+        return found
+    site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
+    of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
+    if len(of_keys) not in (1, 2) or len(of_values) != 1:
+        return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
+    (value,) = of_values
+    latent = _latent(key_terms, of_keys, value)
+    rope = next((found.rows[n] for n in of_keys if n is not latent), None)
+    vals = None if value is latent else found.rows[value]
+    dims = _dims(site, key_terms, value_terms, heads, found.rows[latent], rope, vals)
+    return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims)
+
+
+def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None) -> AbsorbPlan | Stop:
+    """The recipe for a part of ``site``; ``None`` for the side that stays as it is."""
+    found = _obligations(site, keys, values, part=True)
+    if isinstance(found, Stop):
+        return found
+    site, key_terms, value_terms = found.site, found.keys, found.values
+    of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
+    shared = [n for n in of_keys if not found.rows[n].heads]
+    fits = len(of_values) == 1 and not found.rows[of_values[0]].heads and bool(shared)
+    if fits:
+        value: fx.Node | None = of_values[0]
+        latent = _latent(key_terms, shared, of_values[0])
+        rope = next((found.rows[n] for n in shared if n is not latent), None)
+    else:
+        expanded = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
+        latent = next((n for n in expanded if n is not None and not found.rows[n].heads), None) or _some(expanded)
+        value = rope = None
+    vals = None if value is None or value is latent else found.rows[value]
+    named = {latent, value, None if rope is None else rope.node}
+    extra = tuple(r for n, r in found.rows.items() if n not in named)
+    dims = _part_dims(site, key_terms, value_terms, found.heads, found.rows[latent])
+    if isinstance(dims, Stop):
+        return dims
+    return AbsorbPlan(
+        site, key_terms, value_terms, found.batch, found.heads, found.rows[latent], rope, vals, dims, extra, fits, True
+    )
+
+
+def _some(sources: Sequence[fx.Node | None]) -> fx.Node:
+    found = next(n for n in sources if n is not None)
+    assert isinstance(found, fx.Node)
+    return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the obligations leave to be arranged: aligned terms, the roles of the lead atoms, the rows by source."""
+
+    site: AttentionSite
+    keys: tuple[Term, ...]
+    values: tuple[Term, ...]
+    batch: Axis
+    heads: Axis
+    rows: dict[fx.Node, Rows] = field(default_factory=dict)
+
+    def sources(self, terms: Sequence[Term]) -> list[fx.Node]:
+        return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
+
+
+def _obligations(
+    site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None, part: bool
+) -> _Found | Stop:
+    if not any(p.projected for p in pieces_of([*(keys or ()), *([] if values is None else [values])])):
+        return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
+    aligned = align(site, keys, values)
+    if isinstance(aligned, Stop):
+        return aligned
+    site, key_terms, value_terms = aligned
+    terms = [t for t in (*key_terms, *value_terms) if t.piece.source is not None]
+    roles = _roles(site, terms, part)
+    if isinstance(roles, Stop):
+        return roles
+    batch, heads = roles
+    stop = _tokens_are_blind(site, (*key_terms, *value_terms), batch)
+    if stop is not None:
+        return stop
+    found = _Found(site, key_terms, value_terms, batch, heads)
+    stop = _read_rows(found, terms)
+    return found if stop is None else stop
+
+
+def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Axis] | Stop:
+    """Which lead atoms are batch and which are heads."""
+    batch: list[Atom] = []
+    heads: list[Atom] = []
+    for atom in site.lead:
+        kinds = {t.kind(atom) for t in terms}
+        if kinds == {"token"}:
+            batch.append(atom)
+        elif "token" not in kinds or part:
+            heads.append(atom)
+        else:
+            return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
+    if not heads and len(batch) > 1:
+        return Stop(site.node, "head_dependent_latent", "every head has rows of its own")
+    return tuple(batch), tuple(heads)
+
+
+def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -> Stop | None:
+    for t in terms:
+        node = t.piece.path[-1].node if t.piece.path else site.node
+        for atom in site.keys:
+            if t.piece.source is not None and t.kind(atom) != "token":
+                return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
+        known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
+        summed = t.product is not None and t.piece.weight is not None  # into the query, repeated columns too
+        if t.piece.source is not None and not summed and not known.issuperset(t.features):
+            return Stop(node, "unsupported_op", "one column of the rows stands for several")
+        tokens = {t.at[a] for a in (*batch, *site.keys) if a in t.at}
+        for factor in (t.piece.weight, t.piece.bias):
+            if factor is not None and any(a in tokens for a in factor.atoms):
+                return Stop(node, "position_dependent", "a weight that differs from token to token")
+    return None
+
+
+def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
+    """Fills ``found.rows``: every source as rows, the same for all terms that read it."""
+    by_source: dict[fx.Node, list[Term]] = {}
+    for t in terms:
+        assert t.piece.source is not None
+        by_source.setdefault(t.piece.source, []).append(t)
+    for node, using in by_source.items():
+        own = {tuple(a for a in found.heads if t.kind(a) == "token") for t in using}
+        layouts = {_row_axes(t, (*found.batch, *found.site.keys, *heads)) for t in using for heads in own}
+        if len(layouts) != 1 or len(own) != 1:
+            return Stop(found.site.node, "unsupported_op", "two maps that read the axes of one row tensor differently")
+        (axes,), (heads,) = layouts, own
+        outer = {*found.batch, *found.site.keys, *heads}
+        found.rows[node] = Rows(node, axes, tuple(a for a in flatten(axes) if a not in outer), heads)
+    return None
+
+
+def _latent(keys: Sequence[Term], of_keys: Sequence[fx.Node], value: fx.Node) -> fx.Node:
+    """What the values read, where the keys read it too; else what a weight expands into keys."""
+    if value in of_keys:
+        return value
+    expanded = [n for n in of_keys if any(t.piece.projected for t in keys if t.piece.source is n)]
+    return (expanded or of_keys)[0]
+
+
+def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
+    """The source's axes, with the site's atoms in place of the piece's for batch, keys and heads with own rows."""
+    site_atom = {term.at[a]: a for a in outer if a in term.at}
+    return tuple(tuple(site_atom.get(a, a) for a in axis) for axis in term.piece.source_axes)
+
+
+def _dims(
+    site: AttentionSite,
+    keys: tuple[Term, ...],
+    values: tuple[Term, ...],
+    heads: Axis,
+    latent: Rows,
+    rope: Rows | None,
+    vals: Rows | None,
+) -> Dims:
+    def width(terms: list[Term]) -> int:
+        return sum(t.stop - t.start for t in terms)
+
+    heads_size, values_size = axis_size(heads), width(list(values))
+    assert isinstance(heads_size, int)
+    nope = [t for t in keys if t.piece.source is None or t.piece.source is latent.node]
+    return Dims(
+        H=heads_size,
+        L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
+        R=0 if rope is None else rope.size,
+        N=width(nope),
+        V=values_size,
+    )
+
+
+def _part_dims(
+    site: AttentionSite, keys: Sequence[Term], values: Sequence[Term], heads: Axis, latent: Rows
+) -> Dims | Stop:
+    """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
+    outer = {*site.lead, *site.queries}
+    total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
+    value = axis_size(tuple(a for a in flatten(site.out.axes) if a not in outer))
+    all_known = all(isinstance(axis_size(p.features), int) for p in site.products)
+    count = axis_size(heads)
+    if not all_known or not isinstance(value, int) or not isinstance(count, int):
+        return Stop(site.node, "unsupported_op", "a number of heads or a width that is not a constant")
+    expanded = sum(t.stop - t.start for t in keys if t.piece.projected) if keys else total
+    return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value)
+
+
+def pieces_of(maps: list[LinearMap]) -> list[Piece]:
+    """Every piece that has a source."""
+    return [p for m in maps for p in m.pieces if p.source is not None]

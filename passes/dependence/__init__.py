@@ -1,0 +1,1 @@
+"""Which positions of an axis a result is made of, operator by operator."""

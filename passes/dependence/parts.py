@@ -1,0 +1,252 @@
+"""Parts of a tensor along one axis, made from the parts of what it was made of.
+
+``K = cat([K_a, K_b], heads)`` followed by views, casts and a cat along the features: the heads of ``K_a`` are made of
+``K_a`` alone, by the same operators. :class:`AxisParts` finds where the parts meet, and makes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
+from mla_compile.passes.ir.graph import Builder, args_of, evaluate_fake, packet, shape, size, val
+
+aten = torch.ops.aten
+
+_DEPTH = 48
+"""Operators between an attention and what its heads were joined of, at the most."""
+Made = frozenset[object]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Positions of an axis that are made of the same things."""
+
+    start: int
+    stop: int
+    made: Made
+
+
+@dataclass
+class AxisParts:
+    """One analysis of a graph.
+
+    ``weights``: nodes made of weights only; ``ends``: where the walk ends; ``made_of``: what tells two parts from each
+    other, where the walk ends.
+    """
+
+    weights: Collection[fx.Node]
+    ends: Collection[fx.Node]
+    made_of: Callable[[fx.Node], Made]
+
+    def __post_init__(self) -> None:
+        self._runs: dict[tuple[fx.Node, int], tuple[Run, ...]] = {}
+
+    def step(self, node: fx.Node, dim: int) -> Step | None:
+        return None if node in self.ends or node in self.weights else step(node, dim)
+
+    def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Run, ...]:
+        """Axis ``dim`` of ``node``, whose length is a number, cut where it is made of other things."""
+        key = (node, dim)
+        if key not in self._runs:
+            self._runs[key] = _merged(self._found(node, dim, depth))
+        return self._runs[key]
+
+    def visited(self) -> list[tuple[fx.Node, int]]:
+        """The nodes and axes of all runs found so far, in the order of the graph."""
+        return sorted(self._runs)
+
+    def _found(self, node: fx.Node, dim: int, depth: int) -> list[Run]:
+        length = shape(node)[dim]
+        assert isinstance(length, int)
+        how = self.step(node, dim) if depth < _DEPTH else None
+        if how is None:
+            made: Made = frozenset() if node in self.ends or node in self.weights else self.made_of(node)
+            return [Run(0, length, made)]
+        if isinstance(how, Joined):
+            found: list[Run] = []
+            for part in how.parts:
+                for run in self.runs(part.node, part.dim, depth + 1):
+                    low = max(run.start - part.offset, 0) + part.start
+                    high = min(run.stop - part.offset + part.start, part.stop)
+                    if low < high:
+                        found.append(Run(low, high, run.made))
+            return found
+        if how.own_rows and any(n in self.weights for n in how.reads):
+            return [Run(k, k + 1, frozenset([(node, k)])) for k in range(length)]
+        if how.reads and all(n in self.weights for n in how.reads):  # its columns: rows by a weight
+            return [Run(0, length, self.made_of(node))]
+        layers = [[Run(0, length, frozenset())]]
+        for operand, place in how.reads.items():
+            runs = self.runs(operand, place.dim, depth + 1)
+            layers.append([_scaled(r, how.unit, place.inner) for r in _on_whole(runs, place.inner)])
+        return _overlaid(layers)
+
+    def core(self, node: fx.Node, dim: int, products: Collection[fx.Node]) -> dict[tuple[fx.Node, int], Blind] | None:
+        """The operators from ``products`` to ``node`` with the axis of each; None where one of them mixes it."""
+        found: dict[tuple[fx.Node, int], Blind] = {}
+        queue = [(node, dim)]
+        while queue:
+            one = queue.pop()
+            if one in found:
+                continue
+            how = self.step(*one)
+            if not isinstance(how, Blind):
+                return None
+            found[one] = how
+            if one[0] not in products:
+                inside = [(n, p.dim) for n, p in how.reads.items() if _leads_to(products, n, self.ends)]
+                whole = [n for n in one[0].all_input_nodes if n not in how.reads and n not in self.ends]
+                if any(_leads_to(products, n, self.ends) for n in whole):
+                    return None
+                queue += inside
+        return found
+
+
+def _leads_to(first: Collection[fx.Node], last: fx.Node, ends: Collection[fx.Node]) -> bool:
+    """Whether ``last`` is computed from one of ``first``; looks at nothing behind ``ends``."""
+    queue, seen = [last], {last}
+    while queue:
+        node = queue.pop()
+        if node in first:
+            return True
+        for n in node.all_input_nodes:
+            if n not in seen and n not in ends:
+                seen.add(n)
+                queue.append(n)
+    return False
+
+
+def _scaled(run: Run, unit: int, inner: int) -> Run:
+    return Run(run.start // inner * unit, run.stop // inner * unit, run.made)
+
+
+def _on_whole(runs: Sequence[Run], inner: int) -> list[Run]:
+    """``runs`` without the cuts that do not fall between two units of ``inner`` positions."""
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].stop % inner:
+            found[-1] = Run(found[-1].start, run.stop, found[-1].made | run.made)
+        else:
+            found.append(run)
+    return found
+
+
+def _overlaid(layers: Sequence[Sequence[Run]]) -> list[Run]:
+    """The runs of several operands of one axis, cut wherever one of them is."""
+    cuts = sorted({r.start for runs in layers for r in runs} | {r.stop for runs in layers for r in runs})
+    found: list[Run] = []
+    for start, stop in pairwise(cuts):
+        made = (r.made for runs in layers for r in runs if r.start <= start and stop <= r.stop)
+        found.append(Run(start, stop, frozenset().union(*made)))
+    return found
+
+
+def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].made == run.made:
+            found[-1] = replace(found[-1], stop=run.stop)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def _long(node: fx.Node) -> int:
+    """An axis of more than one position, of which there are steps."""
+    return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
+
+
+class PartMaker:
+    """Adds the nodes that make parts; a part that is made already, or is the whole of a node, is used again."""
+
+    def __init__(
+        self,
+        parts: AxisParts,
+        anchor: fx.Node,
+        fake_mode: FakeTensorMode | None,
+        core: Collection[tuple[fx.Node, int]],
+    ) -> None:
+        self.parts = parts
+        self.builder = Builder(anchor, fake_mode)
+        self.core = core
+        self._made: dict[tuple[fx.Node, int, int, int], fx.Node] = {}
+
+    def make(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        """Positions ``start`` to ``stop`` of axis ``dim`` of ``node``."""
+        if start == 0 and stop == shape(node)[dim]:
+            return self._copied(node)
+        key = (node, dim, start, stop)
+        if key not in self._made:
+            self._made[key] = self._new(*key)
+        return self._made[key]
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        """What ``node`` is a copy of: the operator also names what it was copied over, which would be made for it."""
+        while packet(node) is aten.copy and isinstance(how := self.parts.step(node, _long(node)), Joined):
+            node = how.parts[0].node
+        return node
+
+    def _new(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        how = self.parts.step(node, dim)
+        further = (node, dim) in self.core or len(self.parts.runs(node, dim)) > 1
+        if how is None or not further:
+            return self._slice(node, dim, start, stop)
+        if isinstance(how, Joined):
+            inside = [p for p in how.parts if p.start < stop and start < p.stop]
+            made = [
+                self.make(p.node, p.dim, *(min(max(at, p.start), p.stop) - p.start + p.offset for at in (start, stop)))
+                for p in inside
+            ]
+            return made[0] if len(made) == 1 else self.builder.call(aten.cat.default, made, dim)
+        if start % how.unit or stop % how.unit:
+            return self._slice(node, dim, start, stop)
+        new = {
+            n: self.make(n, p.dim, start // how.unit * p.inner, stop // how.unit * p.inner)
+            for n, p in how.reads.items()
+        }
+        if how.instead is not None:
+            (x,) = new.values()
+            return self._again(node, how.instead[0], (x, *how.instead[1]), {})
+        if how.reshaped:
+            return self._in_shape(node, dim, stop - start, next(iter(new.values()), None))
+        replaced = fx.map_arg((args_of(node), node.kwargs), lambda n: new.get(n, n))
+        return self._again(node, node.target, *replaced)
+
+    def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        return self.builder.call(aten.slice.Tensor, node, dim, start, stop)
+
+    def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
+        """``node``, which is told its shape, with another length of one axis."""
+        x = args_of(node)[0] if part is None else part
+        expands = packet(node) is aten.expand
+        wanted: list[int | fx.Node] = [self._size(node, k, x) for k in range(len(shape(node)))]
+        wanted[dim] = length
+        return self._again(node, aten.expand.default if expands else aten.reshape.default, (x, wanted), {})
+
+    def _size(self, node: fx.Node, dim: int, x: fx.Node) -> int | fx.Node:
+        """A dimension of ``node``, read where it is told or from its operand ``x``: the node may go away."""
+        known = size(val(node).shape[dim])
+        if isinstance(known, int):
+            return known
+        told: Any = args_of(node)[1] if len(node.args) > 1 else None
+        given = told[dim] if isinstance(told, (list, tuple)) and len(told) == len(shape(node)) else None
+        if isinstance(given, fx.Node):
+            return given
+        at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
+        return self.builder.size(node, dim) if at is None else self.builder.size(x, at)
+
+    def _again(self, node: fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        """``op`` in the place of ``node`` in the user's code; not marked as ours, as it is the user's operator."""
+        with node.graph.inserting_before(self.builder.anchor):
+            new = node.graph.call_function(op, args, kwargs)
+        new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta")})
+        new.meta["val"] = evaluate_fake(self.builder.fake_mode, op, args, kwargs)
+        return new

@@ -1,0 +1,309 @@
+"""How positions of one axis of a result follow from positions of its operands' axes, operator by operator.
+
+Position h of an axis of ``softmax(q k^T) v`` needs position h of the same axis of q, k and v and no other, as long as
+nothing mixes that axis: then a part of the result is the same operator over parts of its operands. An operator without
+a rule, or one that mixes the axis (a product that sums over it, a softmax or a norm along it), has no such step.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.axes import flatten, fresh_axes, regroup, substitute
+from mla_compile.passes.ir.graph import Size, args_of, argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.ir.labels import product_labels
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Place:
+    """The axis ``dim`` of an operand, of which ``inner`` positions are read for each unit of the result."""
+
+    dim: int
+    inner: int = 1
+
+
+@dataclass(frozen=True)
+class Blind:
+    """``unit`` positions of the result at a time, from the same positions of ``reads``; other operands are read whole.
+
+    ``reshaped``: the operator is told the shape of its result. ``instead``: the operator that does the same to a part
+    of its only operand, and its further arguments. ``own_rows``: a product whose operands both have the axis.
+    """
+
+    reads: Mapping[fx.Node, Place]
+    unit: int = 1
+    reshaped: bool = False
+    instead: tuple[Any, tuple[Any, ...]] | None = None
+    own_rows: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions ``start`` to ``stop`` of the result are those from ``offset`` on of axis ``dim`` of ``node``."""
+
+    start: int
+    stop: int
+    node: fx.Node
+    dim: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The result's axis is put together from parts."""
+
+    parts: tuple[Part, ...]
+
+
+Step = Blind | Joined
+
+
+def step(node: fx.Node, dim: int) -> Step | None:
+    """How positions of axis ``dim`` of ``node`` are made; None where they cannot be told apart."""
+    length = shape(node)[dim] if is_tensor(node) else 1
+    if not isinstance(length, int) or length == 1 or node.op != "call_function":
+        return None
+    rule = _RULES.get(packet(node))
+    if rule is not None:
+        return rule(node, dim, length)
+    tags = getattr(node.target, "tags", ())
+    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return _pointwise(node, dim, length) if pointwise else None
+
+
+def _reads(pairs: Sequence[tuple[Any, int]], length: int, **more: Any) -> Blind | None:
+    """The operands that have the axis; None where one of them would be read in two ways."""
+    reads: dict[fx.Node, Place | None] = {}
+    for node, dim in pairs:
+        broadcast = dim < 0 or same(shape(node)[dim], 1)
+        if not broadcast and not same(shape(node)[dim], length):
+            return None
+        place = None if broadcast else Place(dim)
+        if reads.setdefault(node, place) != place:
+            return None
+    found = {n: p for n, p in reads.items() if p is not None}
+    return Blind(found, **more) if found else None
+
+
+def _pointwise(node: fx.Node, dim: int, length: int) -> Step | None:
+    rank = len(shape(node))
+    return _reads([(n, dim - rank + len(shape(n))) for n in node.all_input_nodes if is_tensor(n)], length)
+
+
+def _first(node: fx.Node, dim: int, length: int) -> Step | None:
+    """Operators that keep every axis of their first operand."""
+    return _reads([(args_of(node)[0], dim)], length)
+
+
+def _copy(node: fx.Node, dim: int, length: int) -> Step | None:
+    """``copy(target, x)``: of the target only the shape and the dtype are seen."""
+    x = args_of(node)[1]
+    alike = val(x).dtype == val(node).dtype and len(shape(x)) == len(shape(node))
+    if alike and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True)):
+        return Joined((Part(0, length, x, dim),))
+    return _reads([(args_of(node)[0], dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
+
+
+def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
+    """A softmax or a norm, along other axes."""
+    rank, over = len(shape(node)), argument(node, 1, "dim")
+    if over is None:
+        return None
+    along = [axis(over, rank)] if isinstance(over, int) else list(range(rank - len(over), rank))
+    return None if dim in along else _first(node, dim, length)
+
+
+def _reshaped(node: fx.Node, dim: int, length: int) -> Step | None:
+    """The axis may be the outer factor of one of the operand's axes, or have one of them as its outer factor."""
+    x = args_of(node)[0]
+    if val(x).dtype != val(node).dtype:  # a view of the same bytes as other numbers
+        return None
+    fresh = fresh_axes(shape(x))
+    grouped = regroup(flatten(fresh), shape(node))
+    if grouped is None:
+        return None
+    axes, split = grouped
+    outer, *rest = axes[dim]
+    for k, own in enumerate(fresh):
+        factors = substitute(own, split)
+        if factors and factors[0] is outer:
+            unit, inner = _count([a.size for a in rest]), _count([a.size for a in factors[1:]])
+            return None if unit is None or inner is None else Blind({x: Place(k, inner)}, unit, reshaped=True)
+    return None
+
+
+def _count(sizes: Sequence[Size]) -> int | None:
+    numbers = [s for s in sizes if isinstance(s, int)]
+    return math.prod(numbers) if len(numbers) == len(sizes) else None
+
+
+def _permuted(node: fx.Node, dim: int, length: int) -> Step | None:
+    rank, op = len(shape(node)), packet(node)
+    order = list(range(rank))
+    if op is aten.permute:
+        order = [axis(d, rank) for d in args_of(node)[1]]
+    elif op is aten.transpose:
+        a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
+        order[a], order[b] = order[b], order[a]
+    else:  # the last two axes; T of more than two reverses all
+        order = order[::-1] if op is aten.numpy_T else [*order[:-2], *order[:-3:-1]]
+    return _reads([(args_of(node)[0], order[dim])], length)
+
+
+def _expanded(node: fx.Node, dim: int, length: int) -> Step | None:
+    x = args_of(node)[0]
+    own = dim - len(shape(node)) + len(shape(x))
+    repeated = own < 0 or same(shape(x)[own], 1)
+    return Blind({} if repeated else {x: Place(own)}, reshaped=True)
+
+
+def _repeated(node: fx.Node, dim: int, length: int) -> Step | None:
+    """``repeat_interleave(x, n, dim)``: each position n times."""
+    x, times, over = args_of(node)[0], args_of(node)[1], argument(node, 2, "dim")
+    if not isinstance(times, int) or not isinstance(over, int) or argument(node, 3, "output_size") is not None:
+        return None
+    if axis(over, len(shape(node))) != dim:
+        return _first(node, dim, length)
+    return Blind({x: Place(dim)}, times)
+
+
+def _sliced(node: fx.Node, dim: int, length: int) -> Step | None:
+    x, over = args_of(node)[0], axis(argument(node, 1, "dim", 0), len(shape(node)))
+    if over != dim:
+        return _first(node, dim, length)
+    size, bounds = shape(x)[dim], (argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1))
+    if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds):
+        return None
+    start, _, stride = slice(*bounds).indices(size)
+    return Joined((Part(0, length, x, dim, start),)) if stride == 1 else None
+
+
+def _selected(node: fx.Node, dim: int, length: int) -> Step | None:
+    x = args_of(node)[0]
+    over = axis(args_of(node)[1], len(shape(x)))
+    return _reads([(x, dim + (dim >= over))], length)
+
+
+def _unsqueezed(node: fx.Node, dim: int, length: int) -> Step | None:
+    over = axis(args_of(node)[1], len(shape(node)))
+    return _reads([(args_of(node)[0], dim - (dim > over))], length)
+
+
+def _joined(node: fx.Node, dim: int, length: int) -> Step | None:
+    operands = args_of(node)[0]
+    if any(len(shape(x)) != len(shape(node)) for x in operands):
+        return None
+    if axis(argument(node, 1, "dim", 0), len(shape(node))) != dim:
+        return _reads([(x, dim) for x in operands], length)
+    parts: list[Part] = []
+    for x in operands:
+        start, size = parts[-1].stop if parts else 0, shape(x)[dim]
+        if not isinstance(size, int):
+            return None
+        parts.append(Part(start, start + size, x, dim))
+    return Joined(tuple(p for p in parts if p.start < p.stop))
+
+
+def _scattered(node: fx.Node, dim: int, length: int) -> Step | None:
+    """``slice_scatter``: the base with some positions of one axis replaced."""
+    base, x = args_of(node)[0], args_of(node)[1]
+    if axis(argument(node, 2, "dim", 0), len(shape(node))) != dim:
+        return _reads([(base, dim), (x, dim)], length)
+    bounds = argument(node, 3, "start"), argument(node, 4, "end"), argument(node, 5, "step", 1)
+    if any(isinstance(b, fx.Node) for b in bounds):
+        return None
+    start, stop, stride = slice(*bounds).indices(length)
+    if stride != 1 or start >= stop:
+        return None
+    parts = (Part(0, start, base, dim), Part(start, stop, x, dim), Part(stop, length, base, dim, stop))
+    return Joined(tuple(p for p in parts if p.start < p.stop))
+
+
+def _split_part(node: fx.Node, dim: int, length: int) -> Step | None:
+    """One part of a split."""
+    whole, index = args_of(node)[0], args_of(node)[1]
+    if packet(whole) is aten.unbind:
+        x = args_of(whole)[0]
+        over = axis(argument(whole, 1, "dim", 0), len(shape(x)))
+        return _reads([(x, dim + (dim >= over))], length, instead=(aten.select.int, (over, index)))
+    if packet(whole) not in (aten.split, aten.split_with_sizes, aten.chunk):
+        return None
+    x = args_of(whole)[0]
+    over = axis(argument(whole, 2, "dim", 0), len(shape(x)))
+    sizes = [t.shape[over] for t in whole.meta["val"][: index + 1]]
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    start, stop = sum(sizes[:-1]), sum(sizes)
+    if over == dim:
+        return Joined((Part(0, length, x, dim, start),))
+    return _reads([(x, dim)], length, instead=(aten.slice.Tensor, (over, start, stop)))
+
+
+def _product(node: fx.Node, dim: int, length: int) -> Step | None:
+    labelled = product_labels(node)
+    if labelled is None or packet(node) is aten.sum:
+        return None
+    left, right, out = labelled
+    label = out[dim]
+    places = [(n, labels.find(label)) for n, labels in (left, right)]
+    both = all(k >= 0 and same(shape(n)[k], length) for n, k in places)
+    return _reads(places, length, own_rows=both)
+
+
+def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
+    return None if dim == len(shape(node)) - 1 else _first(node, dim, length)
+
+
+def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
+    """PyTorch's attention: all but its last two axes are independent; heads of K and V may serve several of q."""
+    rank = len(shape(node))
+    if dim >= rank - 2 or argument(node, 4, "dropout_p", 0.0) != 0.0:
+        return None
+    q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
+    mask = argument(node, 3, "attn_mask")
+    pairs = [(q, dim)]
+    if mask is not None:
+        pairs.append((mask, dim - rank + len(shape(mask))))
+    heads = shape(k)[dim]
+    grouped = bool(argument(node, 7, "enable_gqa", False)) and dim == rank - 3 and not same(heads, length)
+    if not grouped or same(heads, 1):
+        return _reads([*pairs, (k, dim), (v, dim)], length)
+    found = _reads(pairs, length)
+    if found is None or not isinstance(heads, int) or not same(shape(v)[dim], heads) or {k, v} & {n for n, _ in pairs}:
+        return None
+    times = length // heads
+    reads = {n: Place(p.dim, times) for n, p in found.reads.items()}
+    return Blind({**reads, k: Place(dim), v: Place(dim)}, times)
+
+
+_Rule = Callable[[fx.Node, int, int], "Step | None"]
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys(
+        (aten.contiguous, aten._to_copy, aten.to, aten.alias, aten.detach, aten.lift_fresh_copy, aten.type_as), _first
+    ),
+    aten.copy: _copy,
+    aten.masked_fill: _pointwise,
+    **dict.fromkeys((aten.softmax, aten._softmax, aten._safe_softmax, aten.layer_norm, aten.rms_norm), _normalized),
+    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), _reshaped),
+    **dict.fromkeys((aten.permute, aten.transpose, aten.t, aten.mT, aten.numpy_T), _permuted),
+    aten.expand: _expanded,
+    aten.repeat_interleave: _repeated,
+    aten.slice: _sliced,
+    aten.select: _selected,
+    aten.unsqueeze: _unsqueezed,
+    aten.cat: _joined,
+    aten.slice_scatter: _scattered,
+    operator.getitem: _split_part,
+    **dict.fromkeys((aten.matmul, aten.bmm, aten.mm, aten.einsum), _product),
+    aten.linear: _linear,
+    aten.scaled_dot_product_attention: _fused,
+}

@@ -1,0 +1,96 @@
+"""einops-style rearrangement: a node whose axes are products of atoms, in another order and grouping."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, flatten
+from mla_compile.passes.ir.graph import Builder, size, val
+
+aten = torch.ops.aten
+Dim: TypeAlias = "int | fx.Node"
+
+
+class Sizes:
+    """Where the size of an atom can be read: from the atom itself, or from an axis of a known tensor."""
+
+    def __init__(self, builder: Builder, operands: Iterable[tuple[fx.Node, Axes]]) -> None:
+        self.builder = builder
+        self._at: dict[Atom, tuple[fx.Node, int]] = {}
+        self._nodes: dict[Atom, Dim] = {}
+        for node, axes in operands:
+            for dim, axis in enumerate(axes):
+                if len(axis) == 1:
+                    self._at.setdefault(axis[0], (node, dim))
+
+    def of(self, atom: Atom) -> Dim:
+        """The atom's size as an argument; -1 where no tensor shows it (one such per reshape can be inferred)."""
+        if isinstance(atom.size, int):
+            return atom.size
+        if atom not in self._nodes:
+            self._nodes[atom] = self.builder.size(*self._at[atom]) if atom in self._at else -1
+        return self._nodes[atom]
+
+    def shape(self, axes: Sequence[Axis]) -> list[Dim]:
+        """The shape of a tensor with these axes; a product with a symbolic factor is left to be inferred."""
+        dims: list[Dim] = []
+        for axis in axes:
+            if all(isinstance(a.size, int) for a in axis):
+                total = 1
+                for a in axis:
+                    total *= int(a.size)
+                dims.append(total)
+            else:
+                dims.append(self.of(axis[0]) if len(axis) == 1 else -1)
+        if dims.count(-1) > 1:  # write all but one of them out
+            for k, axis in enumerate(axes):
+                if dims[k] == -1 and dims.count(-1) > 1:
+                    dims[k] = self._product(axis)
+        return dims
+
+    def _product(self, axis: Axis) -> Dim:
+        total: Dim = 1
+        for atom in axis:
+            one = self.of(atom)
+            total = self.builder.call(operator.mul, total, one) if total != 1 else one
+        return total
+
+
+def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: Sequence[Axis]) -> fx.Node:
+    """``node`` with axes ``axes`` as a tensor with axes ``target``; atoms it lacks give size-1 axes.
+
+    Views where strides allow, one copy where they do not.
+    """
+    wanted = flatten(target)
+    own = flatten(axes)
+    assert set(own) <= set(wanted), "an atom would be lost"
+    if any(len(a) > 1 for a in axes):
+        node = builder.call(aten.reshape.default, node, sizes.shape([(a,) for a in own]))
+    else:
+        empty = [k for k, a in enumerate(axes) if not a]
+        if empty:
+            node = builder.call(aten.squeeze.dims, node, empty)
+    order = [own.index(a) for a in wanted if a in own]
+    if order != sorted(order):
+        node = builder.call(aten.permute.default, node, order)
+    present = [tuple(a for a in axis if a in own) for axis in target]
+    if any(len(a) > 1 for a in present):
+        return builder.call(aten.reshape.default, node, sizes.shape(present))
+    for k, axis in enumerate(present):
+        if not axis:
+            node = builder.call(aten.unsqueeze.default, node, k)
+    return node
+
+
+def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
+    """``node``, one axis per atom, with the axes of size 1 made as long as their atoms."""
+    short = [size(d) == 1 for d in val(node).shape]
+    if not any(short):
+        return node
+    shape = [sizes.of(a) if one else -1 for a, one in zip(atoms, short, strict=True)]
+    return builder.call(aten.expand.default, node, shape)

@@ -1,0 +1,113 @@
+"""Axes as products of atoms.
+
+A reshape merges and splits axes; to know that the 24 columns of a ``[B, T, 4*6]`` tensor are "head, then feature" one
+has to follow the factors, not the axes. An axis is therefore a row-major product of *atoms*, as in einops' ``(h d)``;
+a size-1 axis is the empty product. Atoms are compared by identity, never by size, so equal sizes cannot be confused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from mla_compile.passes.ir.graph import Size, quotient, same
+
+
+class Atom:
+    """One factor of an axis. Splitting the same atom the same way twice gives the same two atoms."""
+
+    __slots__ = ("size", "splits")
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.splits: dict[Size, tuple[Atom, Atom]] = {}
+
+    def split(self, outer: Size, inner: Size) -> tuple[Atom, Atom]:
+        if outer not in self.splits:
+            self.splits[outer] = (Atom(outer), Atom(inner))
+        return self.splits[outer]
+
+
+Axis: TypeAlias = "tuple[Atom, ...]"
+Axes: TypeAlias = "tuple[Axis, ...]"
+Split: TypeAlias = "dict[Atom, tuple[Atom, ...]]"
+
+
+def fresh_axis(size: Size) -> Axis:
+    return () if same(size, 1) else (Atom(size),)
+
+
+def fresh_axes(shape: Iterable[Size]) -> Axes:
+    return tuple(fresh_axis(s) for s in shape)
+
+
+def flatten(axes: Iterable[Axis]) -> Axis:
+    return tuple(atom for one in axes for atom in one)
+
+
+def substitute(axis: Axis, split: Mapping[Atom, tuple[Atom, ...]]) -> Axis:
+    """``axis`` with every atom in ``split`` replaced by its parts, until nothing is left to replace."""
+    out: list[Atom] = []
+    for atom in axis:
+        out.extend(substitute(split[atom], split) if atom in split else (atom,))
+    return tuple(out)
+
+
+def axis_size(axis: Axis) -> Size:
+    total: Size = 1
+    for atom in axis:
+        total = total * atom.size
+    return total
+
+
+def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
+    """The row-major reshape of a product of atoms to axes of the given sizes, and the atoms it had to split.
+
+    None where the boundaries do not fall on whole factors (a reshape of ``[6]`` to ``[4, ...]``).
+    """
+    queue = list(atoms)
+    split: Split = {}
+    axes: list[Axis] = []
+    for target in sizes:
+        need: Size = target
+        taken: list[Atom] = []
+        while not same(need, 1):
+            if not queue:
+                return None
+            atom = queue.pop(0)
+            if same(need, atom.size):
+                taken.append(atom)
+                break
+            rest = quotient(need, atom.size)
+            if rest is not None:
+                taken.append(atom)
+                need = rest
+                continue
+            inner = quotient(atom.size, need)
+            if inner is None:
+                return None
+            split[atom] = atom.split(need, inner)
+            taken.append(split[atom][0])
+            queue.insert(0, split[atom][1])
+            need = 1
+        axes.append(tuple(taken))
+    return (tuple(axes), split) if not queue else None
+
+
+def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
+    """What to split in each of two factorizations of one axis so that their factors agree; None where none agree."""
+    first, second = list(one), list(other)
+    splits: tuple[Split, Split] = {}, {}
+    while first and second:
+        a, b = first.pop(0), second.pop(0)
+        if same(a.size, b.size):
+            continue
+        if (rest := quotient(a.size, b.size)) is not None:
+            splits[0][a] = a.split(b.size, rest)
+            first.insert(0, splits[0][a][1])
+        elif (rest := quotient(b.size, a.size)) is not None:
+            splits[1][b] = b.split(a.size, rest)
+            second.insert(0, splits[1][b][1])
+        else:
+            return None
+    return None if first or second else splits

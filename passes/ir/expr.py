@@ -1,0 +1,134 @@
+"""Tensors computed from weights only, described before anything is added to the graph.
+
+An analysis must not change the graph, yet needs products and slices of weights ("the rows of W_kc that make head 3's
+keys"). An :class:`Expr` is such a tensor: an operator over graph nodes, with its fake value known. A rewrite emits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.graph import Builder, val
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Expr:
+    """``op(*args)``, or the value of ``node`` where ``op`` is None. Compared by identity."""
+
+    value: torch.Tensor
+    fake_mode: FakeTensorMode | None
+    node: fx.Node | None = None
+    op: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def leaf(node: fx.Node, fake_mode: FakeTensorMode | None) -> Expr:
+        return Expr(val(node), fake_mode, node=node)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(int(d) for d in self.value.shape)
+
+    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Expr:
+        """A further operator; ``self`` is its first argument unless it is among ``args`` already."""
+        everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
+        with self.fake_mode or torch.no_grad(), torch.no_grad():
+            value = op(*_map(everything, lambda e: e.value), **kwargs)
+        return Expr(value, self.fake_mode, None, op, everything, kwargs)
+
+    def view(self, shape: Sequence[int]) -> Expr:
+        """The same numbers in another shape; a copy only where the strides leave no choice."""
+        if tuple(shape) == self.shape:
+            return self
+        return self.call(aten.reshape.default, list(shape))
+
+    def permute(self, order: Sequence[int]) -> Expr:
+        return self if list(order) == list(range(len(order))) else self.call(aten.permute.default, list(order))
+
+    def slice(self, dim: int, start: int, stop: int) -> Expr:
+        if start == 0 and stop == self.shape[dim]:
+            return self
+        return self.call(aten.slice.Tensor, dim, start, stop)
+
+    def cast(self, dtype: torch.dtype) -> Expr:
+        return self if self.value.dtype == dtype else self.call(aten._to_copy.default, dtype=dtype)
+
+    def leaves(self) -> tuple[fx.Node, ...]:
+        """The graph nodes this expression reads."""
+        found: dict[fx.Node, None] = {}
+
+        def visit(expr: Expr) -> None:
+            if expr.node is not None:
+                found[expr.node] = None
+            else:
+                _map(expr.args, visit)
+
+        visit(self)
+        return tuple(found)
+
+    def emit(self, builder: Builder, memo: dict[Expr, fx.Node]) -> fx.Node:
+        """Adds the expression to the graph; parts already in ``memo`` are used again."""
+        if self.node is not None:
+            return self.node
+        if self not in memo:
+            assert self.op is not None
+            args = _map(self.args, lambda e: e.emit(builder, memo))
+            memo[self] = builder.call(self.op, *args, **self.kwargs)
+        return memo[self]
+
+    def with_leaves(self, fn: Callable[[fx.Node], Expr]) -> Expr:
+        """The same expression over what ``fn`` makes of its leaves."""
+        if self.node is not None:
+            return fn(self.node)
+        args = _map(self.args, lambda e: e.with_leaves(fn))
+        return Expr(self.value, self.fake_mode, None, self.op, args, self.kwargs)
+
+    def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The number itself, from the values of its leaves by node name; floating arithmetic in ``dtype`` if given."""
+        memo: dict[Expr, Any] = {}
+
+        def visit(expr: Expr) -> Any:
+            if expr not in memo:
+                memo[expr] = one(expr)
+            return memo[expr]
+
+        def one(expr: Expr) -> Any:  # a tensor, or several where the weight was split
+            if expr.node is not None:
+                leaf = values[expr.node.name]
+                return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
+            assert expr.op is not None
+            kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
+            args = tuple(widened(a, dtype) for a in _map(expr.args, visit))
+            return expr.op(*args, **kwargs)
+
+        result = visit(self)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def widened(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating dtype argument of a cast, as the dtype the arithmetic is done in."""
+    floating = isinstance(value, torch.dtype) and value.is_floating_point
+    return dtype if floating and dtype is not None else value
+
+
+def _holds(value: object, expr: Expr) -> bool:
+    return isinstance(value, (list, tuple)) and any(v is expr for v in value)
+
+
+def _map(args: Any, fn: Callable[[Expr], Any]) -> Any:
+    """``args`` with every expression in it replaced by ``fn`` of it."""
+    if isinstance(args, Expr):
+        return fn(args)
+    if isinstance(args, (list, tuple)):
+        return type(args)(_map(a, fn) for a in args)
+    return args

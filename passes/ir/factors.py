@@ -1,0 +1,76 @@
+"""Arithmetic of weight factors: tensors of weights whose dimensions are atoms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from mla_compile.passes.ir.axes import Atom, Axis
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.linear.analysis import Factor
+
+aten = torch.ops.aten
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def letters(*groups: Sequence[Atom]) -> list[str]:
+    """Einsum subscripts: one letter for each distinct atom, the same letter wherever it occurs."""
+    names: dict[Atom, str] = {}
+    return ["".join(names.setdefault(a, _LETTERS[len(names)]) for a in group) for group in groups]
+
+
+def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    dtype = torch.promote_types(a.value.dtype, b.value.dtype)
+    return a.cast(dtype), b.cast(dtype)
+
+
+def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
+    """``a * b`` summed over the atoms in ``drop``."""
+    if a is None:
+        gone = [k for k, atom in enumerate(b.atoms) if atom in drop]
+        rest = tuple(atom for atom in b.atoms if atom not in drop)
+        return Factor(b.expr.call(aten.sum.dim_IntList, gone), rest) if gone else b
+    union = dict.fromkeys((*a.atoms, *b.atoms))
+    out = tuple(atom for atom in union if atom not in drop)
+    left, right = common_dtype(a.expr, b.expr)
+    if not b.atoms and not drop:
+        return Factor(left.call(aten.mul.Tensor, left, right), a.atoms)
+    la, lb, lo = letters(a.atoms, b.atoms, out)
+    return Factor(left.call(aten.einsum.default, f"{la},{lb}->{lo}", [left, right]), out)
+
+
+def aligned(f: Factor, atoms: Axis) -> Expr:
+    """``f`` with its dimensions in the order of ``atoms``, size 1 where it does not depend on one."""
+    own = [a for a in atoms if a in f.atoms]
+    expr = f.expr.permute([f.atoms.index(a) for a in own])
+    return expr.view([expr.shape[own.index(a)] if a in own else 1 for a in atoms])
+
+
+def total(a: Factor | None, b: Factor | None, alpha: float = 1.0) -> Factor | None:
+    """``a + alpha * b``."""
+    if b is None:
+        return a
+    if a is None:
+        return b if alpha == 1.0 else scaled(b, alpha)
+    atoms = tuple(dict.fromkeys((*a.atoms, *b.atoms)))
+    left, right = common_dtype(aligned(a, atoms), aligned(b, atoms))
+    return Factor(left.call(aten.add.Tensor, left, right, alpha=alpha), atoms)
+
+
+def scaled(f: Factor, by: float) -> Factor:
+    return f if by == 1.0 else Factor(f.expr.call(aten.mul.Tensor, by), f.atoms)
+
+
+def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
+    """``f`` with the atoms of ``axis``, all of which it has, as one dimension ``into``."""
+    rest = tuple(a for a in f.atoms if a not in axis)
+    expr = f.expr.permute([f.atoms.index(a) for a in (*axis, *rest)])
+    return Factor(expr.view([-1, *expr.shape[len(axis) :]]), (into, *rest))
+
+
+def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int = 1) -> Factor:
+    """``f`` with rows ``start:stop:step`` of ``atom``, from now on called ``into``."""
+    dim = f.atoms.index(atom)
+    expr = f.expr.slice(dim, start, stop) if step == 1 else f.expr.call(aten.slice.Tensor, dim, start, stop, step)
+    return Factor(expr, tuple(into if a is atom else a for a in f.atoms))

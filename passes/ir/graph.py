@@ -1,0 +1,217 @@
+"""The few verbs every pass shares: reading nodes, and adding nodes whose metadata is right from the start."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.equalities import canonical
+
+OURS = "mla_compile"
+"""Key in the metadata of nodes that a rewrite added."""
+
+SHOWS = "mla_compile_shows"
+"""Key in the metadata of slices of rows that were added for the analysis."""
+
+WAITS = "mla_compile_waits"
+"""Key in the metadata of nodes that nothing reads at present and that may be read again."""
+
+Size: TypeAlias = "int | sympy.Expr"
+"""One dimension of a shape: a number, or an expression over the graph's shape symbols."""
+
+UNSEEN = 4096
+"""What a dimension counts for in costs that nothing is known of, such as the length of what ``nonzero`` returns."""
+
+
+def size(dim: int | torch.SymInt) -> Size:
+    """A dimension as a plain int where it is one, else as its sympy expression."""
+    if isinstance(dim, int):
+        return dim
+    expr = canonical(sympy.sympify(dim.node.expr), dim.node.shape_env)
+    return int(expr) if expr.is_Integer else expr
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of the symbols (never "for the example at hand")."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """``a / b`` where that is a whole number for every value of the symbols, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b > 0 and a % b == 0 else None
+    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    if sympy.fraction(ratio)[1] != 1 or not ratio.is_integer:
+        return None
+    return int(ratio) if ratio.is_Integer else ratio
+
+
+def val(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that describes what ``node`` computes."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node} is not a tensor"
+    return value
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape(node: fx.Node) -> tuple[Size, ...]:
+    return tuple(size(d) for d in val(node).shape)
+
+
+def hint(dim: Size, value: int | torch.SymInt) -> int:
+    """A representative number for a dimension: itself, or the value seen when the graph was traced."""
+    if isinstance(dim, int):
+        return dim
+    known = getattr(getattr(value, "node", None), "hint", None)
+    return int(known) if known is not None else UNSEEN
+
+
+def whole_rows(node: fx.Node) -> fx.Node:
+    """The rows of which ``node`` shows some, where it was added to show them; else ``node`` itself."""
+    while SHOWS in node.meta:
+        node = args_of(node)[0]
+    return node
+
+
+def bytes_hint(node: fx.Node) -> int:
+    """Bytes that ``node``'s value holds, at the sizes seen when the graph was traced."""
+    tensor = val(node)
+    total = tensor.element_size()
+    for dim in tensor.shape:
+        total *= hint(size(dim), dim)
+    return total
+
+
+def packet(node: object) -> Any:
+    """The operator a node calls, overload left out (``aten.add``), or None."""
+    if isinstance(node, fx.Node) and node.op == "call_function":
+        return getattr(node.target, "overloadpacket", node.target)
+    return None
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments, of whatever kinds the operator takes."""
+    return node.args
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument by position or keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def axis(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+class Builder:
+    """Adds nodes before ``anchor``, with fake values computed at once and the anchor's provenance copied.
+
+    The graph stays valid after every call: metadata is never filled in later.
+    """
+
+    def __init__(self, anchor: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+        self.graph = anchor.graph
+        self.anchor = anchor
+        self.fake_mode = fake_mode
+
+    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(op, args, kwargs)
+        node.meta[OURS] = True
+        node.meta["val"] = evaluate_fake(self.fake_mode, op, args, kwargs)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr"):
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> int | fx.Node:
+        """A dimension to be used as an argument: the number, or a node that reads it at run time."""
+        static = size(val(node).shape[dim])
+        return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return node if val(node).dtype == dtype else self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
+
+
+def splice(
+    gm: fx.GraphModule, anchor: fx.Node, traced: fx.GraphModule, operands: Sequence[fx.Node]
+) -> tuple[fx.Node, ...]:
+    """Adds the operators of ``traced`` before ``anchor`` and returns its results. Its constants go into ``gm``."""
+    env = dict(zip(traced.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with anchor.graph.inserting_before(anchor):
+        for own in traced.graph.nodes:
+            if own.op in ("placeholder", "output"):
+                continue
+            node = env[own] = anchor.graph.node_copy(own, lambda n: env[n])
+            node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
+            if own.op == "get_attr":
+                name = str(own.target)
+                while hasattr(gm, name):
+                    name += "_"
+                setattr(gm, name, getattr(traced, str(own.target)))
+                node.target = name
+    returned: Any = traced.graph.output_node().args[0]
+    return tuple(env[n] for n in (returned if isinstance(returned, (tuple, list)) else (returned,)))
+
+
+def evaluate_fake(
+    fake_mode: FakeTensorMode | None, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``op`` returns for the fake values of its node arguments."""
+
+    def value(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    real_args, real_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
+    with fake_mode or contextlib.nullcontext(), torch.no_grad():
+        return op(*real_args, **real_kwargs)
+
+
+def remove_dead_code(graph: fx.Graph) -> None:
+    """Dead code removal that also takes fused attentions without dropout, which torch counts among random operators."""
+
+    def stays(node: fx.Node) -> bool:
+        attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
+        sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
+        return WAITS in node.meta or (node.is_impure() and not sure)
+
+    graph.eliminate_dead_code(stays)
+
+
+def ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    """Every node that ``node``'s numbers depend on, nearest first; a tensor it only takes a size from is none."""
+    seen: set[fx.Node] = set()
+    queue = list(node.all_input_nodes)
+    while queue:
+        current = queue.pop(0)
+        if current not in seen and not isinstance(current.meta.get("val"), (int, torch.SymInt)):
+            seen.add(current)
+            yield current
+            queue.extend(current.all_input_nodes)
+
+
+def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:
+    """Every node computed from weights and constants only: ``known`` names inputs that are weights."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            if node.name in known or node.op == "get_attr":
+                found.add(node)
+        elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
+            tags = getattr(node.target, "tags", ())
+            if torch.Tag.nondeterministic_seeded not in tags:
+                found.add(node)
+    return found

@@ -1,0 +1,1 @@
+"""Which tensors are fixed linear images of which rows: records, transfer rules, the analysis."""

@@ -1,0 +1,332 @@
+"""Transfer rules for operators that combine a linear map with a weight: products, sums, contractions.
+
+All of them are one operation. Axes are given labels, as in einsum; a label that the weight has and the result lacks is
+summed over. What makes the operation legal is where the weight's labels fall on the map: on features (its own columns)
+or on the last axis of the source's rows, never on the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.axes import Atom, Axis, fresh_axis
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.factors import product, scaled, total
+from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, packet, same, shape, val
+from mla_compile.passes.linear.analysis import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment
+from mla_compile.passes.linear.join import joint_of, one_map
+from mla_compile.passes.linear.stops import Stop, unexplained
+
+aten = torch.ops.aten
+
+
+def _usable(expr: Expr, node: fx.Node) -> Stop | None:
+    """Weights whose numbers take part in arithmetic must be ordinary floating tensors."""
+    if expr.value.layout != torch.strided:
+        return Stop(node, "unsupported_weight", f"a weight of layout {expr.value.layout}")
+    if not expr.value.dtype.is_floating_point or expr.value.dtype.itemsize < 2:
+        return Stop(node, "unsupported_weight", f"a weight of dtype {expr.value.dtype} without dequantization")
+    if any(not isinstance(d, int) for d in expr.value.shape):
+        return Stop(node, "unsupported_weight", "a weight whose size is only known when it is computed")
+    return None
+
+
+def _bind(
+    piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str
+) -> tuple[Factor, dict[str, Axis], Piece] | Stop:
+    """The weight with its dimensions written in the map's atoms, the axis behind every label, and the map."""
+    axis_of = dict(zip(labels, piece.axes, strict=True))
+    sizes = [(lab, s) for lab, s in zip(weight_labels, weight.shape, strict=True) if s != 1]
+    atoms: list[Atom] = []
+    for label, size in sizes:
+        if not axis_of.get(label, ()):
+            axis_of[label] = fresh_axis(size)
+        own = axis_of[label]
+        if not all(isinstance(a.size, int) for a in own):
+            return Stop(node, "position_dependent", "a weight that differs from token to token")
+        atoms += own
+    for label in weight_labels:
+        axis_of.setdefault(label, ())
+    expr = weight.view([a.size for a in atoms])
+    return Factor(expr, tuple(atoms)), axis_of, piece
+
+
+def _apply(
+    piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str, per_row: bool
+) -> Piece | Stop:
+    bound = _bind(piece, node, labels, weight, weight_labels)
+    if isinstance(bound, Stop):
+        return bound
+    factor, axis_of, piece = bound
+    tokens = piece.source_atoms
+    known = set(piece.weight.atoms if piece.weight else ()) | set(piece.bias.atoms if piece.bias else ())
+    summed: list[Atom] = []
+    for label in labels:
+        own = axis_of[label]
+        if label in out:
+            if not per_row and label != labels[-1] and any(a in tokens and a in factor.atoms for a in own):
+                contracts = any(c not in out for c in labels)
+                code = "head_dependent_latent" if contracts else "position_dependent"
+                return Stop(node, code, "a weight that differs along an axis of the rows")
+        elif not own:
+            continue
+        elif label not in weight_labels or not all(a in factor.atoms for a in own):
+            return Stop(node, "token_mixing", "a sum over an axis")
+        elif piece.source is not None and not all(a in tokens or a in known for a in own):
+            return Stop(node, "unsupported_op", "a sum over a broadcast axis")
+        else:
+            summed += own
+    for label, size in zip(weight_labels, weight.shape, strict=True):
+        if label not in labels and label not in out and size != 1:
+            return Stop(node, "unsupported_op", "a weight is summed by itself")
+    axes = tuple(axis_of[label] for label in out)
+    bias = None if piece.bias is None else product(piece.bias, factor, summed)
+    if piece.source is None:
+        return replace(piece, axes=axes, bias=bias, dtype=val(node).dtype)
+    weights = product(piece.weight, factor, [a for a in summed if a not in tokens])
+    result = replace(piece, axes=axes, weight=weights, bias=bias, dtype=val(node).dtype)
+    projected = any(label not in out for label in labels)  # also where the rows are one number wide and have no atom
+    return result.visited(node, contractions=int(projected), scalings=int(not projected))
+
+
+def contract(
+    maps: LinearMaps, node: fx.Node, x: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str
+) -> LinearMap | Stop:
+    """``einsum(labels,weight_labels->out)`` of a linear map and a weight."""
+    problem = _usable(weight, node)
+    if problem is not None:
+        return problem
+    source = maps.map(x)
+    if source.axis is not None and labels[source.axis] not in out:
+        source = one_map(source, node) or source
+    if source.axis is None:
+        return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out, maps.per_row))
+    label = labels[source.axis]
+    joint = joint_of(source)
+    raw = not any(p.projected for p in source.pieces)
+    if label not in out:
+        if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
+            raise RowsJoined(joint)  # one latent, joined of parts
+        return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
+    if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
+        raise RowsJoined(joint)
+    done: list[Segment] = []
+    for s in source.segments:
+        part = weight
+        if label in weight_labels and weight.shape[weight_labels.index(label)] != 1:
+            part = weight.slice(weight_labels.index(label), s.start, s.stop)
+        piece = _apply(s.piece, node, labels, part, weight_labels, out, maps.per_row)
+        if isinstance(piece, Stop):
+            return piece
+        done.append(replace(s, piece=piece))
+    return LinearMap(tuple(done), out.index(label))
+
+
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
+    """Labels of two operands that broadcast against each other from the right, and of the result."""
+    wide = max(rank, weight_rank)
+    names = _ALPHABET[:wide]
+    return names[wide - rank :], names[wide - weight_rank :], names
+
+
+def multiply_weight(
+    maps: LinearMaps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool
+) -> LinearMap | Stop:
+    expr = maps.leaf(weight)
+    if reciprocal:
+        expr = expr.call(aten.reciprocal.default)
+    labels, weight_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
+    if len(labels) < len(out):
+        return unexplained(node)
+    return contract(maps, node, x, labels, expr, weight_labels, out)
+
+
+def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: float) -> LinearMap | Stop:
+    expr = maps.leaf(bias)
+    problem = _usable(expr, node)
+    labels, bias_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
+    if problem is not None or len(labels) < len(out):
+        return problem or unexplained(node)
+    source = maps.map(x)
+    at = None if source.axis is None else labels[source.axis]
+    done: list[Segment] = []
+    for s in source.segments:
+        part = expr
+        if at is not None and at in bias_labels and expr.shape[bias_labels.index(at)] != 1:
+            part = expr.slice(bias_labels.index(at), s.start, s.stop)
+        bound = _bind(s.piece, node, labels, part, bias_labels)
+        if isinstance(bound, Stop):
+            return bound
+        own, axis_of, piece = bound
+        outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in piece.source_atoms and a in own.atoms]
+        if outside and not maps.per_row:
+            return Stop(node, "position_dependent", "a bias that differs from token to token")
+        axes = tuple(axis_of[lab] for lab in labels)
+        piece = replace(piece, axes=axes, bias=total(piece.bias, scaled(own, factor)), dtype=val(node).dtype)
+        done.append(replace(s, piece=piece.visited(node, scalings=1)))
+    return LinearMap(tuple(done), source.axis)
+
+
+def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
+    if not maps.is_weight(weight) and not maps.is_weight(x):
+        return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
+    if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
+        return unexplained(node)
+    labels = _ALPHABET[: len(shape(x))]
+    expr = maps.leaf(weight)
+    if len(expr.value.shape) != 2:
+        return unexplained(node)
+    result = contract(maps, node, x, labels, expr, "z" + labels[-1], labels[:-1] + "z")
+    return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node)
+
+
+def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> LinearMap | Stop:
+    """``source + bias`` where the bias lies along axis ``dim``, which is not segmented."""
+
+    def add(piece: Piece) -> Piece | Stop:
+        labels = _ALPHABET[: len(piece.axes)]
+        bound = _bind(piece, node, labels, bias, labels[dim])
+        if isinstance(bound, Stop):
+            return bound
+        return replace(piece, bias=total(piece.bias, bound[0]))
+
+    return source.each(add)
+
+
+def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """matmul, mm, bmm, addmm, baddbmm with a weight on either side."""
+    offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
+    a, b = args_of(node)[offset], args_of(node)[offset + 1]
+    ra, rb = len(shape(a)), len(shape(b))
+    if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
+        return unexplained(node)
+    batch = _ALPHABET[: max(ra, rb) - 2]
+    left = batch[len(batch) - (ra - 2) :] + "xy"
+    right = batch[len(batch) - (rb - 2) :] + "yz"
+    out = batch + "xz"
+    x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
+    if len(labels) < len(out):
+        return unexplained(node)
+    result = contract(maps, node, x, labels, maps.leaf(weight), weight_labels, out)
+    if offset == 0 or isinstance(result, Stop):
+        return result
+    bias: Any = args_of(node)[0]
+    if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
+        return unexplained(node)
+    return _with_bias(result, maps.leaf(bias), node)
+
+
+def convolution(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """A convolution of kernel size 1 over [B,C,...] is a product with a matrix [out,C]; any other mixes tokens."""
+    x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
+    rank = len(shape(x))
+    if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):
+        return unexplained(node)
+    expr = maps.leaf(weight)
+    pointwise = len(expr.value.shape) == rank and rank > 2 and all(same(s, 1) for s in shape(weight)[2:])
+    whole = all(same(a, b) for a, b in zip(shape(x)[2:], shape(node)[2:], strict=True))  # no stride, no padding
+    if not pointwise or not whole or not same(shape(weight)[1], shape(x)[1]) or _padded(node):
+        return unexplained(node)
+    labels = _ALPHABET[:rank]
+    out = labels[0] + "z" + labels[2:]
+    result = contract(maps, node, x, labels, expr.view(expr.shape[:2]), "z" + labels[1], out)
+    return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node, 1)
+
+
+def _padded(node: fx.Node) -> bool:
+    padding = argument(node, 4, "padding", 0)
+    return padding not in (0, [0], [0, 0], [0, 0, 0], (0,), (0, 0), (0, 0, 0), "valid", "same")
+
+
+def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    parsed = parse_einsum(node)
+    if parsed is None:
+        return unexplained(node)
+    operands: Any = args_of(node)[1]
+    inputs, out = parsed
+    weights = [maps.is_weight(o) for o in operands]
+    if sum(weights) != len(weights) - 1 or len(operands) > 2 or any(len(set(i)) != len(i) for i in inputs):
+        return unexplained(node)
+    at = weights.index(False)
+    if len(operands) == 1:
+        if sorted(inputs[0]) != sorted(out):
+            return unexplained(node)
+        source = maps.map(operands[0])
+        order = [inputs[0].index(c) for c in out]
+        where = None if source.axis is None else order.index(source.axis)
+        return source.each(lambda p: replace(p, axes=tuple(p.axes[d] for d in order)).visited(node), where)
+    return contract(maps, node, operands[at], inputs[at], maps.leaf(operands[1 - at]), inputs[1 - at], out)
+
+
+def tensordot(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """The axes that are left, first those of one operand, then those of the other."""
+    a, b, dims_a, dims_b = args_of(node)[:4]
+    if maps.is_weight(a) == maps.is_weight(b):
+        return unexplained(node)
+    ra, rb = len(shape(a)), len(shape(b))
+    left, right = list(_ALPHABET[:ra]), list(_ALPHABET[ra : ra + rb])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        right[axis(j, rb)] = left[axis(i, ra)]
+    out = "".join([*(c for c in left if c not in right), *(c for c in right if c not in left)])
+    x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
+    return contract(maps, node, x, "".join(labels), maps.leaf(weight), "".join(weight_labels), out)
+
+
+def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
+    x: Any = args_of(norm)[0]
+    weight, bias, mean, var = args_of(norm)[1:5]
+    whole = packet(norm) is aten.batch_norm
+    if whole and args_of(norm)[5]:  # statistics of this call
+        return unexplained(norm)
+    if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):
+        return unexplained(norm)
+    factor = maps.leaf(var).call(aten.add.Scalar, args_of(norm)[7 if whole else 6]).call(aten.rsqrt.default)
+    if weight is not None:
+        factor = factor.call(aten.mul.Tensor, maps.leaf(weight))
+    shift = maps.leaf(mean).call(aten.mul.Tensor, factor).call(aten.neg.default)
+    if bias is not None:
+        shift = shift.call(aten.add.Tensor, maps.leaf(bias))
+    labels = _ALPHABET[: len(shape(x))]
+    scaled_map = contract(maps, node, x, labels, factor, labels[1], labels)
+    if isinstance(scaled_map, Stop):
+        return scaled_map
+    return unexplained(norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
+
+
+def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
+    """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""
+    equation, operands = args_of(node)[0], args_of(node)[1]
+    assert isinstance(equation, str)
+    assert isinstance(operands, Sequence)
+    text = equation.replace(" ", "")
+    left, arrow, out = text.partition("->")
+    inputs = left.split(",")
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
+    widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
+    dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
+    inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
+    if not arrow:
+        joined = "".join(inputs)
+        out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
+    out = out.replace("...", dots)
+    return (inputs, out) if all(len(set(i)) == len(i) for i in inputs) else None
+
+
+CONTRACTIONS: dict[Any, Callable[[LinearMaps, fx.Node], LinearMap | Stop]] = {
+    aten.linear: linear,
+    **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
+    aten.einsum: einsum,
+    aten.tensordot: tensordot,
+    aten.batch_norm: lambda maps, node: batch_norm(maps, node, node),
+    **dict.fromkeys((aten.conv1d, aten.conv2d), convolution),
+}

@@ -1,0 +1,151 @@
+"""Joining maps of one source into one map, whose weight holds theirs side by side.
+
+Heads that are projected one by one (a ModuleList, a stack, a cat that is viewed as heads later) read the same rows:
+``[W_1 z, W_2 z] = [W_1, W_2] z``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, common_factors, fresh_axis
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.factors import aligned, scaled
+from mla_compile.passes.ir.graph import same, val
+from mla_compile.passes.linear.analysis import Factor, LinearMap, Piece, Segment, Visit
+
+aten = torch.ops.aten
+
+
+def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
+    """The segments of ``source`` as a single map, where all of them are images of one source by weights."""
+    if source.axis is None:
+        return source
+    piece = side_by_side(source.segments, source.axis, node)
+    return None if piece is None else LinearMap.single(piece)
+
+
+def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
+    """The pieces of one tensor along ``dim`` as one piece; None where they are not images of the same rows."""
+    first = segments[0].piece
+    if first.source is None or first.weight is None:
+        return None
+    pieces: list[Piece] = []
+    for segment in segments:
+        piece = _like(first, segment.piece, dim)
+        if piece is None:
+            return None
+        pieces.append(piece)
+    into = Atom(segments[-1].stop - segments[0].start)
+    widths = [s.stop - s.start for s in segments]
+    weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
+    assert weight is not None
+    bias = _joined([p.bias for p in pieces], [p.axes[dim] for p in pieces], widths, into)
+    axes = tuple((into,) if k == dim else a for k, a in enumerate(first.axes))
+    path = _common_path(pieces, node)
+    return replace(first, axes=axes, weight=weight, bias=bias, scale=1.0, path=path, dtype=val(node).dtype)
+
+
+def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
+    """Maps of tensors that are one wide along ``dim``, one after another there; None where the rows are others.
+
+    Heads that were made one by one: each segment by weights side by side, or by the same rows (a rotary key) again.
+    """
+    first = elements[0]
+    if first.axis == dim or any(e.axis != first.axis for e in elements):
+        return None
+    joined: list[Segment] = []
+    for segments in zip(*(e.segments for e in elements), strict=False):
+        if len({(s.start, s.stop) for s in segments}) > 1:
+            return None
+        pieces = [s.piece for s in segments]
+        piece = side_by_side([Segment(k, k + 1, p) for k, p in enumerate(pieces)], dim, node)
+        piece = _repeated(pieces, dim, node) if piece is None else piece
+        if piece is None:
+            return None
+        joined.append(replace(segments[0], piece=piece))
+    return LinearMap(tuple(joined), first.axis)
+
+
+def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
+    """The same rows, or none, again and again along ``dim``, as ``expand`` gives them."""
+    first = pieces[0]
+    if first.weight is not None or first.bias is not None:
+        return None
+    if first.source is None:  # the axes of zeros are not those of any rows
+        pieces = [replace(p, axes=first.axes) for p in pieces]
+    if any(replace(p, path=first.path) != first for p in pieces):
+        return None
+    axes = tuple(fresh_axis(len(pieces)) if k == dim else a for k, a in enumerate(first.axes))
+    shared = set.intersection(*({v.node for v in p.path} for p in pieces))
+    path = tuple(v for v in first.path if v.node in shared)
+    return replace(first, axes=axes, path=path, dtype=val(node).dtype).visited(node)
+
+
+def joint_of(source: LinearMap) -> fx.Node | None:
+    """Where rows were joined to others, at least one of them as it was: the first node on the way of all of them."""
+    if source.axis is None or all(p.projected for p in source.pieces):
+        return None
+    common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
+    return next((v.node for v in source.pieces[0].path if v.node in common), None)
+
+
+def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
+    """``piece`` in the atoms of ``first`` on all axes but ``dim``, with its scale in its weight."""
+    if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
+        return None
+    tokens = first.source_atoms
+    if any(a in tokens for a in piece.axes[dim]):
+        return None
+    rename: dict[Atom, Atom] = {}
+    for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
+        if k == dim:
+            continue
+        if own == other:
+            continue
+        splits = None if tokens & {*own, *other} else common_factors(own, other)
+        if splits is None or splits[0]:
+            return None
+        piece = piece.split(splits[1])
+        rename |= zip(piece.axes[k], own, strict=True)
+
+    def renamed(f: Factor | None) -> Factor | None:
+        return None if f is None else Factor(f.expr, tuple(rename.get(a, a) for a in f.atoms))
+
+    assert piece.weight is not None
+    weight = renamed(scaled(piece.weight, piece.scale))
+    return replace(piece, weight=weight, bias=renamed(piece.bias), scale=1.0)
+
+
+def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Sequence[int], into: Atom) -> Factor | None:
+    """The factors one after another along their axes ``own``; where one is missing there are zeros."""
+    known = [f for f in factors if f is not None]
+    if not known:
+        return None
+    rest = tuple(dict.fromkeys(a for f, axis in zip(factors, own, strict=True) if f for a in f.atoms if a not in axis))
+    sizes = [int(a.size) for a in rest if isinstance(a.size, int)]
+    dtype = known[0].expr.value.dtype
+    for other in known[1:]:
+        dtype = torch.promote_types(dtype, other.expr.value.dtype)
+    parts: list[Expr] = []
+    for f, axis, width in zip(factors, own, widths, strict=True):
+        if f is None:
+            parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
+            continue
+        expr = aligned(f, (*axis, *rest)).cast(dtype)
+        expr = expr.view([*(int(a.size) if a in f.atoms else 1 for a in axis), *expr.shape[len(axis) :]])
+        full = [*(int(a.size) for a in axis if isinstance(a.size, int)), *sizes]
+        parts.append(expr.call(aten.expand.default, full).view([width, *sizes]))
+    assert all(same(axis_size(a), w) for a, w in zip(own, widths, strict=True))
+    return Factor(parts[0].call(aten.cat.default, parts, 0), (into, *rest))
+
+
+def _common_path(pieces: Sequence[Piece], node: fx.Node) -> tuple[Visit, ...]:
+    common = set.intersection(*({v.node for v in p.path} for p in pieces))
+    last = max((p.path[-1] for p in pieces), key=lambda v: v.contractions)
+    before = (v for v in pieces[0].path if v.node in common and v.contractions < last.contractions)
+    return (*before, replace(last, node=node))

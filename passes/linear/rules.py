@@ -1,0 +1,198 @@
+"""The transfer rules of :mod:`mla_compile.passes.linear.analysis`: what each operator does to a linear map.
+
+A rule takes the analysis and a node and returns the node's map, or a :class:`Stop` that says why there is none. The
+maps of its operands are known when it is called. Contractions with weights are in :mod:`linear_contract`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.axes import Atom, common_factors, flatten
+from mla_compile.passes.ir.factors import scaled, total
+from mla_compile.passes.ir.graph import ancestors, args_of, is_tensor, packet, shape, val
+from mla_compile.passes.linear.analysis import Factor, LinearMap, LinearMaps, Piece
+from mla_compile.passes.linear.contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
+from mla_compile.passes.linear.segments import (
+    FILLS,
+    cat,
+    copy,
+    getitem,
+    narrow,
+    nothing,
+    pad,
+    select,
+    select_scatter,
+    slice_,
+    slice_scatter,
+    stack,
+)
+from mla_compile.passes.linear.stops import Stop, same_rows, unexplained
+from mla_compile.passes.linear.views import dropout, expand, finish, permute, repeat, same_values, view
+
+aten = torch.ops.aten
+Rule = Callable[[LinearMaps, fx.Node], "LinearMap | Stop"]
+
+
+def negate(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    return finish(_times(maps.map(args_of(node)[0]), -1.0), node)
+
+
+def _times(source: LinearMap, by: float) -> LinearMap | Stop:
+    def scale(p: Piece) -> Piece:
+        return replace(p, scale=p.scale * by, bias=None if p.bias is None else scaled(p.bias, by))
+
+    return source.each(scale)
+
+
+def multiply(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    a, b = args_of(node)[0], args_of(node)[1]
+    if packet(node) is aten.div and (
+        not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
+    ):
+        return unexplained(node)
+    if not isinstance(a, fx.Node) or maps.is_weight(a):
+        a, b = b, a
+    if not is_tensor(a):  # a weight times a size
+        return unexplained(node)
+    if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
+        return unexplained(node)
+    if isinstance(b, (int, float)):
+        return finish(_times(maps.map(a), 1.0 / b if packet(node) is aten.div else float(b)), node)
+    if not maps.is_weight(b):
+        code, what = (
+            ("nonlinear", "the rows") if is_tensor(b) and same_rows(a, b) else ("position_dependent", "the inputs")
+        )
+        return Stop(node, code, f"{packet(node).__name__} with a factor that is computed from {what}")
+    return multiply_weight(maps, node, a, b, reciprocal=packet(node) is aten.div)
+
+
+def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    a, b = args_of(node)[0], args_of(node)[1]
+    alpha: Any = node.kwargs.get("alpha", 1)
+    sign = -1.0 if packet(node) is aten.sub else 1.0
+    if isinstance(a, (int, float)) or isinstance(b, (int, float)):
+        return Stop(node, "unsupported_op", "a number is added to every column")
+    if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
+        return unexplained(node)
+    factor = sign * float(alpha)
+    if maps.is_weight(b):
+        return add_weight(maps, node, a, b, factor)
+    if maps.is_weight(a):
+        return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
+    left, right = maps.map(a), maps.map(b)
+    if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
+        cause = _spoilt(maps, left, right) or _spoilt(maps, right, left)
+        if cause is not None:
+            return cause
+        projected = all(p.projected for p in (*left.pieces, *right.pieces))
+        code = "too_many_sources" if projected else "position_dependent"
+        return Stop(node, code, "a sum of maps of different sources")
+    for m, x in ((left, a), (right, b)):
+        if len(shape(x)) != len(shape(node)) or m.axis is not None:
+            return Stop(node, "unsupported_op", "a sum of maps with different columns")
+    piece = _sum(left.pieces[0], right.pieces[0], factor, node)
+    return piece if isinstance(piece, Stop) else LinearMap.single(piece)
+
+
+def _spoilt(maps: LinearMaps, one: LinearMap, other: LinearMap) -> Stop | None:
+    """Why ``one`` is no map of the rows of ``other``, where it is made of them: what was done on the way."""
+    rows = {p.source for p in other.pieces}
+    for piece in one.pieces:
+        stop = None if piece.source is None else maps.reasons.get(piece.source)
+        if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
+            assert piece.source is not None
+            if any(n in rows for n in ancestors(piece.source)):
+                return stop
+    return None
+
+
+def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
+    """``a + factor * b`` for two maps of one source: the weights are added (LoRA)."""
+    if a.source is None or a.source is not b.source or (a.weight is None) != (b.weight is None):
+        return Stop(node, "position_dependent", "a sum of maps of different sources")
+    for x, y in zip((*a.axes, *a.source_axes), (*b.axes, *b.source_axes), strict=True):
+        splits = common_factors(x, y)
+        if splits is None:
+            rows = {*x, *y} & (a.source_atoms | b.source_atoms)
+            code = "token_mixing" if rows else "unsupported_op"
+            return Stop(node, code, "a sum of maps whose axes do not line up")
+        a, b = a.split(splits[0]), b.split(splits[1])
+    rename: dict[Atom, Atom] = {}
+    for own, other in zip(flatten(a.axes), flatten(b.axes), strict=True):
+        if (own in a.source_atoms or other in b.source_atoms) and own is not other:
+            return Stop(node, "token_mixing", "a sum of maps of different rows")
+        rename[other] = own
+    if a.source_axes != b.source_axes:
+        return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")
+
+    def renamed(f: Factor | None) -> Factor | None:
+        return None if f is None else Factor(f.expr, tuple(rename.get(x, x) for x in f.atoms))
+
+    common = {v.node for v in b.path}
+    last = max((a.path[-1], b.path[-1]), key=lambda v: v.contractions)
+    path = (*(v for v in a.path if v.node in common), replace(last, node=node))
+    bias = total(a.bias, renamed(b.bias), factor)
+    a = replace(a, bias=bias, path=path, dtype=val(node).dtype)
+    if a.weight is None or b.weight is None:
+        return replace(a, scale=a.scale + factor * b.scale)
+    other_weight = renamed(b.weight)
+    assert other_weight is not None
+    weight = total(scaled(a.weight, a.scale), scaled(other_weight, b.scale), factor)
+    return replace(a, weight=weight, scale=1.0)
+
+
+def part_of_several(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+    """One result of an operator that has several: a part of a split, or what a batch norm makes of its input."""
+    whole: Any = args_of(node)[0]
+    if packet(whole) is aten._native_batch_norm_legit_no_training and args_of(node)[1] == 0:
+        return batch_norm(maps, node, whole)
+    return getitem(maps, node)
+
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(
+        (
+            aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh, aten.lift_fresh_copy,
+            aten._to_copy, aten.to, aten.type_as,
+        ),
+        same_values,
+    ),
+    aten.dropout: dropout,
+    **dict.fromkeys(
+        (
+            aten.view, aten.reshape, aten._unsafe_view, aten._reshape_alias, aten.flatten, aten.unflatten,
+            aten.unsqueeze, aten.squeeze, aten.view_as, aten.reshape_as,
+        ),
+        view,
+    ),
+    **dict.fromkeys(
+        (
+            aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.movedim, aten.moveaxis,
+        ),
+        permute,
+    ),
+    **dict.fromkeys((aten.expand, aten.expand_as), expand),
+    **dict.fromkeys((aten.repeat, aten.tile, aten.repeat_interleave), repeat),
+    aten.slice: slice_,
+    aten.narrow: narrow,
+    aten.select: select,
+    aten.select_scatter: select_scatter,
+    operator.getitem: part_of_several,
+    **dict.fromkeys(FILLS, nothing),
+    **dict.fromkeys((aten.cat, aten.concat), cat),
+    aten.stack: stack,
+    aten.copy: copy,
+    aten.slice_scatter: slice_scatter,
+    **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),
+    aten.neg: negate,
+    **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
+    **dict.fromkeys((aten.add, aten.sub), add),
+    **CONTRACTIONS,
+}  # fmt: skip

@@ -1,0 +1,164 @@
+"""Where a walk of the linear maps ends, and what can be said of the operator that it ends at."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.graph import args_of, argument, is_tensor, packet, same, shape, val
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why the walk ended at ``node``: a code of :mod:`mla_compile.codes` and the detail in words."""
+
+    node: fx.Node
+    code: str
+    detail: str
+
+
+_NONLINEAR = [
+    "pow",
+    "rsqrt",
+    "sqrt",
+    "reciprocal",
+    "silu",
+    "relu",
+    "gelu",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "log",
+    "softmax",
+    "_softmax",
+    "layer_norm",
+    "native_layer_norm",
+    "rms_norm",
+    "_fused_rms_norm",
+    "group_norm",
+    "mean",
+    "sum",
+    "var",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "abs",
+    "clamp",
+    "sin",
+    "cos",
+    "round",
+    "floor",
+    "ceil",
+    "trunc",
+    "sign",
+]
+_TOKEN_MIXING = [
+    "cumsum",
+    "cumprod",
+    "conv1d",
+    "conv2d",
+    "convolution",
+    "roll",
+    "flip",
+    "sort",
+    "topk",
+    "index_select",
+    "gather",
+    "scatter",
+    "index",
+    "index_put",
+    "index_copy",
+    "index_add",
+    "select_scatter",
+    "embedding",
+    "matmul",
+    "bmm",
+    "mm",
+    "baddbmm",
+    "einsum",
+    "stack",
+    "scan",
+]
+
+
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along whatever axis they get
+
+
+def _over_features(node: fx.Node, where: tuple[int, str]) -> bool:
+    """Whether an operator works along the last axis alone."""
+    dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
+    several = dims if isinstance(dims, (list, tuple)) else [dims]
+    return bool(several) and all(isinstance(d, int) and d % rank == rank - 1 for d in several)
+
+
+def _over_rows(node: fx.Node) -> bool:
+    """Whether a reduction leaves the last axis alone."""
+    dims, rank = argument(node, 1, "dim"), len(shape(args_of(node)[0]))
+    several = dims if isinstance(dims, (list, tuple)) else [dims]
+    return bool(several) and all(isinstance(d, int) and d % rank != rank - 1 for d in several)
+
+
+_PROJECTIONS = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.einsum)
+
+
+def same_rows(one: fx.Node, other: fx.Node) -> bool:
+    """Whether one of two tensors is computed from the other, or both are projected from the same rows.
+
+    No farther back than that: a table of angles is behind the rows of all layers but the first.
+    """
+    of_one, of_other = _near(one), _near(other)
+    return one in of_other or other in of_one or any(of_one.get(n) and of_other.get(n) for n in of_one)
+
+
+def _near(node: fx.Node) -> dict[fx.Node, int]:
+    """What ``node`` is computed from, up to the second projection: 1 where there is one in between, or else 0."""
+    found = {node: 0}
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        projections = found[current] + (packet(current) in _PROJECTIONS)
+        for n in current.all_input_nodes if projections < 2 else ():
+            if is_tensor(n) and found.get(n, 2) > projections:
+                found[n] = projections
+                queue.append(n)
+    return found
+
+
+def _chosen(node: fx.Node, name: str) -> Stop:
+    """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
+    values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
+    condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
+    if condition is None or any(same_rows(condition, v) for v in values):
+        return Stop(node, "nonlinear", f"{name} by a condition that is computed from the rows")
+    if all(same(s, 1) for s in shape(condition)[:-1]):
+        return Stop(node, "unsupported_op", f"no rule for {name} along the features")
+    return Stop(node, "position_dependent", f"{name} by a condition that differs from row to row")
+
+
+def unexplained(node: fx.Node) -> Stop:
+    """What can be said of an operator that has no rule, or whose rule found it used in another way."""
+    if node.op != "call_function":
+        return Stop(node, "graph_break", f"{node.name} is an input of this graph")
+    if packet(node) is operator.getitem and packet(node.args[0]) is aten.native_dropout:
+        return Stop(node, "dropout", "dropout is active")
+    name = getattr(packet(node), "__name__", str(node.target))
+    if name in ("sum", "mean", "amax", "amin", "logsumexp") and _over_rows(node):
+        return Stop(node, "token_mixing", f"{name} over another axis than the last")
+    if name in _NONLINEAR:
+        return Stop(node, "nonlinear", f"{name} is not linear along the features")
+    if name in ("where", "masked_fill") and len(node.args) == 3:
+        return _chosen(node, name)
+    if name in _ONE_AXIS and _over_features(node, _ONE_AXIS[name]):
+        return Stop(node, "unsupported_op", f"no rule for {name} along the features")
+    if name in _TOKEN_MIXING:
+        return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
+    rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
+    if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
+        return Stop(node, "position_dependent", f"{name} with a factor that differs from token to token")
+    return Stop(node, "unsupported_op", f"no rule for {name}")

@@ -1,0 +1,1 @@
+"""Verdicts as the records that reports are made of."""

@@ -1,0 +1,266 @@
+"""The nodes around an attention, as they are drawn in a report.
+
+What was rewritten is drawn as the difference it made: before, the nodes that are gone; after, the nodes that are new;
+of both, what they read. What was left is drawn back to the projections that make queries, keys and values. Chains of
+views become one node, and so does a weight with all that is computed from weights alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from mla_compile.codes import CODES
+from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
+from mla_compile.passes.decide.judge import Verdict
+from mla_compile.passes.ir.graph import ancestors, is_tensor, packet, shape, val, whole_rows
+from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.report.site import locate
+
+aten = torch.ops.aten
+MOST = 60
+"""Nodes of a drawing; what is further from the attention than these is drawn as an input."""
+
+_VIEWS = {
+    aten.view, aten.reshape, aten._unsafe_view, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze,
+    aten.expand, aten.slice, aten.select, aten.clone, aten.contiguous, aten.alias, aten._to_copy, aten.flatten,
+    aten.unflatten, aten.detach,
+}  # fmt: skip
+_SPLITS = {aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.tensor_split}
+_JOINS = {
+    aten.cat, aten.index_copy, aten.index_put, aten.slice_scatter, aten.select_scatter, aten.scatter, aten.copy,
+    aten.where,
+}  # fmt: skip
+_PRODUCTS = {aten.linear, aten.addmm, aten.mm, aten.matmul, aten.bmm, aten.baddbmm, aten.einsum}
+_ATTENTIONS = {aten.scaled_dot_product_attention, aten.softmax, aten._softmax, torch.ops.mla_compile.decode_attention}
+_LOCAL = re.compile(r"^l_(?:kwargs_|inputs_)?|_$")
+_STATE = re.compile(r"_(?:modules|parameters|buffers)_+")
+
+
+@dataclass
+class Sketch:
+    """Draws attentions of one graph. ``original`` is a copy of it from before anything was rewritten.
+
+    ``weights`` are the names of the nodes computed from weights alone.
+    """
+
+    original: fx.Graph
+    weights: Collection[str]
+    _nodes: dict[str, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._nodes = {node.name: node for node in self.original.nodes}
+
+    def left(self, verdict: Verdict) -> SiteDrawing:
+        """An attention that stays as it was."""
+        return self.around(verdict.site.node, None if CODES[verdict.code].verdict == "not_mla" else verdict.blame)
+
+    def unfollowed(self, node: fx.Node, stop: Stop) -> SiteDrawing:
+        """An attention of which only the softmax is known."""
+        return self.around(node, stop.node)
+
+    def around(self, node: fx.Node, blame: fx.Node | None) -> SiteDrawing:
+        """What leads to ``node`` from the nearest products with weights."""
+        start = self._nodes[node.name]
+        way = _between([self._nodes[blame.name]], start) if blame is not None and blame.name in self._nodes else set()
+        draft = _Draft(self.weights, lambda _: True, self._is_projection, blamed=blame.name if blame else "")
+        draft.always = way if len(way) < MOST else set()
+        return SiteDrawing(draft.drawn(start))
+
+    def rewritten(self, verdict: Verdict, out: fx.Node) -> SiteDrawing:
+        """An attention whose value is ``out`` now; what it no longer needs is out of the graph."""
+        assert verdict.plan is not None
+        site, rows = verdict.site, {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
+        alive = {node.name for node in out.graph.nodes}
+        start = self._nodes[site.node.name]
+        products = [self._nodes[p.node.name] for p in site.products if p.node is not None]
+        core = _between(products, start)
+        before = _Draft(self.weights, lambda n: n.name not in alive or n in core, latents=rows)
+        kept = {n.name for n in core} & alive
+        after = _Draft(self.weights, lambda n: n.name not in self._nodes or n.name in kept, latents=rows)
+        return SiteDrawing(before.drawn(start), after.drawn(out))
+
+    def _is_projection(self, node: fx.Node) -> bool:
+        return packet(node) in _PRODUCTS and any(n.name in self.weights for n in node.all_input_nodes)
+
+
+@dataclass
+class _Draft:
+    """One drawing in the making: nodes that ``inside`` holds for are entered, the others end it.
+
+    What a node reads for which ``ends_at`` holds is drawn and not entered. Nodes in ``always`` are entered though the
+    drawing is full.
+    """
+
+    weights: Collection[str]
+    inside: Callable[[fx.Node], bool]
+    ends_at: Callable[[fx.Node], bool] = lambda _: False
+    latents: Collection[str] = ()
+    blamed: str = ""
+    boxes: dict[fx.Node, DrawnNode] = field(default_factory=dict)
+    reads: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    ends: set[fx.Node] = field(default_factory=set)
+    always: set[fx.Node] = field(default_factory=set)
+    constant: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def drawn(self, start: fx.Node) -> Drawing:
+        queue = [start]
+        while queue:
+            node = queue.pop(0)
+            if node in self.boxes:
+                continue
+            entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
+            self.boxes[node] = self._box(node, entered)
+            self.reads[node] = self._inputs(node) if entered else []
+            if node in self.ends or self.ends_at(node):
+                self.ends.update(self.reads[node])
+            queue += self.reads[node]
+        self._contract(start)
+        order = [n for n in start.graph.nodes if n in self.boxes]
+        place = {node: i for i, node in enumerate(order)}
+        edges = tuple((place[source], place[n]) for n in order for source in self.reads[n])
+        return Drawing(tuple(self.boxes[n] for n in order), edges)
+
+    def _entered(self, node: fx.Node) -> bool:
+        if node in self.ends and not (_is_view(node) or self._shows_cache(node)):
+            return False
+        if node.op in ("placeholder", "get_attr") or self._is_weight(node):
+            return False
+        return self.inside(node) or self._shows_cache(node)
+
+    def _shows_cache(self, node: fx.Node) -> bool:
+        """Whether it is a view of new rows joined to those that came in: it is shown what latent rows are made of."""
+        while _is_view(node):
+            node = _viewed(node)
+        return packet(node) in _JOINS and any(self._is_cache(n) for n in self._inputs(node))
+
+    def _is_cache(self, node: fx.Node) -> bool:
+        while _is_view(node):
+            node = _viewed(node)
+        if node.op != "placeholder" or node.name in self.weights or not is_tensor(node):
+            return False
+        readers = list(node.users)
+        for reader in readers:
+            readers += reader.users if _is_view(reader) else []
+        return any(packet(reader) in _JOINS for reader in readers)
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Whether it is computed from weights alone, also where a rewrite added it."""
+        if node not in self.constant:
+            sources = node.all_input_nodes
+            self.constant[node] = node.name in self.weights or (
+                node.op == "call_function" and bool(sources) and all(self._is_weight(n) for n in sources)
+            )
+        return self.constant[node]
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors it reads; a part of a split reads what is split, a member of a tuple what its operator reads."""
+        if node.target is operator.getitem:
+            (parent,) = node.all_input_nodes[:1]
+            if packet(parent) in _SPLITS or len(parent.users) == 1:
+                node = parent
+        return [n for n in dict.fromkeys(node.all_input_nodes) if is_tensor(n) or _many(n)]
+
+    def _box(self, node: fx.Node, entered: bool) -> DrawnNode:
+        where = locate(node)
+        role = self._role(node, entered)
+        label = _label(node)
+        if role == "weight":
+            label = _state_name(node)
+        elif node.op == "placeholder":
+            label = _short(node.name)
+        sizes = tuple(str(s) for s in shape(node)) if is_tensor(node) else ()
+        dtype = str(val(node).dtype).removeprefix("torch.") if is_tensor(node) else ""
+        return DrawnNode(
+            node.name, label, sizes, dtype, role, where.source if node.op == "call_function" else None,
+            where.code if node.op == "call_function" else None, node.name == self.blamed,
+        )  # fmt: skip
+
+    def _role(self, node: fx.Node, entered: bool) -> Role:
+        if self._is_weight(node):
+            return "weight"
+        if node.name in self.latents:
+            return "latent"
+        if self._is_cache(node) and not entered:
+            return "cache"
+        op = packet(node.all_input_nodes[0]) if node.target is operator.getitem else packet(node)
+        if entered and op in _ATTENTIONS:
+            return "attention"
+        return "op" if entered else "input"
+
+    def _contract(self, start: fx.Node) -> None:
+        """A view of a view that nothing else reads becomes one box with it."""
+        users: dict[fx.Node, list[fx.Node]] = {}
+        for node, sources in self.reads.items():
+            for source in sources:
+                users.setdefault(source, []).append(node)
+        for node in list(start.graph.nodes):
+            if node not in self.boxes or not self._is_plain_view(node):
+                continue
+            (source,) = self.reads[node]
+            if self._is_plain_view(source) and users[source] == [node]:
+                box, inner = self.boxes[node], self.boxes.pop(source)
+                names = [*inner.label.split(", "), box.label]
+                self.boxes[node] = replace(box, label=", ".join(dict.fromkeys(names)))
+                self.reads[node] = self.reads.pop(source)
+
+    def _is_plain_view(self, node: fx.Node) -> bool:
+        box = self.boxes.get(node)
+        if box is None or box.role != "op" or box.blamed or len(self.reads[node]) != 1:
+            return False
+        return _is_view(node)
+
+
+def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
+    """The nodes on the ways from ``sources`` to ``end``, both included."""
+    found: set[fx.Node] = set()
+    queue = list(sources)
+    before = {end, *ancestors(end)} if queue else set()
+    queue = [n for n in queue if n in before]
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += [user for user in node.users if user in before]
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether it holds numbers of the one tensor it reads, and no others."""
+    return packet(node) in _VIEWS or (node.target is operator.getitem and packet(node.all_input_nodes[0]) in _SPLITS)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The tensor that a view is of."""
+    source = node.all_input_nodes[0]
+    return source.all_input_nodes[0] if node.target is operator.getitem else source
+
+
+def _many(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _label(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        parent = node.all_input_nodes[0]
+        return f"{_label(parent)} [{node.args[1]}]" if packet(parent) in _SPLITS else _label(parent)
+    op = packet(node)
+    return getattr(op, "__name__", None) or _short(node.name)
+
+
+def _short(name: str) -> str:
+    """A mangled path as its end: ``kv_b_proj.weight`` for ``l_self_modules_kv_b_proj_parameters_weight_``."""
+    parts = [part.strip("_") for part in _STATE.split(name) if part.strip("_")]
+    return ".".join(parts[-2:]) if len(parts) > 1 else _LOCAL.sub("", name)
+
+
+def _state_name(node: fx.Node) -> str:
+    """The weights it is computed from."""
+    roots = [n for n in (node, *ancestors(node)) if n.op in ("placeholder", "get_attr")]
+    names = list(dict.fromkeys(_short(str(n.target) if n.op == "get_attr" else n.name) for n in roots))
+    return ", ".join(names[:2]) + (", ..." if len(names) > 2 else "") if names else "constant"

@@ -1,0 +1,170 @@
+"""What became of an attention that was split by heads: whether the split is worth it, and one report of its groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from mla_compile.codes import CODES, Code
+from mla_compile.core.dims import Dims
+from mla_compile.core.records import KeptPart, SiteReport
+from mla_compile.passes.decide.judge import Verdict
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.report.site import locate, site_report
+from mla_compile.passes.rewrite.fold import Folded
+from mla_compile.passes.rewrite.split_heads import Group, HeadGroups, SplitSite, head_groups
+from mla_compile.passes.verify.check import Check
+
+Folds = Mapping[str, Sequence[Folded]]
+
+
+def groups_of(verdict: Verdict, maps: LinearMaps) -> HeadGroups | None:
+    """The groups of heads of an attention that cannot be absorbed as a whole, or of which only one side can."""
+    tried = verdict.parts if verdict.absorb else verdict.plan is None
+    return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
+
+
+def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict]) -> bool:
+    """Whether more of the attention is absorbed in groups than was as a whole."""
+    if any(g.node not in verdicts for g in split.groups):
+        return False
+    groups = [verdicts[g.node] for g in split.groups]
+    if not any(v.absorb for v in groups):
+        return False
+    before = _sides(whole)
+    return not before or (all(before <= _sides(v) for v in groups) and any(before < _sides(v) for v in groups))
+
+
+def _sides(verdict: Verdict) -> set[str]:
+    if not verdict.absorb:
+        return set()
+    return {p.side for p in verdict.parts} or {"keys", "values"}
+
+
+def reports_of(
+    verdicts: Sequence[Verdict], splits: Sequence[SplitSite], checks: Mapping[str, Check], folded: Folds
+) -> list[SiteReport]:
+    """One report per attention of the model, in the order of their outputs."""
+    by_node = {v.site.node: v for v in verdicts}
+    split_of = {g.node: s for s in splits for g in s.groups}
+    reports: list[SiteReport] = []
+    told: set[str] = set()
+    for verdict in verdicts:
+        name, split = verdict.site.node.name, split_of.get(verdict.site.node)
+        if split is None:
+            reports.append(site_report(len(reports), verdict, checks.get(name), folded.get(name)))
+        elif split.name not in told:
+            told.add(split.name)
+            reports.append(split_report(len(reports), split, by_node, checks.get(split.name), folded))
+    return reports
+
+
+def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verdict]:
+    """One verdict for each report of :func:`reports_of`: of a split attention that of the first group absorbed."""
+    by_node = {v.site.node: v for v in verdicts}
+    split_of = {g.node: s for s in splits for g in s.groups}
+    found: dict[object, Verdict] = {}
+    for verdict in verdicts:
+        split = split_of.get(verdict.site.node)
+        groups = [verdict] if split is None else [by_node[g.node] for g in split.groups]
+        found.setdefault(
+            verdict.site.node if split is None else split.name, next((v for v in groups if v.absorb), groups[0])
+        )
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Unsplit:
+    """What the groups of an attention say of the whole, where a split does not pay.
+
+    ``kept``: why none of the groups is absorbed, where each of them legally could be.
+    """
+
+    notes: tuple[str, ...] = ()
+    kept: Verdict | None = None
+
+    def told(self, verdict: Verdict) -> Verdict:
+        if self.kept is None or verdict.absorb:
+            return replace(verdict, notes=(*verdict.notes, *self.notes))
+        return replace(verdict, code=self.kept.code, reason=f"by groups of heads: {self.kept.reason}", blame=None)
+
+
+def unsplit(split: SplitSite, verdicts: Mapping[fx.Node, Verdict]) -> Unsplit:
+    """What could be absorbed of the groups of a split that does not pay."""
+    found = [(g, verdicts[g.node]) for g in split.groups if g.node in verdicts]
+    legal = [(g, v) for g, v in found if v.plan is not None and CODES[v.code].verdict == "kept"]
+    notes = tuple(f"{heads_of(split, g)} alone could be absorbed; {v.reason}" for g, v in legal)
+    return Unsplit(notes, legal[0][1] if len(legal) == len(split.groups) else None)
+
+
+def heads_of(split: SplitSite, group: Group) -> str:
+    last = group.stop - 1
+    which = f"head {last}" if group.start == last else f"heads {group.start}-{last}"
+    return f"{which} of {split.heads}"
+
+
+def split_report(
+    index: int, split: SplitSite, verdicts: Mapping[fx.Node, Verdict], check: Check | None, folded: Folds
+) -> SiteReport:
+    """One report: what is absorbed of which heads, and what stays, with its reason."""
+    groups = [(heads_of(split, g), verdicts[g.node]) for g in split.groups]
+    done = [(w, v, site_report(index, v, check, folded.get(v.site.node.name))) for w, v in groups if v.absorb]
+    parts: list[str] = []
+    kept: list[KeptPart] = []
+    for which, verdict in groups:
+        if not verdict.absorb:
+            blame = None if verdict.blame is None else locate(verdict.blame)
+            kept.append(KeptPart(which, verdict.code, verdict.reason, blame))
+            continue
+        report = next(r for w, _, r in done if w == which)
+        parts += [f"{side} of {which}" for side in report.parts] or [which]
+        kept += [replace(k, part=f"{k.part} of {which}") for k in report.kept]
+    reports = [r for _, _, r in done]
+    first = reports[0]
+    whole = len(reports) == len(groups)
+
+    def total(figure: Callable[[SiteReport], int | None]) -> int | None:
+        numbers = [figure(r) for r in reports]
+        known = [n for n in numbers if n is not None]
+        return sum(known) if whole and len(known) == len(numbers) else None
+
+    return replace(
+        first,
+        where=locate(split.site.node),
+        reason="; ".join(dict.fromkeys(r.reason for r in reports)),
+        form=_same([r.form for r in reports]),
+        dims=_dims([r.dims for r in reports]),
+        cache_values_expanded=total(lambda r: r.cache_values_expanded),
+        cache_values_latent=_rows(verdicts, split) if total(lambda r: r.cache_values_latent) else None,
+        decode_flops_before=total(lambda r: r.decode_flops_before),
+        decode_flops_after=total(lambda r: r.decode_flops_after),
+        decode_bytes_before=total(lambda r: r.decode_bytes_before),
+        decode_bytes_after=total(lambda r: r.decode_bytes_after),
+        break_even_S=min((r.break_even_S for r in reports if r.break_even_S is not None), default=None),
+        fold_error=max((r.fold_error for r in reports if r.fold_error is not None), default=None),
+        parts=tuple(parts),
+        kept=tuple(kept),
+        notes=tuple(dict.fromkeys(n for r in reports for n in r.notes)),
+    )
+
+
+def _rows(verdicts: Mapping[fx.Node, Verdict], split: SplitSite) -> int:
+    """The values per token of all row tensors; groups may share some."""
+    plans = [verdicts[g.node].plan for g in split.groups]
+    rows = {r.node: r for plan in plans if plan is not None for r in plan.rows}
+    return sum(r.size * math.prod(int(a.size) for a in r.heads) for r in rows.values())
+
+
+def _same(values: Sequence[str | None]) -> str | None:
+    return values[0] if len(set(values)) == 1 else None
+
+
+def _dims(found: Sequence[Dims | None]) -> Dims | None:
+    """The sizes where all groups have the same, over the heads that are absorbed."""
+    known = [d for d in found if d is not None]
+    if len(known) != len(found) or len({replace(d, H=1) for d in known}) != 1:
+        return None
+    return replace(known[0], H=sum(d.H for d in known))

@@ -1,0 +1,123 @@
+"""A verdict as the record that users read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from mla_compile.codes import CODES, Code
+from mla_compile.core.records import KeptPart, Location, SiteReport
+from mla_compile.passes.decide import cost
+from mla_compile.passes.decide.judge import Verdict
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.graph import packet, val
+from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.rewrite.fold import Folded
+from mla_compile.passes.verify.check import Check
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def site_report(
+    index: int, verdict: Verdict, check: Check | None = None, folded: Sequence[Folded] | None = None
+) -> SiteReport:
+    """What became of one attention, with the numbers where its sizes are known."""
+    notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
+    notes += verdict.notes
+    notes += [check.note] if check is not None and check.note else []
+    report = SiteReport(
+        index=index,
+        where=locate(verdict.site.node),
+        verdict="absorbed" if verdict.absorb else CODES[verdict.code].verdict,
+        code=verdict.code,
+        reason=verdict.reason,
+        fix=CODES[verdict.code].fix,
+        blame=None if verdict.blame is None else locate(verdict.blame),
+        precision_ratio=None if check is None else check.ratio,
+        notes=tuple(notes),
+    )
+    if verdict.plan is None:
+        return report
+    if verdict.parts:
+        return _of_part(report, verdict, verdict.plan)
+    dims = verdict.plan.dims
+    element = val(verdict.plan.latent.node).element_size()
+    after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
+    errors = [f.error for f in folded or () if f.error is not None]
+    return replace(
+        report,
+        form=after,
+        dims=dims,
+        cache_values_expanded=dims.expanded_values,
+        cache_values_latent=dims.latent_values,
+        decode_flops_before=cost.decode_flops(dims, "expanded"),
+        decode_flops_after=cost.decode_flops(dims, after),
+        decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
+        decode_bytes_after=cost.decode_bytes(dims, after, element),
+        break_even_S=cost.break_even_S(dims),
+        fold_error=max(errors, default=None),
+    )
+
+
+def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:
+    """The report on a site absorbed in part.
+
+    What is cached and computed for a side that stays is not known, so only sites whose rows are all known have figures.
+    """
+    kept = (KeptPart(k.what, Code(k.stop.code), k.stop.detail, locate(k.stop.node)) for k in verdict.kept)
+    report = replace(
+        report,
+        form="chained",
+        dims=plan.dims,
+        parts=tuple(dict.fromkeys(p.side for p in verdict.parts)),
+        kept=tuple(kept),
+        break_even_S=cost.part_break_even(verdict.parts),
+    )
+    if not (plan.keys and plan.vals):
+        return report
+    rows = sum(r.size * math.prod(int(a.size) for a in r.heads) for r in plan.rows)
+    return replace(report, cache_values_expanded=plan.dims.expanded_values, cache_values_latent=rows)
+
+
+def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
+    """An attention of which only the softmax ``node`` is known."""
+    code = Code(stop.code)
+    return SiteReport(
+        index=index,
+        where=locate(node),
+        verdict=CODES[code].verdict,
+        code=code,
+        reason=stop.detail,
+        fix="write the scores with mul, add, masked_fill, where, softmax, view and transpose",
+        blame=locate(stop.node),
+    )
+
+
+def locate(node: fx.Node) -> Location:
+    """The node, its module path and the user's source line, as far as the trace recorded them."""
+    op = packet(node)
+    name = getattr(op, "__name__", None) or str(node.target)
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, code = frames[-1] if frames else (None, None, None)
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return Location(
+        node=node.name,
+        op=f"aten.{name}" if op is not None else node.op,
+        module=_module_path(modules[-1][0]) if modules else "",
+        file=file,
+        line=int(line) if line is not None else None,
+        code=code.strip() if code else None,
+    )
+
+
+def _module_path(name: str) -> str:
+    """``L['self'].model.layers.0.self_attn`` and its variants as ``model.layers.0.self_attn``."""
+    name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
+    name = re.sub(
+        r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name
+    )
+    return re.sub(r"^(self\.)+|slice\(None, [^)]*\)", "", name).strip(".")

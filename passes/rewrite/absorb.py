@@ -1,0 +1,166 @@
+"""The rewrite: attention over expanded keys and values becomes attention over the latent rows.
+
+Before::
+
+    kv = linear(c, W_kc | W_v); K = [kv_k | k_rope]; V = kv_v         # K, V: H (N+R+V) values per cached token
+    out = attention(q, K, V, mask, scale)
+
+After::
+
+    q~ = [einsum(q_nope, W_kc) | q_rope]                               # [B, S, H, L+R]
+    o~ = mla_compile.decode_attention(q~, c, k_rope, mask, scale)      # [B, S, H, L]; reads L+R values per token
+    out = einsum(o~, W_v)
+
+because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+A bias on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes
+back once, because the weights of a row sum to 1. Where the part between the products is not a plain softmax
+(``open_core``), or only a part of the attention can be absorbed, each product is replaced by itself and everything
+between them stays (:mod:`mla_compile.passes.rewrite.products`). Keys that only differ from this by columns with rows of
+their own for every head stay one operator: the scores of those columns are added to the mask.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mla_compile.ops  # noqa: F401  registers the operator
+from mla_compile.passes.attention.site import MaskTerm
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.arrange import arrange, spread
+from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.graph import val
+from mla_compile.passes.rewrite.products import Products
+from mla_compile.passes.rewrite.project import wide
+from mla_compile.passes.rewrite.sides import Sides, same_layout
+
+aten = torch.ops.aten
+
+HIDDEN = -1e30
+"""Added where scores were set to a large negative number: any score vanishes beside it, in float64 too, so that a row
+without a visible key weighs all its keys alike, as it did."""
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v.
+
+    ``latent`` is None where the values stay expanded.
+    """
+
+    plan: AbsorbPlan
+    out: fx.Node
+    queries: tuple[fx.Node, ...]
+    latent: fx.Node | None
+
+
+def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
+    """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
+    whole = plan.site.open_core is None and plan.fits_op
+    rewriter = Whole(plan, fake_mode) if whole else Products(plan, fake_mode)
+    out = rewriter.run()
+    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent)
+
+
+class Whole(Sides):
+    """The whole attention as one operator."""
+
+    def run(self) -> fx.Node:
+        new = same_layout(self.builder, self._closed(), self.site.node)
+        self.site.node.replace_all_uses_with(new)
+        return new
+
+    def _closed(self) -> fx.Node:
+        plan, site = self.plan, self.site
+        latent, rope = self._query(plan.latent), self._query(plan.rope) if plan.rope else None
+        query = latent if rope is None else self.builder.call(aten.cat.default, [latent, rope], -1)
+        result = self.builder.call(
+            torch.ops.mla_compile.decode_attention.default,
+            query,
+            self._rows(plan.latent),
+            None if plan.rope is None else self._rows(plan.rope),
+            None if plan.values is None else self._rows(plan.values),
+            self._mask(),
+            scale=site.scale,
+            causal=site.causal,
+        )
+        out = self.builder.call(operator.getitem, result, 0)
+        axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
+        if site.masks and (site.empty == "nan" or self._value_bias()):
+            lse = self.builder.call(operator.getitem, result, 1)
+            nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
+            if site.empty == "nan":
+                nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
+                out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
+            else:  # a row without a visible key is zero, the values' bias included
+                some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
+                outer = [(a,) for axis in axes[:3] for a in axis]
+                self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
+        return self._values({plan.value_rows.node: (out, axes)})
+
+    def _mask(self) -> fx.Node | None:
+        """All mask terms as one: boolean while only -inf is filled in, additive (float32) otherwise."""
+        keep: fx.Node | None = None
+        added: fx.Node | None = None
+        extra = self._extra_scores()
+        for term in self.site.masks:
+            mask = self._mask_axes(term)
+            if term.kind == "add":
+                dtype = torch.promote_types(val(mask).dtype, wide(val(self.site.products[0].q.node).dtype))
+                mask = self.builder.cast(mask, dtype)
+                if term.scale != 1.0:
+                    mask = self.builder.call(aten.mul.Tensor, mask, term.scale)
+                if term.dtype is not None:
+                    mask = self.builder.cast(self.builder.cast(mask, term.dtype), wide(term.dtype))
+                added = mask if added is None else self.builder.call(aten.add.Tensor, added, mask)
+                continue
+            mask = self.builder.cast(mask, torch.bool)
+            if term.kind == "drop":
+                mask = self.builder.call(aten.logical_not.default, mask)
+            keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
+        if keep is None:
+            return self._plus(added, extra)
+        (fill,) = {term.fill for term in self.site.masks if term.kind != "add"}  # several, and the core is open
+        if fill > float("-inf"):
+            return self._plus(self._fill(keep, HIDDEN), extra)
+        if added is None and extra is None:
+            return keep
+        return self._plus(self._plus(added, extra), self._fill(keep, fill))
+
+    def _plus(self, a: fx.Node | None, b: fx.Node | None) -> fx.Node | None:
+        return a or b if a is None or b is None else self.builder.call(aten.add.Tensor, a, b)
+
+    def _extra_scores(self) -> fx.Node | None:
+        """Scaled scores of the keys' columns that the operator's rows do not hold: [batch, heads, queries, keys]."""
+        outside = {rows.node for rows in self.plan.extra}
+        order = (*self.plan.batch, *self.plan.heads, *self.site.queries, *self.site.keys)
+        total: fx.Node | None = None
+        for term in self.plan.keys:
+            if term.product is not None and term.piece.source in outside:
+                product = self.site.products[term.product]
+                total = self._plus(total, self.term_scores(product, term, order, wide(self.dtype)))
+        if total is None:
+            return None
+        total = self.builder.call(aten.mul.Tensor, total, self.site.scale)
+        total = spread(self.builder, self.sizes, total, order)
+        target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
+        return arrange(self.builder, self.sizes, total, tuple((a,) for a in order), target)
+
+    def _fill(self, keep: fx.Node, value: float) -> fx.Node:
+        """``value`` where ``keep`` is False, 0 elsewhere."""
+        cut = self.builder.call(aten.logical_not.default, keep)
+        zeros = self.builder.call(aten.zeros_like.default, cut, dtype=torch.float32)
+        return self.builder.call(aten.masked_fill.Scalar, zeros, cut, value)
+
+    def _mask_axes(self, term: MaskTerm) -> fx.Node:
+        target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
+        own = set(flatten(term.operand.axes))
+        atoms = flatten(axis for axis in target if own & set(axis))
+        each = tuple((a,) for a in atoms)
+        node = arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, each)
+        node = spread(self.builder, self.sizes, node, atoms)  # a mask for some of the heads' factors stands for all
+        return arrange(self.builder, self.sizes, node, each, target)

@@ -1,0 +1,165 @@
+"""Multiplying weights ahead of time, where it was decided that this pays.
+
+Before::
+
+    q = linear(c', W_q); q~ = einsum(q, W_kc)          o = einsum(o~, W_v); y = linear(o, W_o)
+
+After::
+
+    q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
+
+The products are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; who
+runs the program keeps them up to date (:class:`mla_compile.core.program.Fold`). Finding what may be folded needs no
+pattern: the linear map of q~ over c' *is* the folded weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Fold, Program
+from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projection
+from mla_compile.passes.decide.judge import Verdict
+from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.axes import Atom, flatten
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.graph import Builder, args_of, remove_dead_code, val, weight_nodes
+from mla_compile.passes.linear.analysis import Factor, LinearMaps
+from mla_compile.passes.rewrite.absorb import Absorbed
+from mla_compile.passes.rewrite.project import project, wide
+from mla_compile.passes.rewrite.sides import same_layout
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Folded:
+    """One folded product: which side, and its relative rounding error where the weights' values are known."""
+
+    side: str
+    error: float | None
+
+
+def fold(program: Program, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]) -> dict[str, list[Folded]]:
+    """Folds what the verdicts' choices ask for; returns what was folded, by the name of the site's original node."""
+    done: dict[str, list[Folded]] = {}
+    if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in verdicts):
+        return done
+    graph = program.gm.graph
+    weights = weight_nodes(graph, program.weights)
+    folder = _Folder(program, weights)
+    for site, verdict in zip(sites, verdicts, strict=True):
+        assert verdict.choice is not None
+        entry = done.setdefault(verdict.site.node.name, [])
+        if verdict.choice.fold_query:
+            entry += [f for node in site.queries if (f := folder.query(node, val(site.out).dtype)) is not None]
+        if verdict.choice.fold_output and (f := folder.output(site)) is not None:
+            entry.append(f)
+    remove_dead_code(graph)
+    return done
+
+
+class _Folder:
+    def __init__(self, program: Program, weights: set[fx.Node]) -> None:
+        self.program = program
+        self.weights = weights
+        self.maps = LinearMaps(weights, program.fake_mode)
+        self.measured: dict[tuple[object, ...], float | None] = {}
+
+    def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
+        """``node`` = q W_kc becomes one product with the rows that q is projected from."""
+        (piece, *others) = self.maps.map(node).pieces
+        cut = None if others else narrowest_cut(piece, 1)
+        return None if cut is None else self._replace(node, cut, "query", dtype)
+
+    def output(self, site: Absorbed) -> Folded | None:
+        """The output projection of ``site`` becomes one product with the attended latent."""
+        projection = output_projection(site.out)
+        if projection is None or site.latent is None:
+            return None
+        return self._replace(projection, site.latent, "output", val(projection).dtype)
+
+    def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
+        (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
+        if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
+            return None
+        if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):
+            return None
+        builder = Builder(node, self.program.fake_mode)
+        folded, error = self._input(piece.weight, dtype)
+        source_atoms = flatten(piece.source_axes)
+        out: list[Atom] = list(flatten(piece.axes))
+        sizes = Sizes(builder, [(source, piece.source_axes)])
+        x = arrange(builder, sizes, source, piece.source_axes, [(a,) for a in source_atoms])
+        x = builder.cast(x, wide(dtype))
+        new = project(builder, x, source_atoms, folded, piece.weight.atoms, out)
+        if piece.scale != 1.0:
+            new = builder.call(aten.mul.Tensor, new, piece.scale)
+        if piece.bias is not None:
+            bias, _ = self._input(piece.bias, dtype)
+            bias = self._aligned(builder, bias, piece.bias, out)
+            new = builder.call(aten.add.Tensor, new, bias)
+        new = arrange(builder, sizes, new, tuple((a,) for a in out), piece.axes)
+        node.replace_all_uses_with(same_layout(builder, new, node))
+        return Folded(side, error)
+
+    def _aligned(self, builder: Builder, node: fx.Node, factor: Factor, out: Sequence[Atom]) -> fx.Node:
+        order = [factor.atoms.index(a) for a in out if a in factor.atoms]
+        node = builder.call(aten.permute.default, node, order)
+        for k, a in enumerate(out):
+            if a not in factor.atoms:
+                node = builder.call(aten.unsqueeze.default, node, k)
+        return node
+
+    def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
+        """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""
+        closed, names = _closed(factor.expr, self.weights)
+        exact = wide(dtype)
+
+        def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return closed.evaluate_named(live, exact).to(dtype).contiguous()
+
+        graph = self.program.gm.graph
+        last = list(graph.find_nodes(op="placeholder"))[-1]
+        with graph.inserting_after(last):
+            node = graph.placeholder(f"folded_{len(self.program.folds)}")
+        node.meta["val"] = factor.expr.value.new_empty(factor.expr.shape, dtype=dtype)
+        self.program.folds.append(Fold(node.name, compute, names))
+        key = (factor.expr.shape, dtype)
+        if key not in self.measured:
+            self.measured[key] = self._rounding(closed, names, dtype)
+        return node, self.measured[key]
+
+    def _rounding(self, closed: Expr, names: Sequence[str], dtype: torch.dtype) -> float | None:
+        live = {n: w for n in names if (w := self.program.weights.get(n)) is not None and w.device.type != "meta"}
+        if len(live) != len(names):
+            return None
+        with torch.no_grad():
+            exact = closed.evaluate_named(live, torch.float64)
+            rounded = closed.evaluate_named(live, wide(dtype)).to(dtype).double()
+        return float((rounded - exact).norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _closed(expr: Expr, weights: set[fx.Node]) -> tuple[Expr, tuple[str, ...]]:
+    """``expr`` down to the program's inputs, independent of nodes that may be removed, and those inputs' names."""
+    names: dict[str, None] = {}
+    memo: dict[fx.Node, Expr] = {}
+
+    def of_node(node: fx.Node) -> Any:
+        if node not in memo:
+            if node.op in ("placeholder", "get_attr"):
+                names[node.name] = None
+                memo[node] = Expr.leaf(node, expr.fake_mode)
+            else:
+                args = fx.map_arg(args_of(node), of_node)
+                kwargs = fx.map_arg(node.kwargs, of_node)
+                assert callable(node.target)
+                memo[node] = Expr(node.meta["val"], expr.fake_mode, None, node.target, args, kwargs)
+        return memo[node]
+
+    return expr.with_leaves(of_node), tuple(names)

@@ -1,0 +1,114 @@
+"""The rewrite of each product by itself: everything between them stays as it was written.
+
+Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores = (q W_k) c^T; out = (P c) W_v``.
+
+For attentions whose core is not a plain softmax, and for those of which only a part can be absorbed: one side, or some
+columns of the keys, the others keeping a product of their own. A fused attention is written out first. What only a part
+is absorbed of is computed in float32, because the form it replaces rounded less often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.attention.site import Product
+from mla_compile.passes.decide.align import Term
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.arrange import arrange
+from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.ir.factors import letters
+from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.rewrite.project import wide
+from mla_compile.passes.rewrite.sides import Sides, same_layout
+from mla_compile.passes.rewrite.unfuse import written_out
+
+aten = torch.ops.aten
+
+
+class Products(Sides):
+    """Replaces the query-key products and the value product, or one of the two sides."""
+
+    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
+        if plan.site.probs is None:
+            plan = replace(plan, site=written_out(plan.site, fake_mode))
+        super().__init__(plan, fake_mode)
+        if plan.part:
+            self.dtype = wide(self.dtype)
+
+    def run(self) -> fx.Node:
+        site = self.site
+        if self.plan.keys:
+            assert site.probs is not None
+            order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
+            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # one may be read twice
+                self._replace_scores(product)
+        if not self.plan.vals:
+            return site.node
+        new = same_layout(self.builder, self._weighted_values(), site.node)
+        site.node.replace_all_uses_with(new)
+        return new
+
+    def _weighted_values(self) -> fx.Node:
+        builder, plan, site = self.builder, self.plan, self.site
+        assert site.probs is not None
+        outer = (*plan.batch, *site.queries, *plan.heads)
+        p_axes = [*outer, *site.keys]
+        p = arrange(builder, self.sizes, site.probs.node, site.probs.axes, [(a,) for a in p_axes])
+        p = builder.cast(p, self.dtype)
+        if self._value_bias():  # with a sink, or rescaled, the weights of a row do not sum to 1
+            over = list(range(len(outer), len(p_axes)))
+            self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
+        attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]] = {}
+        for source in dict.fromkeys(t.piece.source for t in plan.vals if t.piece.source is not None):
+            width = plan.rows_of(source).width
+            rows, r_atoms = self.row_atoms(plan.rows_of(source))
+            lp, lr, lo = letters(p_axes, r_atoms, (*outer, *width))
+            operands = [p, builder.cast(rows, self.dtype)]
+            node = builder.call(aten.einsum.default, f"{lp},{lr}->{lo}", operands)
+            attended[source] = node, tuple((a,) for a in (*outer, *width))
+        return self._values(attended)
+
+    def _replace_scores(self, product: Product) -> None:
+        """``q . K`` becomes the sum over its terms of ``(q W) . rows``, in the same place, shape and dtype."""
+        assert product.node is not None
+        outer = self.builder
+        self.builder = Builder(product.node, outer.fake_mode)
+        self.sizes.builder = self.builder
+        atoms = list(flatten(product.out))
+        total: fx.Node | None = None
+        index = self.site.products.index(product)
+        terms = [t for t in self.plan.keys if t.product == index]
+        for term in terms:
+            total = self._add_term(total, product, term, atoms)
+        if total is not None and all(t.piece.source is None for t in terms):  # the same for every key
+            total = self.builder.call(aten.expand.default, total, [self.sizes.of(a) for a in atoms])
+        assert total is not None, "keys of zeros are no attention"
+        new = arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), product.out)
+        new = same_layout(self.builder, new, product.node)
+        product.node.replace_all_uses_with(new)
+        self.builder = outer
+        self.sizes.builder = outer
+
+    def _add_term(self, total: fx.Node | None, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node | None:
+        parts: list[fx.Node] = []
+        if term.piece.source is not None:
+            parts.append(self.term_scores(product, term, atoms, self._score_dtype(product, term.piece.source)))
+        if term.piece.bias is not None:
+            parts.append(self._bias_scores(product, term, atoms))
+        for part in parts:
+            total = part if total is None else self.builder.call(aten.add.Tensor, total, part)
+        return total
+
+    def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
+        """What scores are computed in: the rows' dtype, so that the long operand is not converted, where that will do.
+
+        float16 queries may be out of its range, scores that were computed in float32 stay that precise.
+        """
+        assert product.node is not None
+        rows = torch.promote_types(val(source).dtype, val(product.node).dtype)
+        return wide(rows) if self.plan.part or rows == torch.float16 else rows

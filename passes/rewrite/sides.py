@@ -1,0 +1,225 @@
+"""The two sides of an attention as a rewrite sees them: queries in the space of the rows, values out of it.
+
+What both rewrites share (:mod:`mla_compile.passes.rewrite.absorb`, the whole as one operator, and
+:mod:`mla_compile.passes.rewrite.products`, each product by itself): where nodes go, and the algebra q (W c) = (W^T q)
+c, P (W c) = W (P c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.attention.site import Product
+from mla_compile.passes.decide.align import Term
+from mla_compile.passes.decide.plan import AbsorbPlan, Rows
+from mla_compile.passes.ir.arrange import Sizes, arrange, spread
+from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.factors import letters
+from mla_compile.passes.ir.graph import Builder, hint, size, val
+from mla_compile.passes.rewrite.project import project, wide
+
+aten = torch.ops.aten
+
+
+class Sides:
+    """The state of one rewrite: where nodes go, and what was emitted already."""
+
+    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
+        self.plan = plan
+        self.site = plan.site
+        self.builder = Builder(plan.site.node, fake_mode)
+        self.memo: dict[Expr, fx.Node] = {}
+        operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
+        # In the order of the graph: what a product reads sizes from has to stand before it.
+        known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
+        self.sizes = Sizes(self.builder, known)
+        self.dtype = val(self.site.v.node).dtype
+        self.queries: list[fx.Node] = []
+        self.latent: fx.Node | None = None
+        self.mass: fx.Node | None = None  # what the weights of a row sum to, [batch, queries, heads], where not 1
+
+    def _value_bias(self) -> bool:
+        return any(term.piece.bias is not None for term in self.plan.vals)
+
+    def _query(self, rows: Rows) -> fx.Node:
+        """The queries in the space of ``rows``: [B, S, H, width]."""
+        parts = [
+            self._absorbed(self.site.products[t.product], t, rows)
+            for t in self.plan.keys
+            if t.piece.source is rows.node and t.product is not None
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.builder.call(aten.add.Tensor, total, part)
+        axes = self._query_axes(rows)
+        target = (self.plan.batch, self.site.queries, self.plan.heads, rows.width)
+        return arrange(self.builder, self.sizes, spread(self.builder, self.sizes, total, flatten(axes)), axes, target)
+
+    def _query_axes(self, rows: Rows) -> tuple[Axis, ...]:
+        return tuple((a,) for a in (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width))
+
+    def _absorbed(self, product: Product, term: Term, rows: Rows) -> fx.Node:
+        """Q W for one term, one axis per atom: batch, queries, heads, width of the rows."""
+        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
+        q, own = self._query_columns(product, term)
+        piece = term.piece
+        if piece.weight is None:
+            q = self._in_order(q, (*own, *term.features), outer, rows.width)
+        else:
+            weight = piece.weight.expr.emit(self.builder, self.memo)
+            inner = [term.at.get(a, a) for a in own]
+            known = {*inner, *piece.weight.atoms}
+            out = [b for b in (*(term.at.get(a, a) for a in outer), *rows.width) if b in known or b in rows.width]
+            q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
+            self.queries.append(q)
+            for k, a in enumerate(outer):
+                if term.at.get(a, a) not in known:
+                    q = self.builder.call(aten.unsqueeze.default, q, k)
+        if piece.scale != 1.0:
+            q = self.builder.call(aten.mul.Tensor, q, piece.scale)
+        return q
+
+    def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
+        """Q . b, the same for every key: what a bias on the keys adds to the scores."""
+        assert term.piece.bias is not None
+        q, own = self._query_columns(product, term)
+        bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
+        inner = [term.at.get(a, a) for a in own]
+        lq, lb, lo = letters(
+            (*inner, *term.features), term.piece.bias.atoms, [term.at.get(a, a) for a in atoms if a in own]
+        )
+        q = self.builder.call(aten.einsum.default, f"{lq},{lb}->{lo}", [q, bias])
+        for k, a in enumerate(atoms):
+            if a not in own:
+                q = self.builder.call(aten.unsqueeze.default, q, k)
+        return q
+
+    def _in_order(self, q: fx.Node, own: Sequence[Atom], outer: Axis, width: Axis) -> fx.Node:
+        return arrange(self.builder, self.sizes, q, tuple((a,) for a in own), [(a,) for a in (*outer, *width)])
+
+    def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
+        """The columns of q that meet this term's columns of K, one axis per atom; its atoms besides the features."""
+        q, axes = product.q.node, product.q.axes
+        where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
+        if where is not None:
+            if size(val(q).shape[where]) != term.stop - term.start:
+                q = self.builder.call(aten.slice.Tensor, q, where, term.start, term.stop)
+            axes = (*axes[:where], term.features, *axes[where + 1 :])
+        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
+        own = [a for a in outer if a in flatten(product.q.axes)]
+        q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*own, *term.features)])
+        return self.builder.cast(q, wide(val(q).dtype)), own
+
+    def _rows(self, rows: Rows) -> fx.Node:
+        """The rows as [B, T, width]."""
+        target = (self.plan.batch, self.site.keys, rows.width)
+        node = arrange(self.builder, self.sizes, rows.node, rows.axes, target)
+        return self.builder.cast(node, self.dtype)
+
+    def row_atoms(self, rows: Rows) -> tuple[fx.Node, tuple[Atom, ...]]:
+        """The rows with one axis per atom, and those: batch, heads with rows of their own, keys, width."""
+        atoms = (*self.plan.batch, *rows.heads, *self.site.keys, *rows.width)
+        return arrange(self.builder, self.sizes, rows.node, rows.axes, [(a,) for a in atoms]), atoms
+
+    def term_scores(self, product: Product, term: Term, atoms: Sequence[Atom], dtype: torch.dtype) -> fx.Node:
+        """``(q W) . rows`` of one term of the keys, in ``dtype``, one axis for each of ``atoms``."""
+        assert term.piece.source is not None
+        rows = self.plan.rows_of(term.piece.source)
+        q = self.builder.cast(self._absorbed(product, term, rows), dtype)
+        r, r_atoms = self.row_atoms(rows)
+        q_atoms = (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width)
+        lq, lr, lo = letters(q_atoms, r_atoms, atoms)
+        return self.builder.call(aten.einsum.default, f"{lq},{lr}->{lo}", [q, self.builder.cast(r, dtype)])
+
+    # Values: from the latent to the output.
+
+    def _values(self, attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]]) -> fx.Node:
+        """W_v applied to the attended rows of each source, in the layout of the site's output."""
+        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
+        found: dict[fx.Node, fx.Node] = {}
+        for source, (node, axes) in attended.items():
+            target = [(a,) for a in (*outer, *self.plan.rows_of(source).width)]
+            found[source] = self.builder.cast(arrange(self.builder, self.sizes, node, axes, target), wide(self.dtype))
+        self.latent = next(iter(found.values()))
+        parts = [self._value_part(found, term, outer) for term in self.plan.vals]
+        layout = self._out_layout()
+        out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))
+        features = self._value_features()
+        out_axes = tuple(features if a is None else (a,) for a in layout)
+        return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
+
+    def _out_layout(self) -> list[Atom | None]:
+        """The output's atoms in order, None for its feature axis."""
+        outer = {*self.plan.batch, *self.site.queries, *self.plan.heads}
+        layout: list[Atom | None] = []
+        for axis in self.site.out.axes:
+            layout += [a for a in axis if a in outer]
+            if any(a not in outer for a in axis):
+                layout.append(None)
+        return layout if None in layout else [*layout, None]
+
+    def _value_features(self) -> Axis:
+        outer = {*self.plan.batch, *self.site.queries, *self.plan.heads}
+        return tuple(a for a in flatten(self.site.out.axes) if a not in outer)
+
+    def _value_part(self, attended: dict[fx.Node, fx.Node], term: Term, outer: Axis) -> fx.Node:
+        """One segment of the output's features, axes as in ``_out_layout``."""
+        piece, layout = term.piece, self._out_layout()
+        inner = [term.at.get(a, a) for a in outer]
+        order = [x for a in layout for x in (term.features if a is None else (term.at.get(a, a),))]
+        size = term.stop - term.start
+        if piece.source is None:
+            shape = [size if a is None else self.sizes.of(a) for a in layout]
+            assert self.latent is not None
+            out = self.builder.call(aten.new_zeros.default, self.latent, shape)
+        else:
+            latent, width = attended[piece.source], self.plan.rows_of(piece.source).width
+            if piece.weight is None:
+                axes = tuple((a,) for a in (*inner, *width))
+                out = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in order])
+            else:
+                weight = piece.weight.expr.emit(self.builder, self.memo)
+                out = project(self.builder, latent, (*inner, *width), weight, piece.weight.atoms, order)
+            if piece.scale != 1.0:
+                out = self.builder.call(aten.mul.Tensor, out, piece.scale)
+        if piece.bias is not None:
+            bias = self._aligned(piece.bias.expr, piece.bias.atoms, order)
+            if self.mass is not None:
+                mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
+                bias = self.builder.call(aten.mul.Tensor, bias, mass)
+            out = self.builder.call(aten.add.Tensor, out, bias)
+        if len(term.features) != 1:
+            features = [size if a is None else self.sizes.of(a) for a in layout]
+            out = self.builder.call(aten.reshape.default, out, features)
+        return out
+
+    def _aligned(self, expr: Expr, atoms: Axis, order: Sequence[Atom]) -> fx.Node:
+        """A bias as a tensor that broadcasts against axes ``order``."""
+        own = [a for a in order if a in atoms]
+        node = expr.cast(wide(self.dtype)).permute([atoms.index(a) for a in own]).emit(self.builder, self.memo)
+        for k, a in enumerate(order):
+            if a not in own:
+                node = self.builder.call(aten.unsqueeze.default, node, k)
+        return node
+
+
+def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
+    """``new`` in the dtype and memory order of ``old``: views that were traced on the old node's strides stay valid."""
+    new = builder.cast(new, val(old).dtype)
+    stride, wanted = val(new).stride(), val(old).stride()
+    sizes = val(old).shape
+    relevant = [d for d in range(len(sizes)) if size(sizes[d]) != 1]
+    if all(size(stride[d]) == size(wanted[d]) for d in relevant):
+        return new
+    # Outermost first; size-1 axes may stand anywhere.
+    order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
+    order = [d for d in range(len(sizes)) if d not in relevant] + order
+    inverse = [order.index(d) for d in range(len(sizes))]
+    new = builder.call(aten.permute.default, new, order)
+    new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+    return builder.call(aten.permute.default, new, inverse)

@@ -1,0 +1,138 @@
+"""An attention whose heads are made of different things becomes one attention for each group of heads.
+
+Before: ``K = cat([K_a, K_b], heads); out = attention(q, K, V, mask)``
+
+After: ``out = cat([attention(q[:a], K_a, V_a, mask), attention(q[a:], K_b, V_b, mask)], heads)``
+
+The softmax runs over the keys of each head by itself, so the attention of some heads needs nothing of the others. The
+groups are then found and judged like any attention: heads that are expanded from a latent are absorbed, others stay.
+Nothing is split whose heads meet before the output: a mix of heads, a softmax or a norm over them, probabilities that
+someone else reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.canonical.flex import WRITTEN
+from mla_compile.passes.decide.sources import cut
+from mla_compile.passes.dependence.parts import AxisParts, Made, PartMaker
+from mla_compile.passes.dependence.steps import Blind, Joined
+from mla_compile.passes.ir.graph import Builder, packet, shape
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.rewrite.sides import same_layout
+
+aten = torch.ops.aten
+
+MOST = 8
+"""Groups of heads: every one of them is an attention of its own in each step."""
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """Where the heads of ``site``, axis ``dim`` of its output, change what they are made of."""
+
+    site: AttentionSite
+    dim: int
+    bounds: tuple[int, ...]
+    parts: AxisParts
+    core: dict[tuple[fx.Node, int], Blind]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The attention of heads ``start`` to ``stop``."""
+
+    node: fx.Node
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class SplitSite:
+    """An attention that was split: ``name`` was its output, ``site`` what it was, ``joined`` is now its output."""
+
+    name: str
+    site: AttentionSite
+    joined: fx.Node
+    groups: tuple[Group, ...]
+
+    @property
+    def heads(self) -> int:
+        return self.groups[-1].stop
+
+
+def head_groups(site: AttentionSite, maps: LinearMaps) -> HeadGroups | None:
+    """The groups of neighbouring heads whose keys and values come from the same rows; None where there are no two."""
+    if site.problem is not None or WRITTEN in site.node.meta:  # flex attention is put back as it was, or absorbed
+        return None
+    products = {p.node or site.node for p in site.products}
+    ends = {o.node for o in (*(p.q for p in site.products), *(m.operand for m in site.masks))}
+    ends -= {o.node for o in (*(p.k for p in site.products), site.v)}
+    parts = AxisParts(maps.weights, ends, lambda node: _made_of(node, maps))
+    for dim, axis in enumerate(site.out.axes):
+        length = shape(site.node)[dim]
+        if not axis or not set(axis) <= set(site.lead) or not isinstance(length, int):
+            continue
+        core = parts.core(site.node, dim, products)
+        if core is None or _leaves({node for node, _ in core}, site.node):
+            continue
+        runs = parts.runs(site.node, dim)
+        # Heads with a latent each share no rows: that would be an attention for every head.
+        if 1 < len(runs) <= MOST and any(_expanded(r.made) and r.stop - r.start > 1 for r in runs):
+            return HeadGroups(site, dim, tuple(r.stop for r in runs), parts, core)
+    return None
+
+
+def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -> list[SplitSite]:
+    """Splits each attention; its old output, no longer read, is left to dead code removal."""
+    done: list[SplitSite] = []
+    for groups in found:
+        node, dim = groups.site.node, groups.dim
+        _read_parts(groups.parts, fake_mode)
+        maker = PartMaker(groups.parts, node, fake_mode, groups.core)
+        bounds = (0, *groups.bounds)
+        made = [Group(maker.make(node, dim, start, stop), start, stop) for start, stop in pairwise(bounds)]
+        builder = Builder(node, fake_mode)
+        joined = same_layout(builder, builder.call(aten.cat.default, [g.node for g in made], dim), node)
+        node.replace_all_uses_with(joined)
+        done.append(SplitSite(node.name, groups.site, joined, tuple(made)))
+    return done
+
+
+def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
+    """Slices of joined heads are made of the heads they show: the others may not be needed any more."""
+    for node, dim in parts.visited():
+        how = parts.step(node, dim)
+        if packet(node) is not aten.slice or not isinstance(how, Joined):
+            continue
+        (shown,) = how.parts
+        if len(parts.runs(shown.node, shown.dim)) > 1:
+            maker = PartMaker(parts, node, fake_mode, ())
+            new = maker.make(shown.node, shown.dim, shown.offset, shown.offset + shown.stop)
+            node.replace_all_uses_with(new)
+
+
+def _made_of(node: fx.Node, maps: LinearMaps) -> Made:
+    """The rows that weights expand into ``node``; one and the same for everything else."""
+    made: set[object] = set()
+    for piece in maps.map(node).pieces:
+        found = cut(piece, proper=True) if piece.source is not None else None
+        made.add("itself" if found is None else found.node)
+    return frozenset(made)
+
+
+def _expanded(made: Made) -> bool:
+    return any(what != "itself" for what in made)
+
+
+def _leaves(inside: Collection[fx.Node], out: fx.Node) -> bool:
+    """Whether something between the products and the output is read elsewhere."""
+    return any(user not in inside for node in inside if node is not out for user in node.users)

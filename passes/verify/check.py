@@ -1,0 +1,332 @@
+"""A numeric check of rewritten sites against the original, in float64 and in the model's own precision.
+
+The part of the graph between a site's inputs (rows, queries, masks, weights) and its output is run four times on the
+same random inputs: original and rewritten, in float64 and as it is. In float64 the two must agree to rounding, which is
+the proof obligation seen from the outside. In the model's dtype the rewritten error may not exceed what the original
+allows. Inputs are ordinary, large (a softmax near one-hot) and padded; a symbolic context is also taken long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.ir.expr import widened
+from mla_compile.passes.ir.graph import SHOWS, args_of, hint, is_tensor, size, val, whole_rows
+
+EXACT = 1e-8
+"""Largest relative difference in float64 that rounding can explain."""
+ALLOWED = 1.5
+"""Largest error of the rewritten site, in errors of the original (plus two units in the last place)."""
+ROWS, TRIALS = 128, 16
+"""Rows of output wanted for a comparison of errors, and draws of inputs to get them at the most."""
+BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
+"""What one check may cost; sites with a larger fixed context are reported as not checked."""
+LONG = 613
+"""A context longer than any block of the kernels, for graphs whose context is symbolic."""
+
+_SCALES = (1.0, 8.0)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result for one site: error ratio (None if not checked), and what is wrong (None if nothing)."""
+
+    ratio: float | None
+    problem: str | None = None
+    note: str | None = None
+
+
+def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
+    """Sites with equal keys are the same computation on other weights; one of them is checked."""
+    operands = [plan.site.out, plan.site.v, *(m.operand for m in plan.site.masks)]
+    terms = tuple(
+        (t.start, t.stop, t.product, t.piece.scale, _factor_key(t.piece.weight), _factor_key(t.piece.bias))
+        for t in (*plan.keys, *plan.vals)
+    )
+    shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
+    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape)), _shown_by(n)) for n in plan.sources)
+    site = plan.site
+    return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms
+
+
+def _shown_by(node: fx.Node) -> tuple[object, ...]:
+    """Which of the rows ``node`` shows, where it was added to show some: the rows are what is drawn."""
+    if (whole := whole_rows(node)) is node:
+        return ()
+    at = tuple(size(a.meta["val"]) if isinstance(a, fx.Node) else a for a in args_of(node)[1:])
+    return str(val(whole).shape), at, _shown_by(args_of(node)[0])
+
+
+def _factor_key(factor: Any) -> tuple[object, ...] | None:
+    return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
+
+
+def check_site(
+    plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None], seed: int = 0
+) -> Check:
+    """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
+    before = {n.name: n for n in original.nodes}
+    inputs = [
+        *map(whole_rows, plan.sources),
+        *(p.q.node for p in plan.site.products),
+        *(m.operand.node for m in plan.site.masks),
+    ]
+    boundary = {n.name: before[n.name] for n in inputs}
+    return compare(plan, before[plan.site.node.name], new, boundary, weights, seed)
+
+
+def compare(
+    plan: AbsorbPlan,
+    old: fx.Node,
+    new: fx.Node,
+    boundary: Mapping[str, fx.Node],
+    weights: Mapping[str, torch.Tensor | None],
+    seed: int = 0,
+    share: float = 1.0,
+) -> Check:
+    """Compares ``new`` with ``old``, both from the same values of ``boundary``.
+
+    ``share``: what the heads of ``plan`` are of those that are computed.
+    """
+    ratios: list[float] = []
+    note = None
+    for sizes in _contexts(plan, boundary.values()):
+        if _too_large(plan, sizes, share):
+            note = "not checked numerically: the context is too long for a float64 run"
+            continue
+        ours: list[torch.Tensor] = []
+        theirs: list[torch.Tensor] = []
+        for trial in range(TRIALS):
+            generator = torch.Generator().manual_seed(seed + trial)
+            scale = _SCALES[trial % len(_SCALES)]
+            given = {name: _draw(node, sizes, scale, generator) for name, node in boundary.items()}
+            runs = [_Run(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
+            truth, reference = (run.value(old) for run in runs)
+            exact, result = (run.value(new) for run in runs)
+            difference = _distance(exact, truth)
+            if not difference <= EXACT:
+                return Check(None, f"differs from the original by {difference:.1e} in float64")
+            if not torch.isfinite(result)[torch.isfinite(reference)].all():
+                return Check(None, "gives inf or nan where the original does not")
+            ours.append(_row_errors(result, truth, reference))
+            theirs.append(_row_errors(reference, truth, reference))
+            if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
+                break
+        if val(plan.site.node).dtype == torch.float64:
+            continue  # the model runs in the precision of the truth: its own error cannot be seen
+        problem, ratio = _judge_errors(torch.cat(ours), torch.cat(theirs), torch.finfo(val(plan.site.node).dtype).eps)
+        if problem is not None:
+            return Check(ratio, problem)
+        ratios += [] if ratio is None else [ratio]
+    return Check(max(ratios, default=None), note=note)
+
+
+def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:
+    """What is wrong with the errors of the rewritten rows, if anything, and the ratio of the median errors.
+
+    Errors are heavy-tailed (a softmax near a tie is as good as a coin toss), so quantiles are compared, not means.
+    """
+    for quantile in (0.5, 0.9):
+        a, b = float(ours.quantile(quantile)), float(theirs.quantile(quantile))
+        if a > ALLOWED * b + 2 * eps:
+            return f"has an error of {a:.1e} where the original has {b:.1e}", a / b if b else math.inf
+    median = float(theirs.median())
+    return None, float(ours.median()) / median if median > 0 else None
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative RMS difference over the entries where the truth ``b`` is finite; inf where only one of them is."""
+    finite = torch.isfinite(b)
+    if not torch.isfinite(a)[finite].all():
+        return math.inf
+    norm = b[finite].square().mean().sqrt() if finite.any() else b.new_zeros(())
+    error = (a[finite] - b[finite]).square().mean().sqrt() if finite.any() else norm
+    return float(error / norm) if norm > 0 else float(error)
+
+
+def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Relative error of every row of features that is finite in ``where`` and in the truth."""
+    finite = (torch.isfinite(where) & torch.isfinite(truth)).all(-1)
+    truth, result = truth[finite], result[finite].double()
+    norm = truth.norm(dim=-1)
+    errors: torch.Tensor = (result - truth).norm(dim=-1) / norm.clamp_min(torch.finfo(torch.float64).tiny)
+    return errors[norm > 0]
+
+
+def _symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
+    """The shape symbols of the nodes, at the values seen when the graph was traced."""
+    return _of_sizes(dim for node in nodes for dim in val(node).shape)
+
+
+def _of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
+    found: dict[sympy.Symbol, int] = {}
+    for dim in dims:
+        expr = size(dim)
+        if isinstance(expr, int) or isinstance(dim, int):
+            continue
+        env = dim.node.shape_env
+        seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
+        for symbol in expr.free_symbols:
+            found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
+    return found
+
+
+def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
+    """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
+    nodes = [*boundary, plan.site.node, plan.site.v.node]
+    seen = {**_symbols(nodes), **_symbols_told(plan.sources)}
+    if any(whole_rows(n) is not n for n in plan.sources):
+        return [seen]  # the rows shown are some of those there are
+    context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
+    if len(context) != 1 or len(context[0].free_symbols) != 1:
+        return [seen]
+    (symbol,) = context[0].free_symbols
+    longer = {**seen, symbol: LONG}
+    operands = [plan.site.v, *(p.k for p in plan.site.products), *(m.operand for m in plan.site.masks)]
+    operands += [p.q for p in plan.site.products]
+    sizes: dict[object, int] = {}
+    for operand in operands:
+        for axis, dim in zip(operand.axes, val(operand.node).shape, strict=True):
+            number = _number(size(dim), longer)
+            if axis and sizes.setdefault(axis, number) != number:
+                return [seen]  # two symbols that must stay equal
+    return [seen, longer]
+
+
+def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
+    """The symbols that say which rows are shown; no shape need have them (the newest 8 of n)."""
+    told: dict[sympy.Symbol, int] = {}
+    for node in rows:
+        while SHOWS in node.meta:
+            told.update(_of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
+            node = args_of(node)[0]
+    return told
+
+
+def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return expr if isinstance(expr, int) else int(expr.subs(sizes))
+
+
+def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
+    b, s, t = ((_number(x, sizes)) for x in plan.sizes())
+    d = plan.dims
+    # Of rows that are shown in part the original expands all.
+    whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
+    expanded = b * t * d.expanded_values / share * whole
+    return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
+
+
+def _elements(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return math.prod(_number(size(d), sizes) for d in val(node).shape)
+
+
+def _draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator) -> torch.Tensor:
+    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden."""
+    fake = val(node)
+    shape = [_number(size(d), sizes) for d in fake.shape]
+    if fake.dtype == torch.bool:
+        return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
+    if not fake.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
+    return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
+
+
+class _Run:
+    """Evaluates one node from given inputs and live weights; with ``dtype`` all floating numbers are of that dtype."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor | None],
+        given: Mapping[str, torch.Tensor],
+        sizes: Mapping[sympy.Symbol, int],
+        seed: int,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.weights = weights
+        self.given = given
+        self.sizes = sizes
+        self.seed = seed
+        self.dtype = dtype
+        self._values: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            pending = [node]
+            while pending:
+                current = pending[-1]
+                if current in self._values:
+                    pending.pop()
+                    continue
+                leaf = self._leaf(current)
+                missing = [] if leaf is not None else [n for n in current.all_input_nodes if n not in self._values]
+                if missing:
+                    pending.extend(missing)
+                    continue
+                pending.pop()
+                self._values[current] = leaf if leaf is not None else self._call(current)
+        return self._values[node]
+
+    def _leaf(self, node: fx.Node) -> Any:
+        if node.name in self.given:
+            return self._cast(self.given[node.name])
+        value: Any = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
+            return _number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
+        if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
+            return None
+        known = self.weights.get(node.name)
+        if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
+            return self._cast(known.detach())
+        if not is_tensor(node):
+            return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
+        sizes = {**_symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
+        # Not int(): that would fix a symbolic size to the traced one for good.
+        width = max(1, _number(size(value.shape[-1]), sizes)) if value.dim() else 1
+        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
+        return self._cast(_draw(node, sizes, width**-0.5, generator))
+
+    def _cast(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+
+    def _call(self, node: fx.Node) -> Any:
+        def real(n: fx.Node) -> Any:
+            return self._values[n]
+
+        args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), real))
+        limit = None if self.dtype is None else _narrowed_to(node)
+        if limit is not None:
+            args = (_within(args[0], limit), *args[1:])
+        kwargs = {k: widened(fx.map_arg(v, real), self.dtype) for k, v in node.kwargs.items()}
+        if node.target is aten.view.default:  # the values drawn here may lie in another order
+            return aten.reshape.default(*args)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _narrowed_to(node: fx.Node) -> float | None:
+    """The largest number of the dtype that ``node`` casts its operand to, where the operand's dtype has larger ones."""
+    dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
+    x: Any = next(iter(node.args), None)
+    if dtype is None or not is_tensor(x) or not (dtype.is_floating_point and val(x).dtype.is_floating_point):
+        return None
+    limit = torch.finfo(dtype).max
+    return limit if limit < torch.finfo(val(x).dtype).max else None
+
+
+def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
+    return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)

@@ -1,0 +1,227 @@
+"""The barrier protocol of kernels/hopper/decode_gluon.py: its own source on the CPU, under many interleavings.
+
+Every case is compared with the reference; unused cache rows are NaN and unused table slots name no page. Then the same
+with a bug put into the source on purpose, because a test that catches no bug shows nothing.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mla_compile.kernels import reference
+from mla_compile.kernels.triton import schedule
+from tests.support.gluon_machine import load
+from tests.support.gluon_simulator import Descriptor, Pointer, round_to
+
+SOURCE = {
+    f"mla_compile.kernels.hopper.{name}": (Path(reference.__file__).parent / "hopper" / f"{name}.py").read_text()
+    for name in ("producer_gluon", "decode_gluon")
+}
+NOWHERE = 10**6  # a page that does not exist
+
+
+def problem(lens, H, S, page=0, dtype="bf16", seed=0, T=None):
+    """Random query [B,S,H,576], cache with NaN wherever no request has a row, and the block table (page > 0)."""
+    rng = np.random.default_rng(seed)
+    query = round_to(rng.standard_normal((len(lens), S, H, 576)), dtype)
+    T = T or max(1, *lens)
+    if not page:
+        cache = np.full((len(lens), T, 576), np.nan, np.float32)
+        for b, n in enumerate(lens):
+            cache[b, :n] = round_to(rng.standard_normal((n, 576)), dtype)
+        return query, cache, None
+    pages = [-(-n // page) for n in lens]
+    order = iter(rng.permutation(sum(pages) + 2))
+    cache = np.full((sum(pages) + 2, page, 576), np.nan, np.float32)
+    table = np.full((len(lens), max(1, *pages) + 1), NOWHERE, np.int32)
+    for b, n in enumerate(lens):
+        for j in range(pages[b]):
+            table[b, j] = next(order)
+            rows = min(page, n - j * page)
+            cache[table[b, j], :rows] = round_to(rng.standard_normal((rows, 576)), dtype)
+    return query, cache, table
+
+
+def expected(query, cache, table, lens, causal, sinks, scale):
+    """out [B,S,H,512] and lse [B,S,H] by the reference, one request at a time."""
+    B, S, H, _ = query.shape
+    out, lse = np.zeros((B, S, H, 512)), np.full((B, S, H), -np.inf)
+    for b, n in enumerate(lens):
+        if n:
+            rows = cache[b] if table is None else cache[table[b, : -(-n // cache.shape[1])]].reshape(-1, 576)
+            rows = torch.from_numpy(rows[None, :n].astype(np.float64))
+            q = torch.from_numpy(query[b : b + 1].astype(np.float64))
+            o, one = reference.decode_attention(q, rows[..., :512], rows[..., 512:], scale=scale, causal=causal)
+            out[b], lse[b] = o[0].numpy(), one[0].numpy()
+    if sinks is not None:
+        with np.errstate(divide="ignore"):
+            out *= (np.exp(lse) / (np.exp(lse) + np.exp(sinks)))[..., None]
+    return out, lse
+
+
+def merged(part, part_lse, sinks):
+    """Results of one request from its pieces: part [pieces,M,512], part_lse [pieces,M] in base 2, sinks [M] or None."""
+    live = part_lse > -np.inf
+    top = np.where(live, part_lse, -1e30).max(0)
+    weight = np.where(live, np.exp2(part_lse - top), 0.0)
+    total = weight.sum(0)
+    out = np.where(live[..., None], part, 0.0) * weight[..., None]
+    out = out.sum(0) / np.where(total > 0, total, 1)[:, None]
+    with np.errstate(divide="ignore"):
+        lse = np.where(total > 0, (top + np.log2(total)) * math.log(2), -np.inf)
+    if sinks is not None:
+        out *= (np.exp(lse) / (np.exp(lse) + np.exp(sinks)))[:, None]
+    return out, lse
+
+
+def simulate(
+    loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
+    all_rows=False,
+):  # fmt: skip
+    """Runs the kernel once and compares; raises AssertionError or SimulationError."""
+    module, machine = loaded
+    query, cache, table = problem(lens, H, S, page, dtype, seed, T)
+    B, M, scale = len(lens), S * H, 192**-0.5
+    sink = np.random.default_rng(seed).standard_normal(H).astype(np.float32) if sinks else None
+    box = min(64, page & -page) if page else 64
+    plan = schedule.reference(lens, max(lens), partitions) if partitions else None
+    slots = plan.slots if plan else splits * B
+    part, part_lse, out, lse = (
+        np.full(n, np.nan, np.float32) for n in (max(1, slots) * M * 512, max(1, slots) * M, B * M * 512, B * M)
+    )
+    machine.launch(
+        module.mla_seesaw, (-(-M // 64), partitions or splits, 1 if partitions else B), seed,
+        q=Pointer(query.ravel(), dtype), stride_qb=M * 576, stride_qs=H * 576, stride_qh=576,
+        latent=Descriptor(cache[..., :512], (1, box, 256 if box == 64 else 64), dtype),
+        rope=Descriptor(cache[..., 512:], (1, box, 64), dtype),
+        table=None if table is None else Pointer(table.ravel()), table_stride=0 if table is None else table.shape[1],
+        seq_lens=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
+        items=Pointer(plan.items.numpy().ravel()) if plan else None,
+        slots=Pointer(plan.shift.numpy()) if plan else None,
+        o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, dtype), lse=Pointer(lse),
+        scale_log2=np.float32(scale * math.log2(math.e)), T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H,
+        least=least, PAGE=page, BOX=box, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1), REGS=232,
+    )  # fmt: skip
+    out, lse = out.reshape(B, M, 512), lse.reshape(B, M)
+    for b in range(B):
+        rows_sink = None if sink is None else np.tile(sink, S)
+        if plan and plan.count[b] > 1:
+            piece = slice(plan.first[b], plan.first[b] + plan.count[b])
+        elif not plan and splits > 1:
+            piece = slice(b, None, B)
+        else:
+            continue
+        assert np.isnan(out[b]).all(), "a piece must not write the result"
+        assert not np.isnan(part_lse.reshape(-1, M)[piece]).any(), "a piece is missing"
+        out[b], lse[b] = merged(part.reshape(-1, M, 512)[piece], part_lse.reshape(-1, M)[piece], rows_sink)
+    want, want_lse = expected(query, cache, table, lens, causal, sink, scale)
+    want, want_lse = want.reshape(out.shape), want_lse.reshape(lse.shape)
+    assert np.array_equal(np.isneginf(lse), np.isneginf(want_lse)), "rows that see nothing"
+    assert not np.isnan(out).any(), "NaN in the result"
+    seen = ~np.isneginf(lse)
+    assert np.abs(lse[seen] - want_lse[seen]).max(initial=0) < 1e-3
+    assert np.linalg.norm(out - want) <= 6e-3 * np.linalg.norm(want)  # P is rounded to bf16
+
+
+CASES = {
+    "one row": {"lens": [1], "H": 64},
+    "empty and full block": {"lens": [0, 64], "H": 16, "page": 64},
+    "ragged": {"lens": [65, 128], "H": 12},
+    "two row blocks": {"lens": [129, 192], "H": 128, "page": 64},
+    "causal, rows of two tokens": {"lens": [447], "H": 20, "S": 2, "page": 128},
+    "shorter than the query": {"lens": [1, 2], "H": 8, "S": 3, "page": 64, "splits": 2},
+    "splits, some empty": {"lens": [450, 3], "H": 40, "S": 2, "page": 64, "splits": 3},
+    "page 16": {"lens": [300, 17], "H": 16, "S": 2, "page": 16, "splits": 2},
+    "page 32": {"lens": [161], "H": 64, "page": 32, "sinks": True},
+    "page 48": {"lens": [161, 48], "H": 8, "page": 48},
+    "page 96": {"lens": [200, 96], "H": 8, "page": 96, "splits": 2, "sinks": True},
+    "contiguous, unused capacity": {"lens": [70, 200], "H": 12, "T": 333},
+    "contiguous, whole": {"lens": [200, 200], "H": 12, "all_rows": True, "causal": False},
+    "not causal": {"lens": [100], "H": 8, "S": 2, "page": 64, "causal": False},
+    "fixed chunks": {"lens": [330, 70], "H": 8, "page": 64, "splits": 5, "least": 2},
+    "fp16": {"lens": [100, 190], "H": 12, "S": 2, "page": 32, "dtype": "fp16"},
+    "schedule, odd and even": {"lens": [65, 300, 1, 128, 0, 64, 190], "H": 12, "page": 64, "partitions": 3},
+    "schedule, one partition": {"lens": [1, 64, 0, 65, 129, 3], "H": 8, "S": 2, "page": 16, "partitions": 1},
+    "schedule, one long request": {"lens": [20, 900, 64], "H": 64, "page": 128, "partitions": 6, "sinks": True},
+    "schedule, more than blocks": {"lens": [10, 130], "H": 8, "partitions": 16, "T": 150},
+}
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    lens = [int(n) for n in rng.choice([0, 1, 63, 64, 65, 100, 128, 129, 200, 257], rng.integers(1, 5))]
+    lens[0] = max(1, lens[0])
+    case = {"lens": lens, "H": int(rng.choice([8, 12, 20, 64])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
+    case |= {"page": int(rng.choice([0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
+    how = rng.integers(3)
+    return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_interleaving_gives_the_reference(name):
+    loaded = load(SOURCE)
+    for seed in range(10):
+        simulate(loaded, seed, **CASES[name])
+
+
+def test_random_batches():
+    loaded = load(SOURCE)
+    for seed in range(40):
+        simulate(loaded, seed, **random_case(seed))
+
+
+WAIT_P0 = "        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)\n"
+RETIRE_U = "        acc = warpgroup_mma_wait(0, deps=[acc_u])\n"
+ZERO_EVEN = "        if 2 * t == last:\n            _zero_rows(tiles.index(TILE), length % BN)\n"
+ZERO_ODD_TAIL = "        if n - 1 == last:\n            _zero_rows(tiles.index(TILE + 1), length % BN)\n"
+FREE_ROPE = "            mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)\n"
+FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
+P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
+Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
+TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
+LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
+SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
+CUT = CASES["schedule, one long request"]
+TAIL = {"lens": [130], "H": 8, "page": 64}
+SCHEDULED = {"lens": LENGTHS, "H": 12, "page": 64, "partitions": 3}
+
+BUGS = {  # what is wrong: (text, replacement, a case that shows it)
+    "half freed before its product retired": (RETIRE_U + FREE_0, FREE_0 + RETIRE_U, SPLIT),
+    "one product too few waited for": ("wait(3, deps=[acc_t])", "wait(4, deps=[acc_t])", SPLIT),
+    "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
+    "producer waits for the wrong phase": ("used0, used1) & 1) ^ 1", "used0, used1) & 1)", SPLIT),
+    "P read before it is there": (WAIT_P0, "", SPLIT),
+    "half freed that was never taken": (", pred=older)", ")", SPLIT),
+    "tail not zeroed, own block": (ZERO_EVEN, "", TAIL),
+    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "", TAIL),
+    "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
+    "no fence after zeroing": ("    fence_async_shared()\n\n\n", "\n\n", TAIL),
+    "no fence after storing the query": ("            fence_async_shared()\n", "", SPLIT),
+    "query read before the other half is there": (Q_WAIT, "", SPLIT),
+    "rope overwritten while P is read": (FREE_ROPE, "", SPLIT),
+    "wrong maximum handed on": ("stats.index(1).load(R_S), LOWEST", "stats.index(0).load(R_S), LOWEST", SPLIT),
+    "maximum of the last odd block not taken": (TAIL_M, "        sums = sums * a0\n", CASES["page 32"]),
+    "phases start again with each item": ("            used0 += (n + 1) // 2\n", "", SCHEDULED),
+    "last even block never freed": (FREE_2, "", SCHEDULED),
+    "last odd block never freed": ("is_async=False)\n" + FREE_1, "is_async=False)\n", SCHEDULED),
+    "wrong slot": ("gl.load(slots + b) + gl.program_id(1)", "gl.load(slots + b)", CUT),
+    "slot past the length looked up": ("mask=inside, other=0)", "mask=token >= 0, other=0)", CASES["page 16"]),
+}
+
+
+def hunt(loaded, case):
+    for seed in range(60):
+        simulate(loaded, seed, **case)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_seeded_bug_is_caught(bug):
+    text, replacement, case = BUGS[bug]
+    assert sum(source.count(text) for source in SOURCE.values()) == 1, "the kernel has changed: seed the bug anew"
+    simulate(load(SOURCE), 0, **case)
+    loaded = load({name: source.replace(text, replacement) for name, source in SOURCE.items()})
+    with pytest.raises(AssertionError):  # of the comparison, or SimulationError
+        hunt(loaded, case)

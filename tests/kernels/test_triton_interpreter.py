@@ -1,0 +1,257 @@
+"""The Triton kernels against the float64 reference, in Triton's interpreter: every feature, on small sizes.
+
+Each case runs in one process that interprets (tests/support/interpreter.py). Rows that no query may see hold NaN in all
+of them, table entries past a request's length hold -1, and scratch starts as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.support import interpreter, interpreter_cases
+from tests.support.interpreter_cases import FP8, Case
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with interpreter.worker() as started:
+        yield started
+
+
+@pytest.fixture
+def run(pool: ProcessPoolExecutor) -> Run:
+    """Calls a function of tests/support/interpreter_cases.py over there."""
+    return lambda function, *given: pool.submit(function, *given).result(timeout=300)
+
+
+def ids(case: Case) -> str:
+    """What of a case differs from the default."""
+    plain = Case()
+    changed = {k: v for k, v in case.__dict__.items() if str(v) != str(getattr(plain, k))}
+    return ",".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items()) or "plain"
+
+
+def same(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=ids)
+
+
+@same([Case(H=H, splits=n, S=S, causal=True) for H in (1, 3, 8, 12, 16, 20, 40, 64) for S, n in ((1, 1), (3, 2))])
+def test_heads_of_any_number(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+WIDTHS = [(512, 64), (256, 32), (256, 64), (512, 0), (40, 8), (96, 16), (1, 1), (17, 3), (130, 0)]
+
+
+@same([Case(L=L, R=R, H=5, page=page, splits=2) for L, R in WIDTHS for page in (0, 16)])
+def test_widths(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        Case(dtype=dtype, page=page, splits=n, H=6, S=2, causal=True)
+        for dtype in (BF16, F16, F32)
+        for page in (0, 32)
+        for n in (1, 3)
+    ]
+)
+def test_dtypes(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        Case(dtype=FP8, kv_scale=scale, query_dtype=query, page=page, splits=n, device=device)
+        for scale in ("tensor", "token")
+        for query, device in ((BF16, "sm_90"), (F16, "sm_80"), (F32, "sm_90"))
+        for page, n in ((0, 1), (16, 2))
+    ]
+    + [
+        Case(dtype=FP8, kv_scale=scale, query_dtype=half, rope_dtype=half, page=page, splits=2, device=device)
+        for scale in ("tensor", "token")
+        for half, page, device in ((BF16, 0, "sm_80"), (F16, 64, "sm_90"))
+    ]
+    + [Case(dtype=FP8, kv_scale="token", R=0, S=2, causal=True, lens=(5, 90))]
+)
+def test_fp8(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+def test_every_fp8_value_is_converted_exactly(run: Run):
+    got = run(interpreter_cases.every_fp8_value)
+    want = torch.arange(256, dtype=torch.uint8).view(FP8).half()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
+
+
+@same(
+    [Case(joint=joint, L=L, R=R, splits=n) for joint in (False, True) for L, R in ((64, 16), (40, 8)) for n in (1, 2)]
+)
+def test_caches_of_one_piece_and_of_two(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        Case(page=page, block_n=n, lens=lens, T=160, H=3, S=S, causal=True, splits=splits)
+        for page in (1, 16, 32, 64, 128)
+        for n in (16, 64)
+        for lens, S, splits in (((129, 0, 1, 64), 1, 3), ((33, 5, 130), 2, 1))
+    ]
+)
+def test_pages(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        Case(lens=(0, 0), splits=1),
+        Case(lens=(0, 0), splits=4, page=16),
+        Case(lens=(1, 0, 2, 96), S=4, causal=True, splits=2),
+        Case(lens=(1, 0, 2, 96), S=4, causal=True, splits=7, page=16),
+        Case(lens=(3, 1), S=4, causal=False),
+        Case(lens=(1,), T=1),
+        Case(lens=(96, 95), splits=9),
+        Case(lens=(200, 3), T=96),  # a length beyond the cache counts as its end
+        Case(lens=(-5, 3)),
+    ]
+)
+def test_lengths(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same([Case(S=S, H=H, causal=causal, lens=(60, 7)) for S in (1, 2, 4) for H in (5, 16) for causal in (False, True)])
+def test_several_query_tokens(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+AXES = ["1111", "111T", "B11T", "1H1T", "11ST", "B1ST", "BHST", "BHS1"]
+
+
+@same([Case(mask=f"{kind} {axes}", S=3, H=5, causal=axes[2] == "S") for kind in ("bool", "add") for axes in AXES])
+def test_masks_of_every_form(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        Case(mask=f"{kind} {axes}", sees=sees, S=2, causal=True, splits=n, T=160, lens=(160, 131), block_n=n_block)
+        for sees in ("left", "tail", "holes", "nothing")
+        for kind, axes, n, n_block in (("bool", "B11T", 1, 32), ("add", "B1ST", 3, 16), ("bool", "111T", 2, 64))
+    ]
+    + [Case(mask="half B11T", window=20, sinks=True, splits=2), Case(mask="bool B1ST", S=3, window=9, causal=True)]
+    + [Case(mask="bool B11T", Lv=24, splits=2), Case(mask="add BHST", dtype=F32, softcap=5.0, S=2)]
+)
+def test_masks_skip_what_nobody_sees(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same([Case(mask=f"lowest {axes}", sees="tail", splits=n, S=2) for axes in ("B11T", "B1ST") for n in (1, 2)])
+def test_lowest_values_hide(case: Case, run: Run):
+    """A finite mask at its dtype's lowest value hides: NaN behind it stays out, its tiles are not on the list."""
+    run(interpreter_cases.check, case)
+
+
+def test_tiles_of_a_mask(run: Run):
+    sees = torch.zeros(2, 1, 2, 300, dtype=torch.bool)
+    sees[0, :, 0, 70:75] = True
+    sees[0, :, 1, 290] = True
+    sees[1, :, :, 0] = True
+    assert run(interpreter_cases.counted, sees.expand(2, 4, 2, 300), 32, False, (300, 300)) == [[2, 9], [0]]
+    assert run(interpreter_cases.counted, sees.expand(2, 4, 2, 300), 32, False, (280, 0)) == [[2], []]
+    # Causality takes what a row's mask leaves; here query 0 sees keys up to 289 and so never key 290.
+    sees[0, :, 0] = False
+    sees[0, :, 0, 295] = True
+    assert run(interpreter_cases.counted, sees.expand(2, 4, 2, 300), 32, True, (292, 300)) == [[9], [0]]
+
+
+def test_only_lowest_keys_are_weighed(run: Run):
+    """Where a query has nothing but lowest-masked keys, softmax weighs them all, so all tiles are walked."""
+    low = torch.finfo(F32).min
+    mask = torch.full((1, 1, 2, 100), low)
+    mask[:, :, 0, 3] = 0.0
+    assert run(interpreter_cases.counted, mask.expand(1, 4, 2, 100), 32, False, (100,)) == [[0, 1, 2, 3]]
+    mask[:, :, 1, 5] = 0.0
+    assert run(interpreter_cases.counted, mask.expand(1, 4, 2, 100), 32, False, (100,)) == [[0]]
+
+
+@same(
+    [
+        Case(sinks=True),
+        Case(sinks=True, splits=3, S=2, causal=True, lens=(1, 60)),
+        Case(softcap=2.0, query_size=4.0),
+        Case(softcap=30.0, splits=2, dtype=F32, page=16),
+        Case(window=17),
+        Case(window=17, splits=3, S=3, causal=True, page=16),
+        Case(window=1, S=2),
+        Case(window=40, S=4, lens=(3, 96), sinks=True, softcap=9.0),
+        Case(Lv=24),
+        Case(Lv=130, splits=2, L=40, R=8),
+        Case(Lv=512, L=64, R=0, splits=2, dtype=F16),
+    ]
+)
+def test_sinks_softcap_window_values(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same([Case(splits=n, page=page, least=least) for n in (1, 2, 5, 16) for page, least in ((0, 0), (16, 64))])
+def test_splits(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("feature", [{}, {"window": 50}, {"sinks": True, "S": 2, "causal": True}], ids=str)
+def test_deterministic(page: int, feature: dict[str, Any], run: Run):
+    case = Case(lens=(150, 31, 64, 0), T=192, page=page, chunk=64, H=3, **feature)
+    run(interpreter_cases.alone_and_together, case, (160, 256))
+
+
+@same(
+    [
+        Case(dtype=F16, query_dtype=F32, query_size=1e6, scale=2e-7),
+        Case(dtype=F16, query_dtype=F32, query_size=1e30, scale=2e-31, splits=2),
+        Case(dtype=F16, query_dtype=F32, query_size=1e-30, scale=2e29),
+        Case(dtype=F16, query_dtype=F32, query_size=1e5, row_size=6e3, scale=3e-10, page=16, R=0),
+        Case(dtype=F16, query_dtype=F32, softcap=3.0, S=2, causal=True),
+        Case(dtype=BF16, query_dtype=F32, query_size=1e30, scale=2e-31),
+        # With 64 rows the converted query goes through scratch.
+        Case(dtype=F16, query_dtype=F32, query_size=1e6, scale=2e-7, block_m=64, H=40, S=2, causal=True, splits=2),
+        Case(dtype=BF16, query_dtype=F32, block_m=64, H=70, page=16, L=40, R=8),
+    ]
+)
+def test_float32_query_beside_half_precision_rows(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_in_a_visible_row_is_not_hidden(splits: int, run: Run):
+    assert run(interpreter_cases.nan_in_a_visible_row, splits) == (True, True)
+
+
+@same([Case(garbage=torch.inf), Case(garbage=torch.inf, mask="bool B11T", splits=2)])
+def test_infinite_garbage(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_beyond_2_to_the_31_elements(paged: bool, run: Run):
+    run(interpreter_cases.far_rows, paged)
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("splits", "deterministic"), [(0, False), (3, False), (0, True)])
+def test_the_planners_own_plans(device: str, splits: int, deterministic: bool, run: Run):
+    case = Case(lens=(1500, 40), T=1600, H=24, L=128, R=32, page=64, device=device)
+    plan = run(interpreter_cases.check_planned, case, splits, deterministic)
+    assert plan.splits == (splits or (2 if deterministic else plan.splits))

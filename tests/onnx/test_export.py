@@ -1,0 +1,317 @@
+"""Models of transformers exported to ONNX, and run as a user runs them: the same tokens as ``generate()``."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+
+import mla_compile
+from mla_compile import ExportError, InputError, OptionError
+from mla_compile.onnx import Session, generate
+from tests.support import models
+
+STEPS = 24
+# How caches in place differ: rows alone, layers with a state, two sites in a layer, the keys of an indexer.
+IN_PLACE = ("minicpm3", "kimi_linear", "longcat_flash", "deepseek_v32")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Exports each model once: ``exported(family, profile, **options)`` is its directory and the model."""
+    root = tmp_path_factory.mktemp("exported")
+
+    @functools.cache
+    def export(family: str, profile: str = "portable", **options: Any) -> tuple[Path, Any]:
+        name = "_".join((family, profile, *map(str, options.values())))
+        model = models.build(family, **({"dtype": torch.float16} if options.pop("half", False) else {}))
+        mla_compile.export_onnx(model, root / name, profile=profile, verify=False, **options)
+        return root / name, model
+
+    return export
+
+
+def check_tokens(directory: Path, model: Any, **how: Any) -> None:
+    session = Session(directory, providers=["cpu"], **how)
+    for batch, pad in ((1, 0), (3, 3)):
+        inputs = models.prompt(batch, pad=pad)
+        expected, _ = models.greedy(model, inputs, STEPS)
+        prompts = [
+            ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ]
+        assert generate(session, prompts, max_new_tokens=STEPS) == expected.tolist()
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_portable_graphs_give_the_tokens_of_generate(exported, family):
+    directory, model = exported(family)
+    check_tokens(directory, model)
+    attention = [n for n in onnx.load(directory / "decode.onnx", load_external_data=False).graph.node if n.domain]
+    assert [n.op_type for n in attention] == ["DecodeAttention"] * models.FAMILIES[family].mla_sites
+
+
+@pytest.mark.parametrize("family", models.FAMILIES if os.environ.get("MLA_ONNX") == "all" else IN_PLACE)
+def test_caches_in_place_give_the_tokens_of_generate(exported, family):
+    """The decode graph reads the prompt too."""
+    check_tokens(*exported(family, "inplace", prefill=False))
+
+
+def test_a_prompts_graph_writes_in_place_too(exported):
+    directory, model = exported("minicpm3", "inplace")
+    assert (directory / "prefill.onnx").exists()
+    check_tokens(directory, model)
+
+
+def test_the_decode_graph_alone_reads_prompts(exported):
+    check_tokens(*exported("deepseek_v3"), load_prefill=False)
+
+
+def test_half_precision_keeps_queries_in_float32(exported):
+    directory, model = exported("deepseek_v3", half=True)
+    session = Session(directory, providers=["cpu"])
+    inputs = models.prompt(2)
+    prompts = [ids[m.bool()].tolist() for ids, m in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+    _, logits = session.prefill(prompts)
+    with torch.no_grad():
+        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        expected = model(**inputs, position_ids=positions).logits[:, -1].float().numpy()
+    assert np.abs(logits - expected).max() < 2e-2 * np.abs(expected).max()
+    (node, *_) = [n for n in onnx.load(directory / "decode.onnx", load_external_data=False).graph.node if n.domain]
+    assert session.manifest.dtype == "float16"
+    assert node.op_type == "DecodeAttention"
+
+
+def test_bfloat16_is_verified_before_its_translation(tmp_path):
+    """ONNX Runtime cannot run it here; torch runs the program that it is a translation of."""
+    model = models.build("minicpm3", num_hidden_layers=1)
+    done = mla_compile.export_onnx(model, tmp_path / "m", dtype="bfloat16", prefill=False)
+    assert "before its translation (ONNX Runtime has no bfloat16 operators" in str(done.verification)
+    assert 0 < done.verification.error < 5e-2
+    assert done.verification.tokens == 14
+    assert next(model.parameters()).dtype == torch.float32
+    caches = onnx.load(tmp_path / "m" / "decode.onnx", load_external_data=False).graph.input[3:]
+    assert {c.type.tensor_type.elem_type for c in caches} == {onnx.TensorProto.BFLOAT16}
+
+
+def test_names_are_for_people_and_nothing_of_this_machine_is_in_a_file(exported):
+    directory, _ = exported("deepseek_v3")
+    for name in ("decode.onnx", "prefill.onnx"):
+        model = onnx.load(directory / name, load_external_data=False)
+        inputs = [v.name for v in model.graph.input]
+        assert inputs == [
+            "input_ids", "attention_mask", "position_ids",
+            "past_latent.0", "past_k_rope.0", "past_latent.1", "past_k_rope.1",
+        ]  # fmt: skip
+        assert [v.name for v in model.graph.output] == ["logits", *(n.replace("past", "present") for n in inputs[3:])]
+        dims = [d.dim_param or d.dim_value for d in model.graph.input[3].type.tensor_type.shape.dim]
+        assert dims == ["batch", "past", 64]
+        text = (directory / name).read_bytes()
+        assert b"site-packages" not in text
+        assert str(Path.home()).encode() not in text
+        assert str(Path(mla_compile.__file__).parent).encode() not in text
+    decode = onnx.load(directory / "decode.onnx", load_external_data=False)
+    said = {entry.key: entry.value for entry in decode.metadata_props}
+    assert said["mla_compile.profile"] == "portable"
+    assert said["mla_compile.op_version"] == "1"
+    assert said["mla_compile.weights_sha256"] == hashlib.sha256((directory / "weights.bin").read_bytes()).hexdigest()
+    assert json.loads(said["mla_compile.attention"])[1]["L"] == 64
+    names = {v.name for v in decode.graph.initializer}
+    assert "model.layers.0.self_attn.kv_a_proj_with_mqa.weight.transposed" in names
+    assert {n for n in names if n.endswith((".w_kc", ".w_q_w_kc"))}
+    assert {n for n in names if n.endswith((".w_v", ".w_v_w_o"))}
+
+
+def test_the_same_model_gives_the_same_bytes(exported, tmp_path):
+    directory, model = exported("minicpm3")
+    mla_compile.export_onnx(model, tmp_path / "again", verify=False)
+    for name in ("decode.onnx", "prefill.onnx", "weights.bin", "mla_compile.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (directory / name).read_bytes(), name
+
+
+def test_files_pass_the_checker_and_share_their_weights(exported):
+    directory, _ = exported("deepseek_v3")
+    for name in ("decode.onnx", "prefill.onnx"):
+        onnx.checker.check_model(str(directory / name), full_check=True)
+    total = sum(p.numel() * 4 for p in models.build("deepseek_v3").parameters())
+    assert (directory / "weights.bin").stat().st_size < 1.5 * total
+
+
+def test_folds_follow_the_option(tmp_path):
+    model = models.build("minicpm3", num_hidden_layers=1)
+    names = {}
+    for fold in ("never", "always"):
+        mla_compile.export_onnx(model, tmp_path / fold, fold=fold, prefill=False)
+        graph = onnx.load(tmp_path / fold / "decode.onnx", load_external_data=False).graph
+        names[fold] = {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name}
+    assert names == {"never": {"w_kc", "w_v"}, "always": {"w_q_w_kc", "w_v_w_o"}}
+
+
+def test_export_says_how_it_was_verified_and_leaves_the_model_alone(tmp_path):
+    model = models.build("deepseek_v3")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    experts = model.get_experts_implementation()
+    model.train()
+    said = []
+    done = mla_compile.export_onnx(model, tmp_path / "m", progress=said.append)
+    assert model.training
+    assert model.get_experts_implementation() == experts
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert done.verification.equal_tokens == done.verification.tokens == 28
+    assert done.verification.error < 1e-5
+    assert done.report.sites[0].verdict == "absorbed"
+    assert "28 of 28 greedy tokens equal" in (tmp_path / "m" / "report.txt").read_text()
+    assert (tmp_path / "m" / "report.json").exists()
+    assert "comparing with the original" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_work_in_place_follows_what_is_used(exported):
+    """Only as many rows of a buffer are read as are in use: what lies behind them may be anything."""
+    directory, _ = exported("minicpm3", "inplace", prefill=False)
+    session = ort.InferenceSession(str(directory / "decode.onnx"), providers=["CPUExecutionProvider"])
+    ids = np.arange(5, 12, dtype=np.int64)[None]
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(7, dtype=np.int64)[None]}
+    results = []
+    for capacity, rest in ((7, 0.0), (64, np.nan)):
+        caches = {v.name: np.full([1, capacity, v.shape[2]], rest, np.float32) for v in session.get_inputs()[3:]}
+        results.append(session.run(["logits"], {**feeds, **caches})[0])
+    assert np.array_equal(*results)
+
+
+@pytest.mark.slow
+def test_a_model_of_more_than_two_gigabytes(tmp_path):
+    """More than one protobuf can hold: exported, checked by path, loaded, run."""
+    model = models.build(
+        "minicpm3", hidden_size=2048, vocab_size=141000, num_hidden_layers=1, tie_word_embeddings=False
+    )
+    mla_compile.export_onnx(model, tmp_path / "m", verify=False, prefill=False)
+    assert (tmp_path / "m" / "weights.bin").stat().st_size > 2**31
+    onnx.checker.check_model(str(tmp_path / "m" / "decode.onnx"), full_check=True)
+    inputs = models.prompt(1, 9, 0)
+    expected, _ = models.greedy(model, inputs, 4)
+    del model
+    session = Session(tmp_path / "m", providers=["cpu"])
+    assert generate(session, inputs["input_ids"].tolist(), max_new_tokens=4) == expected.tolist()
+    (tmp_path / "m" / "weights.bin").unlink()  # pytest keeps folders of earlier runs
+
+
+class TestBadInput:
+    def test_a_model_without_latent_attention(self, tmp_path):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            pad_token_id=0,
+        ))  # fmt: skip
+        with pytest.raises(ExportError, match="nothing to export: not_mla"):
+            mla_compile.export_onnx(model, tmp_path / "m")
+        assert not any(tmp_path.iterdir())
+
+    def test_no_model(self, tmp_path):
+        with pytest.raises(InputError, match="got int"):
+            mla_compile.export_onnx(3, tmp_path / "m")
+
+    def test_a_module_that_is_no_language_model(self, tmp_path):
+        with pytest.raises(InputError, match=r"Linear.forward takes no input_ids"):
+            mla_compile.export_onnx(torch.nn.Linear(2, 2), tmp_path / "m")
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"profile": "portabel"}, "did you mean 'portable'"),
+            ({"dtype": "int8"}, "expected one of float32, float16, bfloat16"),
+            ({"fold": "sometimes"}, "expected one of auto, never, always"),
+        ],
+    )
+    def test_options_that_do_not_exist(self, tmp_path, options, text):
+        with pytest.raises(OptionError, match=text):
+            mla_compile.export_onnx(torch.nn.Linear(2, 2), tmp_path / "m", **options)
+
+    def test_a_target_that_is_there_is_kept(self, tmp_path):
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "mine").write_text("precious")
+        model = models.build("minicpm3", num_hidden_layers=1)
+        with pytest.raises(ExportError, match="exists; pass overwrite=True"):
+            mla_compile.export_onnx(model, tmp_path / "m")
+        with pytest.raises(ExportError, match="files that no export wrote"):
+            mla_compile.export_onnx(model, tmp_path / "m", overwrite=True)
+        assert (tmp_path / "m" / "mine").read_text() == "precious"
+        for name in ("report.json", "weights.bin"):
+            (tmp_path / "m" / name).write_text("")
+        mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, prefill=False, verify=False)
+        assert not (tmp_path / "m" / "mine").exists()
+        assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+    def test_a_failure_keeps_what_was_to_be_replaced(self, tmp_path):
+        (tmp_path / "m").mkdir()
+        for name in ("mine", "report.json", "weights.bin"):
+            (tmp_path / "m" / name).write_text("precious")
+        with pytest.raises(InputError):
+            mla_compile.export_onnx(torch.nn.Linear(2, 2), tmp_path / "m", overwrite=True)
+        assert (tmp_path / "m" / "mine").read_text() == "precious"
+        assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+    def test_a_path_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ExportError, match="cannot be written"):
+            mla_compile.export_onnx(torch.nn.Linear(2, 2), tmp_path / "file" / "m")
+        with pytest.raises(ExportError, match="is a file, and a model is a directory"):
+            mla_compile.export_onnx(torch.nn.Linear(2, 2), tmp_path / "file", overwrite=True)
+
+    def test_weights_on_the_meta_device(self, tmp_path):
+        model = models.build("minicpm3", num_hidden_layers=1).to("meta")
+        with pytest.raises(ExportError, match="meta device; load the weights"):
+            mla_compile.export_onnx(model, tmp_path / "m")
+
+    def test_a_dtype_that_onnx_models_do_not_have(self, tmp_path):
+        with pytest.raises(ExportError, match=r"weights are torch.float64; pass dtype"):
+            mla_compile.export_onnx(models.build("minicpm3", dtype=torch.float64, num_hidden_layers=1), tmp_path / "m")
+
+    @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"profile": "ort-paged"}], ids=["bfloat16", "paged"])
+    def test_a_program_that_leaves_out_an_expert_is_not_written(self, tmp_path, monkeypatch, how):
+        """Loops over experts are unrolled on the word that verification follows, also where ONNX Runtime cannot run."""
+        from mla_compile.onnx import causal_lm, lm_export, unroll
+
+        class Wrong(unroll.UnrolledExperts):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                every = func is torch.Tensor.unbind and args[0] is self._every
+                made = super().__torch_function__(func, types, args, kwargs)
+                return made[1:] if every else made
+
+        def export_program(lm, **options):
+            return causal_lm.export_program(lm, **options | {"experts": "eager"})
+
+        monkeypatch.setattr(lm_export, "export_program", export_program)
+        model = models.build("deepseek_v3", num_hidden_layers=1, first_k_dense_replace=0)
+        if how == {"dtype": "bfloat16"}:
+            done = mla_compile.export_onnx(model, tmp_path / "m", prefill=False, **how)
+            assert done.verification.error < 5e-2
+        monkeypatch.setattr(causal_lm, "UnrolledExperts", Wrong)
+        with pytest.raises(ExportError, match=r"differs from the original by .* nothing was written"):
+            mla_compile.export_onnx(model, tmp_path / "n", prefill=False, **how)
+        assert not (tmp_path / "n").exists()
+
+    def test_a_graph_that_differs_is_not_written(self, tmp_path, monkeypatch):
+        from mla_compile.onnx import bake
+
+        right = bake._constant
+
+        def wrong(program, weight, order, counts):
+            node, names = right(program, weight, order, counts)
+            fold = program.folds[-1]
+            program.folds[-1] = type(fold)(fold.placeholder, lambda live: 1.1 * fold.compute(live), fold.weights)
+            return node, names
+
+        monkeypatch.setattr(bake, "_constant", wrong)
+        with pytest.raises(ExportError, match=r"differs from the original by .* nothing was written"):
+            mla_compile.export_onnx(models.build("minicpm3", num_hidden_layers=1), tmp_path / "m")
+        assert not any(tmp_path.iterdir())

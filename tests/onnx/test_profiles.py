@@ -1,0 +1,272 @@
+"""Exports for other runtimes, and of programs that somebody else traced."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from torch import nn
+from torch.export import Dim
+
+import mla_compile
+from mla_compile import ExportError, InputError, OptionError
+from tests.support import models
+
+
+class PagedAttention(OpRun):
+    """``com.microsoft::PagedAttention`` with latent rows, as its schema describes it."""
+
+    op_domain = "com.microsoft"
+
+    def _run(
+        self, query, key, value, key_cache, value_cache, cumulative, past, table,
+        num_heads=None, kv_num_heads=None, kv_cache_layout=None, v_head_size=None, scale=None,
+    ):  # fmt: skip
+        assert value is None
+        assert value_cache is None
+        assert (kv_num_heads, kv_cache_layout) == (1, "LATENT")
+        pages, width, block = key_cache.copy(), key.shape[1], key_cache.shape[1]
+        out = np.zeros((len(query), num_heads, v_head_size), query.dtype)
+        q = query.reshape(len(query), num_heads, width).astype(np.float64)
+        for b, before in enumerate(past):
+            for i, token in enumerate(range(cumulative[b], cumulative[b + 1])):
+                at = before + i
+                pages[table[b, at // block], at % block, 0] = key[token]
+                rows = pages[table[b]].reshape(-1, width)[: at + 1].astype(np.float64)
+                scores = scale * q[token] @ rows.T
+                p = np.exp(scores - scores.max(-1, keepdims=True))
+                out[token] = (p / p.sum(-1, keepdims=True)) @ rows[:, :v_head_size]
+        return out.reshape(len(query), -1), pages
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory):
+    model = models.build("minicpm3")
+    folder = tmp_path_factory.mktemp("paged") / "m"
+    done = mla_compile.export_onnx(model, folder, profile="ort-paged", dtype="float16")
+    assert "CUDA devices only" in str(done.verification)
+    assert done.verification.error < 1e-2
+    return folder, model
+
+
+def test_paged_graph_packs_sequences_of_any_length(paged):
+    """Two prompts and then a step of each, packed, through pages that lie in any order."""
+    folder, model = paged
+    graph = onnx.load(folder / "model.onnx")
+    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    run = ReferenceEvaluator(graph, new_ops=[PagedAttention])
+    prompts, block = [[5, 9, 17, 33, 21], [8, 100, 3]], 4
+    pages = {v.name: np.full((6, block, 1, 80), np.nan, np.float16) for v in graph.graph.input[5:]}
+    table = np.array([[4, 1, 0], [2, 5, 3]], np.int32)
+    expected = [model(torch.tensor([p])).logits[0] for p in prompts]
+
+    def call(rows, past):
+        counts = [len(row) for row in rows]
+        positions = [list(range(n, n + c)) for n, c in zip(past, counts, strict=True)]
+        feeds = {
+            "input_ids": np.array([[token for row in rows for token in row]]),
+            "position_ids": np.array([[position for row in positions for position in row]]),
+            "cumulative_sequence_length": np.array([0, *np.cumsum(counts)], np.int32),
+            "past_seqlens": np.array(past, np.int32),
+            "block_table": table,
+        }
+        logits, *new = run.run(None, {**feeds, **pages})
+        pages.update(zip(pages, new, strict=True))
+        return logits[0].astype(np.float32)
+
+    logits = call(prompts, [0, 0])
+    assert np.abs(logits - torch.cat(expected).numpy()).max() < 2e-2 * float(torch.cat(expected).abs().max())
+    following = [int(e[-1].argmax()) for e in expected]
+    more = [model(torch.tensor([[*p, t]])).logits[0, -1] for p, t in zip(prompts, following, strict=True)]
+    logits = call([[t] for t in following], [5, 3])
+    assert np.abs(logits - torch.stack(more).numpy()).max() < 2e-2 * float(torch.stack(more).abs().max())
+
+
+def test_paged_attention_takes_no_mask_but_the_causal_one(tmp_path):
+    with pytest.raises(ExportError, match="caches of another kind"):
+        mla_compile.export_onnx(models.build("deepseek_v32"), tmp_path / "m", profile="ort-paged", dtype="float16")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
+def test_genai_generates_the_same_tokens(tmp_path, family):
+    """onnxruntime-genai runs the directory as it is."""
+    genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    model = models.build(family)
+    mla_compile.export_onnx(model, tmp_path / "m", profile="genai", verify=False)
+    inputs = models.prompt(1, 7, 0)
+    expected, _ = models.greedy(model, inputs, 24)
+    loaded = genai.Model(str(tmp_path / "m"))
+    parameters = genai.GeneratorParams(loaded)
+    parameters.set_search_options(max_length=7 + 24, do_sample=False)
+    generator = genai.Generator(loaded, parameters)
+    generator.append_tokens(inputs["input_ids"].numpy().astype(np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert list(generator.get_sequence(0))[7:] == expected[0].tolist()
+
+
+def test_genai_halves_rows_and_verifies_without_genai(tmp_path):
+    done = mla_compile.export_onnx(models.build("deepseek_v3"), tmp_path / "m", profile="genai")
+    assert done.verification.equal_tokens == done.verification.tokens == 14
+    graph = onnx.load(tmp_path / "m" / "model.onnx", load_external_data=False).graph
+    shapes = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input}
+    assert shapes["past_key_values.1.value"] == ["batch", 1, "past", 40]
+    with pytest.raises(ExportError, match="one row of latent and rotary key per layer"):
+        mla_compile.export_onnx(models.build("deepseek_v32"), tmp_path / "n", profile="genai")
+
+
+class Decode(nn.Module):
+    """A decode step as somebody may write it: two heads over a latent of 8, caches in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 2 * 10, bias=False)
+
+    def forward(self, query, new, mask, rows):
+        rows = torch.cat([rows, new], 1)
+        B, T, _ = rows.shape
+        k, v = self.up(rows).view(B, T, 2, 10).transpose(1, 2).split([6, 4], -1)
+        out = nn.functional.scaled_dot_product_attention(query, k, v, mask[:, None, None], scale=0.4)
+        return out, rows
+
+
+def seeded(kind=Decode):
+    torch.manual_seed(3)
+    return kind().eval().requires_grad_(False)
+
+
+def program(module=None):
+    batch, past = Dim("batch"), Dim("past", min=0, max=4096)
+    example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
+    shapes = ({0: batch}, {0: batch}, {0: batch, 1: past + 1}, {0: batch, 1: past})
+    module = seeded() if module is None else module
+    return module, torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+
+
+def test_a_traced_program_keeps_its_names(tmp_path):
+    module, exported = program()
+    done = mla_compile.export_onnx(exported, tmp_path / "m")
+    assert done.verification.error < 1e-5
+    for name in ("decode.onnx", "prefill.onnx"):
+        session = ort.InferenceSession(str(tmp_path / "m" / name), providers=["CPUExecutionProvider"])
+        assert [v.name for v in session.get_inputs()] == ["query", "new", "mask", "rows"]
+        assert [v.name for v in session.get_outputs()] == ["output_0", "present_rows"]
+        given = (torch.randn(3, 2, 1, 6), torch.randn(3, 1, 8), torch.rand(3, 13) < 0.7, torch.randn(3, 12, 8))
+        given[2][:, 0] = True
+        feeds = {v.name: t.numpy() for v, t in zip(session.get_inputs(), given, strict=True)}
+        for got, expected in zip(session.run(None, feeds), module(*given), strict=True):
+            assert np.abs(got - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize("profile", ["portable", "inplace"])
+def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile):
+    """It has one column; the operator takes the number of columns for the number of keys."""
+
+    class Rows(Decode):
+        def forward(self, query, new, mask, rows):
+            return super().forward(query, new, mask.any(-1, keepdim=True), rows)
+
+    module, exported = program(seeded(Rows))
+    mla_compile.export_onnx(exported, tmp_path / "m", profile=profile, prefill=False, verify=False)
+    given = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 6, dtype=torch.bool), torch.randn(2, 5, 8))
+    expected = module(*given)
+    session = ort.InferenceSession(str(tmp_path / "m" / "decode.onnx"), providers=["CPUExecutionProvider"])
+    feeds = {v.name: t.numpy() for v, t in zip(session.get_inputs(), given, strict=True)}
+    if profile == "inplace":
+        feeds["rows"] = np.pad(feeds["rows"], ((0, 0), (0, 3), (0, 0)), constant_values=np.nan)
+    assert np.abs(session.run(None, feeds)[0] - expected[0].numpy()).max() < 1e-5
+
+
+def test_a_program_that_was_optimized_before_is_exported_too(tmp_path):
+    _, exported = program()
+    fast = mla_compile.optimize(exported, lowering="op", forms="absorbed")
+    mla_compile.export_onnx(fast, tmp_path / "m")
+    nodes = onnx.load(tmp_path / "m" / "decode.onnx", load_external_data=False).graph.node
+    assert [n.op_type for n in nodes if n.domain] == ["DecodeAttention"]
+
+
+def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
+    module, exported = program()
+    graph = exported.module()
+    with pytest.raises(InputError, match="pass example_inputs"):
+        mla_compile.export_onnx(graph, tmp_path / "m")
+    example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
+    mla_compile.export_onnx(module, tmp_path / "m", example_inputs=example)
+    assert (tmp_path / "m" / "decode.onnx").exists()
+    with pytest.raises(OptionError, match="cast the model before tracing"):
+        mla_compile.export_onnx(exported, tmp_path / "n", dtype="float16")
+    with pytest.raises(ExportError, match="cannot be traced"):
+        mla_compile.export_onnx(module, tmp_path / "n", example_inputs=(torch.randn(2),))
+    with pytest.raises(ExportError, match="whose meaning is known"):
+        mla_compile.export_onnx(exported, tmp_path / "n", profile="genai")
+
+
+def test_an_operator_that_onnx_lacks_is_named(tmp_path):
+    class Odd(Decode):
+        def forward(self, query, new, mask, rows):
+            out, all_rows = super().forward(query, new, mask, rows)
+            return torch.special.bessel_j0(out), all_rows
+
+    _, exported = program(seeded(Odd))
+    with pytest.raises(ExportError, match=r"no form in ONNX opset 21: DispatchError: .*bessel_j0"):
+        mla_compile.export_onnx(exported, tmp_path / "m", prefill=False, verify=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_program_is_written_in_place_where_an_input_counts_its_tokens(tmp_path):
+    """The mask says how many rows of the buffer are in use; what lies behind them is not read."""
+    module, exported = program()
+    mla_compile.export_onnx(exported, tmp_path / "m", profile="inplace")
+    given = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 6, dtype=torch.bool), torch.randn(2, 5, 8))
+    buffer = torch.full((2, 20, 8), torch.nan)
+    buffer[:, :5] = given[3]
+    for name in ("decode.onnx", "prefill.onnx"):
+        session = ort.InferenceSession(str(tmp_path / "m" / name), providers=["CPUExecutionProvider"])
+        feeds = {v.name: t.numpy() for v, t in zip(session.get_inputs(), (*given[:3], buffer), strict=True)}
+        out, rows = session.run(None, feeds)
+        expected, all_rows = module(*given)
+        assert np.abs(out - expected.numpy()).max() < 1e-5
+        assert np.array_equal(rows[:, :6], all_rows.numpy())
+        assert np.isnan(rows[:, 6:]).all()
+
+
+def test_a_program_without_a_count_of_tokens_cannot_be_written_in_place(tmp_path):
+    class Unmasked(Decode):
+        def forward(self, query, new, rows):
+            return super().forward(query, new, torch.ones(rows.shape[0], rows.shape[1] + 1, dtype=torch.bool), rows)
+
+    example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.randn(2, 7, 8))
+    batch, past = Dim("batch"), Dim("past", min=0, max=4096)
+    shapes = ({0: batch}, {0: batch}, {0: batch, 1: past})
+    with pytest.raises(ExportError, match="needs an input with one entry for each of all tokens"):
+        mla_compile.export_onnx(
+            Unmasked().eval(), tmp_path / "m", profile="inplace", example_inputs=example, dynamic_shapes=shapes
+        )
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", ["keys", "heads"])
+def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
+    """K alone leaves no operator of ours in the graph."""
+
+    class Part(Decode):
+        def forward(self, query, new, mask, past):
+            rows = torch.cat([past, new], 1)
+            B, T, _ = rows.shape
+            k, v = self.up(rows).view(B, T, 2, 10).transpose(1, 2).split([6, 4], -1)
+            if part == "keys":
+                v = v.tanh()
+            else:
+                k, v = (torch.cat([y, rows[:, None, :, : y.shape[-1]].sin()], 1) for y in (k, v))
+                query = torch.cat([query, query[:, :1]], 1)
+            return nn.functional.scaled_dot_product_attention(query, k, v, mask[:, None, None], scale=0.4), rows
+
+    _, exported = program(seeded(Part))
+    done = mla_compile.export_onnx(exported, tmp_path / "m", prefill=False)
+    assert done.verification.error < 1e-5
+    assert [site.parts for site in done.report.sites] == [("keys",) if part == "keys" else ("heads 0-1 of 3",)]

@@ -1,0 +1,198 @@
+"""Programs whose inputs and outputs are K and V per head, rewritten to a signature of rows; caches converted for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import mla_compile
+from mla_compile.errors import InputError
+from tests.support.latent_modules import B, D, H, L, N, OneLayer, R, V
+from tests.support.programs import seeded
+
+EXACT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def past(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return seeded(B, H, length, N + R, seed=20), seeded(B, H, length, V, seed=21)
+
+
+def exported(model: OneLayer, queries: int = 1) -> torch.export.ExportedProgram:
+    tokens = torch.export.Dim("T", min=1)
+    shapes = (None, ({2: tokens}, {2: tokens}))
+    return torch.export.export(model, (seeded(B, queries, D), past(7)), dynamic_shapes=shapes, strict=False)
+
+
+def decode(model, program, mine, theirs, steps=4, queries=1):
+    """Runs both for some steps, each with its own cache, through the same loop."""
+    for step in range(steps):
+        x = seeded(B, queries, D, seed=30 + step)
+        expected, mine = model(x, mine)
+        got, theirs = program(x, theirs)
+        assert (got - expected).abs().max() < EXACT
+    return mine, theirs
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+def test_past_and_present_become_rows(queries):
+    model = OneLayer()
+    program = mla_compile.optimize(exported(model, queries), cache="latent", forms="absorbed")
+    report = program.graph_module.meta["mla_report"]
+    assert [site.code for site in report.sites] == ["absorbed"]
+    change = program.graph_module.meta["mla_cache"]
+    assert [(t.values, t.kept) for t in change.inputs] == [(H * (N + R), L + R), (H * V, 0)]
+    assert [(t.values, t.kept) for t in change.outputs] == [(H * (N + R), L + R), (H * V, 0)]
+    _, filled = model(seeded(B, 9, D, seed=3))
+    rows, error = mla_compile.migrate_cache(program, filled)
+    assert error < 1e-13
+    _, after = decode(model, program.module(), filled, rows, queries=queries)
+    assert [tuple(r.shape) for r in pytree.tree_leaves(after)] == [
+        (B, 9 + 4 * queries, L),
+        (B, 9 + 4 * queries, R),
+    ]
+
+
+def test_the_signature_stays_unless_it_is_asked_for():
+    model = OneLayer()
+    with pytest.warns(mla_compile.MlaCompileWarning, match="expanded_cache"):
+        program = mla_compile.optimize(exported(model))
+    assert "mla_cache" not in program.graph_module.meta
+    decode(model, program.module(), past(7), past(7))
+
+
+def test_the_new_signature_is_a_whole_program(tmp_path):
+    """Saved, loaded, exported again, checked by torch's own verifier; sizes that do not fit are still refused."""
+    model = OneLayer()
+    program = mla_compile.optimize(exported(model), cache="latent")
+    program.validate()
+    torch.export.save(program, tmp_path / "p.pt2")
+    loaded = torch.export.load(tmp_path / "p.pt2")
+    rows, _ = mla_compile.migrate_cache(program, model(seeded(B, 5, D))[1])
+    assert torch.equal(loaded.module()(seeded(B, 1, D), rows)[0], program.module()(seeded(B, 1, D), rows)[0])
+    wrong = (tuple(r[:1] for r in rows[0]), rows[1])
+    with pytest.raises((AssertionError, RuntimeError)):
+        program.module()(seeded(B, 1, D), wrong)
+
+
+def test_a_prompt_program_fills_the_cache_of_a_decode_program():
+    model = OneLayer()
+    prompt = torch.export.export(model, (seeded(B, 6, D),), strict=False)
+    first = mla_compile.optimize(prompt, cache="latent", forms="absorbed")
+    program = mla_compile.optimize(exported(model), cache="latent")
+    made, taken = first.graph_module.meta["mla_cache"], program.graph_module.meta["mla_cache"]
+    taken.check_filled_by(made)
+    x = seeded(B, 6, D, seed=5)
+    (expected, mine), (got, theirs) = model(x), first.module()(x)
+    assert (got - expected).abs().max() < EXACT
+    decode(model, program.module(), mine, theirs)
+
+    other = OneLayer()
+    other.layer.up.weight.data.mul_(2)
+    prompt = torch.export.export(other, (seeded(B, 6, D),), strict=False)
+    foreign = mla_compile.optimize(prompt, cache="latent", forms="absorbed").graph_module.meta["mla_cache"]
+    with pytest.raises(InputError, match="other weights"):
+        taken.check_filled_by(foreign)
+    with pytest.raises(InputError, match="returns 0"):
+        taken.check_filled_by(type(taken)((), (), ()))
+
+
+def test_a_graph_module():
+    model = OneLayer()
+
+    def call(x, k, v):
+        y, (new_k, new_v) = model(x, (k, v))
+        return y, new_k, new_v
+
+    example = seeded(B, 1, D), *past(7)
+    gm = make_fx(call)(*example)
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    fast = mla_compile.optimize(gm, example, cache="latent")
+    _, filled = model(seeded(B, 7, D, seed=3))
+    rows = mla_compile.migrate_cache(fast, filled).inputs
+    x = seeded(B, 1, D, seed=4)
+    expected, _ = model(x, filled)
+    y, new_k, new_v = fast(x, *rows[0], *rows[1])
+    assert (y - expected).abs().max() < EXACT
+    assert [tuple(r.shape) for r in new_k] == [(B, 8, L), (B, 8, R)]
+    assert new_v == ()
+
+
+def test_other_readers_of_the_past_get_it_expanded():
+    class Reads(OneLayer):
+        def forward(self, x, past):
+            y, present = super().forward(x, past)
+            return y + past[1].mean(), present
+
+    model = Reads()
+    program = mla_compile.optimize(exported(model), cache="latent")
+    _, filled = OneLayer.forward(model, seeded(B, 6, D, seed=3))
+    decode(model, program.module(), filled, mla_compile.migrate_cache(program, filled).inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_migration_tells_its_error(dtype):
+    model = OneLayer().to(dtype)
+    tokens = torch.export.Dim("T", min=1)
+    example = tuple(t.to(dtype) for t in past(7))
+    program = torch.export.export(
+        model, (seeded(B, 1, D).to(dtype), example), dynamic_shapes=(None, ({2: tokens}, {2: tokens})), strict=False
+    )
+    program = mla_compile.optimize(program, cache="latent")
+    _, filled = model(seeded(B, 9, D, seed=3).to(dtype))
+    rows, error = mla_compile.migrate_cache(program, filled)
+    assert 0 < error < 8 * torch.finfo(dtype).eps
+    assert all(r.dtype == dtype for r in pytree.tree_leaves(rows))
+    with pytest.raises(InputError, match=r"allowed 1\.0e-12"):
+        mla_compile.migrate_cache(program, filled, tolerance=1e-12)
+
+
+def test_migration_refuses_what_the_weights_did_not_make():
+    program = mla_compile.optimize(exported(OneLayer()), cache="latent")
+    with pytest.raises(InputError, match="no image of rows"):
+        mla_compile.migrate_cache(program, past(7))
+    with pytest.raises(InputError, match=r"expected \[\*, 3, \*, 6\]"):
+        mla_compile.migrate_cache(program, past(7)[::-1])
+    with pytest.raises(InputError, match="got 1 tensors"):
+        mla_compile.migrate_cache(program, past(7)[:1])
+    with pytest.raises(InputError, match='optimize the program with cache="latent"'):
+        mla_compile.migrate_cache(OneLayer(), past(7))
+
+
+# Near misses: nothing may change.
+
+
+class Shifted(OneLayer):
+    """The cached keys are not what the next call takes them for."""
+
+    def forward(self, x, past):
+        y, (k, v) = super().forward(x, past)
+        return y, (k * 2, v)
+
+
+class Rotated(OneLayer):
+    def __init__(self):
+        super().__init__()
+        self.layer.style = "rope_on_keys"
+
+
+class TokenMix(OneLayer):
+    def forward(self, x, past):
+        return super().forward(x, (past[0].flip(2), past[1]))
+
+
+@pytest.mark.filterwarnings("ignore:nothing was absorbed")
+@pytest.mark.parametrize("kind", [Shifted, Rotated, TokenMix])
+def test_near_misses_keep_their_keys(kind):
+    model = kind()
+    program = mla_compile.optimize(exported(model, queries=2), cache="latent")
+    change = program.graph_module.meta.get("mla_cache")
+    assert change is None or all(t.values != H * (N + R) for t in change.inputs)

@@ -1,0 +1,121 @@
+"""flex_attention: absorbed where it may be, else the same operator as before, beside whatever else is rewritten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from mla_compile import backend
+from mla_compile.codes import Code
+from mla_compile.passes.canonical.flex import write_flex
+from tests.support.modules import MLA, H, inputs
+from tests.support.programs import absorbed, assert_equal, calls, codes, error, export, optimized, seeded
+
+S, T = 3, 7
+
+
+class Flex(MLA):
+    """``options`` are those of flex_attention; ``finish_heads`` makes the result of it."""
+
+    def __init__(self, finish_heads=lambda out, q, k, v: out, shapes=lambda q, k, v: (q, k, v), **options):
+        super().__init__()
+        self.register_buffer("slopes", seeded(2 * H, seed=8))
+        self.finish_heads, self.shapes, self.options = finish_heads, shapes, options
+
+    def attend(self, q, k, v, mask):
+        options = {**self.options, "scale": self.scale}
+        if options.pop("alibi", False):
+            options["score_mod"] = lambda score, b, h, i, j: score - self.slopes[h] * (i + T - S - j)
+        return self.finish_heads(flex_attention(*self.shapes(q, k, v), **options), q, k, v)
+
+
+def written_out(out, q, k, v):
+    e = (q @ k.mT).exp()
+    return out + e / e.sum(-1, keepdim=True) @ v
+
+
+def grouped(q, k, v):
+    return q.repeat_interleave(2, 1), k, v
+
+
+@pytest.mark.parametrize("options", [{}, {"alibi": True}], ids=["scores as they are", "score_mod"])
+def test_several_queries_are_absorbed(options):
+    """The result lies in memory as flex_attention lays it out, by which a view of it was traced."""
+    program = absorbed(Flex(**options), inputs(S=S))
+    assert not any("flex" in op for op in calls(program))
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_queries_in_groups(alibi):
+    def first(out, q, k, v):
+        return out[:, ::2]
+
+    absorbed(Flex(first, grouped, enable_gqa=True, alibi=alibi), inputs(S=S))
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_what_is_not_absorbed_stays(alibi):
+    """Also its functions and its block mask, when dead code is removed around it."""
+    module = Flex(written_out, alibi=alibi)
+    program = export(module, inputs(S=S))
+    outcome = optimized(program, forms="expanded")
+    assert codes(outcome) == [Code.FORMS_EXPANDED] * 2
+    assert calls(outcome.program).count("flex_attention") == 1
+    assert "softmax.int" in calls(outcome.program)
+    assert_equal(module, outcome.program, inputs(S=S))
+
+
+def with_sums(out, q, k, v):
+    return out[0] + out[1][..., None]
+
+
+def blocks(mask_mod, B=1):
+    count, index = torch.ones(B, 1, 1, dtype=torch.int32), torch.zeros(B, 1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=1 << 30, mask_mod=mask_mod)
+
+
+TOLD = {
+    "a result that is used besides": {"finish_heads": with_sums, "return_lse": True},
+    "a mask of its own": {"block_mask": blocks(lambda b, h, i, j: i + T - S >= j)},
+    "one sequence for all": {"shapes": lambda q, k, v: (q, k[:1], v[:1]), "block_mask": blocks(None, B=2)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_not_taken_apart_is_told(name):
+    module = Flex(**TOLD[name])
+    program = export(module, inputs(S=S))
+    assert write_flex(program.copy().gm, program.fake_mode) == []
+    outcome = optimized(program, forms="absorbed")
+    assert codes(outcome) == [Code.UNSUPPORTED_OP]
+    assert "flex_attention" in outcome.report.sites[0].reason
+    assert_equal(module, outcome.program, inputs(S=S))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # the original, for comparison
+def test_constants_inside_of_score_mod():
+    """Of two layers, each with tensors of its own that bear the same names."""
+
+    def sloped(first):
+        slopes = [first, 0.2, 0.3]
+        return Flex(score_mod=lambda score, b, h, i, j: score + torch.tensor(slopes, dtype=score.dtype)[h] * j)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = sloped(0.1), sloped(0.9)
+
+        def forward(self, x, c, r):
+            return self.first(x, c, r) + self.second(x, c, r)
+
+    module = Two()
+    reports = backend.reports()
+    options = {"codegen": "eager", "strict": True, "forms": "absorbed"}
+    with torch.no_grad():
+        result = torch.compile(module, backend="mla", options=options)(*inputs(S=S))
+        assert error(result, module(*inputs(S=S))) < 1e-10
+    (report,) = [r for r in backend.reports() if r not in reports]
+    assert [s.code for s in report.sites] == [Code.ABSORBED] * 2

@@ -1,0 +1,200 @@
+"""Runs the source of a Hopper Gluon kernel on the CPU: numpy stand-ins for the part of ``gluon`` that it uses."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import threading
+import types
+from contextlib import contextmanager
+
+import numpy as np
+
+from tests.support.gluon_simulator import Barrier, Int, Scheduler, Tile, Tiles, array, round_to
+
+
+class _Product:
+    """An asynchronous accumulator; ``value`` is None until the product has been computed."""
+
+    def __init__(self):
+        self.value = None
+
+
+class Machine:
+    """One CTA after another; holds what the stand-ins of ``gl`` and ``hopper`` need."""
+
+    def __init__(self):
+        self.scheduler, self.program, self.grid = None, (0, 0, 0), (1, 1, 1)
+        self.queues, self.cells = {}, []
+        self.gl, self.hopper = self._language(), self._hopper()
+
+    def switch(self, until=None):
+        self.scheduler.switch(until)
+
+    def launch(self, kernel, grid, seed, **arguments):
+        """Runs every CTA of the grid; the seed decides the interleaving."""
+        for z, y, x in np.ndindex(*reversed(grid)):
+            self.scheduler = Scheduler(f"{seed} {x} {y} {z}")
+            self.program, self.grid = (x, y, z), grid
+            self.queues, self.cells = {}, []
+            wrapped = {k: Int(v) if type(v) is int else v for k, v in arguments.items()}
+            kernel(**wrapped)
+
+    def _allocate(self, dtype, shape, layout):
+        if dtype == "int64":
+            return Tiles([types.SimpleNamespace(barrier=Barrier(), dtype=dtype) for _ in builtins.range(shape[0])])
+        tiles = [Tile(np.full(shape[1:], np.nan, np.float32), dtype, self) for _ in builtins.range(shape[0])]
+        self.cells += [tile.unfenced for tile in tiles]
+        return Tiles(tiles)
+
+    def _load(self, pointer, mask=None, other=0):
+        self.switch()
+        shape = np.broadcast_shapes(np.shape(pointer.offset), np.shape(mask) if mask is not None else ())
+        cells, mask = pointer.cells(shape, mask)
+        values = np.full(shape, other, pointer.data.dtype)
+        values[mask] = pointer.data[cells]
+        return array(values) if shape else Int(values) if values.dtype.kind == "i" else np.float32(values)
+
+    def _store(self, pointer, values, mask=None):
+        cells, mask = pointer.cells(np.shape(values), mask)
+        pointer.data[cells] = round_to(np.asarray(values)[mask], pointer.dtype.element_ty)
+
+    def _specialize(self, functions, warps, registers):
+        names = [f"{i} {function.__name__}" for i, (function, _) in enumerate(functions)]
+        jobs = zip(names, functions, strict=True)
+        self.scheduler.run({name: (lambda f=f, a=a: f(*a)) for name, (f, a) in jobs})
+
+    def _language(self):
+        gl = types.ModuleType("gluon_language")
+        gl.constexpr = lambda value: value
+        gl.bfloat16, gl.float16, gl.float32, gl.int32, gl.int64 = "bf16", "fp16", "fp32", "int32", "int64"
+        for layout in ("NVMMADistributed", "NVMMAShared", "SwizzledShared", "Slice", "DotOperand", "Blocked"):
+            setattr(gl, f"{layout}Layout", lambda *args, **kwargs: None)
+
+        def of_scalars_or_arrays(function, python):
+            def call(*args):
+                if all(np.ndim(a) == 0 for a in args):
+                    return Int(python(*args))
+                return array(np.asarray(function(*args)))
+
+            return call
+
+        gl.minimum, gl.maximum = of_scalars_or_arrays(np.minimum, min), of_scalars_or_arrays(np.maximum, max)
+        choose = of_scalars_or_arrays(np.where, lambda c, a, b: a if c else b)
+        gl.where = lambda c, a, b: choose(c, *(np.float32(x) if isinstance(x, float) else x for x in (a, b)))
+        gl.max, gl.sum = lambda x, axis: array(np.max(x, axis)), lambda x, axis: array(np.sum(x, axis))
+        gl.exp2, gl.log2 = lambda x: array(np.exp2(x)), lambda x: array(np.log2(x))
+        gl.expand_dims, gl.convert_layout = lambda x, axis: array(np.expand_dims(x, axis)), lambda x, layout: x
+        gl.zeros = lambda shape, dtype, layout=None: array(np.zeros(shape, np.float32))
+        gl.full = lambda shape, value, dtype, layout=None: array(np.full(shape, value)).to(dtype)
+        gl.arange, gl.static_range = lambda a, b, layout=None: array(np.arange(a, b)), builtins.range
+        gl.program_id, gl.num_programs = lambda axis: Int(self.program[axis]), lambda axis: Int(self.grid[axis])
+        gl.load, gl.store = self._load, self._store
+        gl.allocate_shared_memory, gl.warp_specialize = self._allocate, self._specialize
+        return gl
+
+    def _hopper(self):
+        hopper = types.ModuleType("hopper")
+
+        def fence():
+            self.switch()
+            for unfenced in self.cells:
+                unfenced.discard(threading.current_thread().name)
+
+        def wait(bar, parity):
+            self.switch(lambda: bar.barrier.passed(parity))
+
+        def expect(bar, size):
+            self.switch()
+            bar.barrier.bytes += size
+            bar.barrier.arrive()
+
+        def arrive(bar, count=1, pred=True):
+            self.switch()
+            if pred:
+                bar.barrier.arrive(count)
+
+        def copy(desc, coordinates, bar, tile):
+            self.switch()
+            destination = tile.asynchronously()
+            assert destination.shape == desc.box, "the destination is one box"
+            box = desc.read(*coordinates)
+            destination[...] = np.nan
+
+            def land():
+                destination[...] = box
+                bar.barrier.bytes -= 2 * box.size
+                bar.barrier.settle()
+
+            self.scheduler.landings.append(land)
+
+        def multiply(a, b, acc, use_acc=True, is_async=False):
+            self.switch()
+            result, queue = _Product(), self.queues.setdefault(threading.current_thread().name, [])
+
+            def compute():
+                product = np.matmul(a.asynchronously() if isinstance(a, Tile) else a, b.asynchronously())
+                before = acc.value if isinstance(acc, _Product) else acc
+                result.value = array(before + product if use_acc else product)
+
+            queue.append((result, compute))
+            for _ in builtins.range(self.scheduler.random.choice([0, 0, 1, len(queue)])):
+                next((c for r, c in queue if r.value is None), lambda: None)()
+            return result if is_async else retire(0, [result])
+
+        def retire(outstanding, deps):
+            self.switch()
+            queue = self.queues.get(threading.current_thread().name, [])
+            while len(queue) > outstanding:
+                result, compute = queue.pop(0)
+                if result.value is None:
+                    compute()
+            (result,) = deps
+            if any(result is r for r, _ in queue):  # not certain to be there yet
+                return array(np.full((1,), np.nan, np.float32))
+            return result.value
+
+        hopper.fence_async_shared = fence
+        hopper.mbarrier = types.SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=lambda bar, count: bar.barrier.init(count),
+            wait=wait,
+            expect=expect,
+            arrive=arrive,
+        )
+        hopper.tma = types.SimpleNamespace(async_copy_global_to_shared=copy)
+        hopper.warpgroup_mma, hopper.warpgroup_mma_wait = multiply, retire
+        return hopper
+
+
+@contextmanager
+def _modules(replacements):
+    saved = {name: sys.modules.get(name) for name in replacements}
+    sys.modules.update(replacements)
+    try:
+        yield
+    finally:
+        for name, module in saved.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def load(sources):
+    """``(module, machine)``: sources by module name, executed in that order with stand-ins for triton; the last one."""
+    machine = Machine()
+    gluon = types.ModuleType("gluon")
+    gluon.jit = lambda function=None, **options: function or (lambda f: f)
+    gluon.language = machine.gl
+    root = "triton.experimental.gluon"
+    names = ("triton", "triton.experimental", root, f"{root}.language", f"{root}.language.nvidia")
+    stand_ins = {name: types.ModuleType(name) for name in names}
+    stand_ins |= {root: gluon, f"{root}.language": machine.gl, f"{root}.language.nvidia.hopper": machine.hopper}
+    stand_ins["triton.experimental"].gluon = gluon
+    modules = {name: types.ModuleType(name) for name in sources}
+    with _modules(stand_ins | modules):
+        for name, module in modules.items():
+            module.__dict__["range"] = lambda *args: map(Int, builtins.range(*args))
+            exec(compile(sources[name], name, "exec"), module.__dict__)  # noqa: S102  our own kernel, as it stands
+    return module, machine

@@ -1,0 +1,298 @@
+"""A Hopper CTA on the CPU, to find races and deadlocks between the partitions of a Gluon kernel: scheduler and memory.
+
+The kernel's own text is executed against numpy stand-ins for ``gluon`` (tests/support/gluon_machine.py). Every
+partition of ``warp_specialize`` is a thread; exactly one runs at a time, and a seeded scheduler may switch at every
+operation on shared memory, barriers and asynchronous copies or products. What the hardware may do late, happens late:
+
+* A TMA copy fills its destination with NaN when it is issued and lands at some later point.
+* An asynchronous wgmma reads its operands at some point between its issue and the wait that retires it, in order of
+  issue per warpgroup. A result taken before it is certain to be retired is NaN.
+* wgmma and TMA must not touch a tile that was written by ordinary stores without ``fence_async_shared``.
+* Fresh shared memory and fresh output are NaN. Reading outside a tensor, or a page that does not exist, is an error.
+
+Not modelled: layouts, registers, what happens inside a warpgroup, timing.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+import types
+
+import numpy as np
+
+
+class SimulationError(AssertionError):
+    """The kernel did something that is wrong whatever the numbers: a deadlock, a missing fence, a wild address."""
+
+
+class _Stop(BaseException):
+    """Unwinds the other partitions once one has failed."""
+
+
+def round_to(values, dtype):
+    """float32 values rounded to a 16-bit type and back; other types as they are."""
+    values = np.ascontiguousarray(values, np.float32)
+    if dtype == "fp16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float32)
+    if dtype != "bf16":
+        return values
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(values), np.float32("nan"), rounded.view(np.float32))
+
+
+class Int(int):
+    """A device integer: arithmetic stays in the class, because the kernel calls ``.to`` on what comes out."""
+
+    def to(self, dtype):
+        return self
+
+
+def _int_method(name, op):
+    def method(self, other):
+        if isinstance(other, (int, np.integer)):
+            return Int(op(int(self), int(other)))
+        return NotImplemented
+
+    setattr(Int, name, method)
+
+
+_OPERATORS = [
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "mod",
+    "rshift",
+    "and_",
+    "or_",
+    "xor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+]
+for _name in _OPERATORS:
+    _int_method(f"__{_name.rstrip('_')}__", getattr(operator, _name))
+    if _name in ("add", "mul"):
+        _int_method(f"__r{_name}__", getattr(operator, _name))
+Int.__hash__ = int.__hash__
+
+
+class Array(np.ndarray):
+    """A register tensor."""
+
+    def to(self, dtype):
+        if dtype in ("bf16", "fp16"):
+            return array(round_to(self, dtype))
+        return array(self.astype(np.int64 if dtype in ("int32", "int64") else np.float32))
+
+
+def array(values):
+    return np.asarray(values).view(Array)
+
+
+class Scheduler:
+    """Passes the baton between partitions, and lets asynchronous copies land in between."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.sticky = self.random.choice([0.0, 0.5, 0.9, 0.98])  # how long one partition tends to run
+        self.batons, self.blocked, self.landings = {}, {}, []
+        self.running, self.error = None, None
+        self.finished = threading.Event()
+
+    def _choose(self):
+        while True:
+            ready = [n for n in self.batons if n not in self.blocked or self.blocked[n]()]
+            if self.landings and (not ready or self.random.random() < 0.3):
+                self.landings.pop(self.random.randrange(len(self.landings)))()
+            elif ready:
+                stay = self.running in ready and self.random.random() < self.sticky
+                return self.running if stay else self.random.choice(ready)
+            elif self.batons:
+                raise SimulationError(f"deadlock: {', '.join(sorted(self.batons))} wait for each other")
+            else:
+                return None
+
+    def _pass_on(self):
+        try:
+            self.running = self._choose()
+        except SimulationError as error:
+            self._fail(error)
+        else:
+            (self.finished.set if self.running is None else self.batons[self.running].release)()
+
+    def _fail(self, error):
+        self.error = self.error or error
+        for baton in self.batons.values():
+            baton.release()
+        self.finished.set()
+
+    def switch(self, until=None):
+        """Called by the running partition at every operation: another one may go on, or the same."""
+        me = threading.current_thread().name
+        if me not in self.batons:
+            return  # the code before warp_specialize
+        if until is not None:
+            self.blocked[me] = until
+        self._pass_on()
+        self.batons[me].acquire()
+        if self.error:
+            raise _Stop
+        self.blocked.pop(me, None)
+
+    def run(self, partitions):
+        """``partitions``: name to function without arguments. Returns when all have finished, or raises."""
+
+        def body(name, function):
+            self.batons[name].acquire()
+            try:
+                with np.errstate(all="ignore"):  # NaN is at home here; the setting is per thread
+                    if not self.error:
+                        function()
+            except _Stop:
+                pass
+            except BaseException as error:  # noqa: BLE001  reported by the thread that called run()
+                self._fail(error)
+            del self.batons[name]
+            if not self.error:
+                self._pass_on()
+
+        # Semaphores: a failing partition wakes the others, whether they wait for their baton yet or not.
+        self.batons = {name: threading.Semaphore(0) for name in partitions}
+        threads = [threading.Thread(target=body, args=item, name=item[0]) for item in partitions.items()]
+        for thread in threads:
+            thread.start()
+        self._pass_on()
+        self.finished.wait()
+        for thread in threads:
+            thread.join()
+        if self.error:
+            raise self.error
+        if self.landings:
+            raise SimulationError("the kernel ended with copies in flight")
+
+
+class Pointer:
+    """An address in a flat numpy array of ``dtype``."""
+
+    def __init__(self, data, dtype="fp32", offset=0):
+        self.data, self.offset, self.dtype = data, offset, types.SimpleNamespace(element_ty=dtype)
+
+    def __add__(self, offset):
+        return Pointer(self.data, self.dtype.element_ty, self.offset + offset)
+
+    def cells(self, shape, mask):
+        """The flat indices where ``mask`` is set, and the mask."""
+        mask = np.broadcast_to(np.asarray(True if mask is None else mask, bool), shape)
+        cells = np.broadcast_to(self.offset, shape)[mask].astype(np.int64)
+        if cells.size and not 0 <= cells.min() <= cells.max() < self.data.size:
+            raise SimulationError(f"address {cells.min()}..{cells.max()} outside a tensor of {self.data.size} elements")
+        return cells, mask
+
+
+class Descriptor:
+    """A TMA descriptor of a 3-D numpy array with boxes of shape ``box``."""
+
+    def __init__(self, data, box, dtype):
+        self.data, self.box, self.dtype = data, tuple(box), dtype
+
+    def read(self, page, row, column):
+        if not 0 <= page < self.data.shape[0]:
+            raise SimulationError(f"page {page} of {self.data.shape[0]} was looked up")
+        box = np.zeros(self.box, np.float32)  # rows outside the tensor are zeros
+        part = self.data[page, row : row + self.box[1], column : column + self.box[2]]
+        box[0, : part.shape[0], : part.shape[1]] = part
+        return box
+
+
+class Tile:
+    """Shared memory. Views share ``unfenced``: the partitions whose ordinary stores no fence has followed."""
+
+    def __init__(self, data, dtype, machine, unfenced=None):
+        self.data, self.dtype, self.machine = data, dtype, machine
+        self.unfenced = set() if unfenced is None else unfenced
+
+    def view(self, data):
+        return Tile(data, self.dtype, self.machine, self.unfenced)
+
+    def permute(self, order):
+        return self.view(self.data.transpose(order))
+
+    def slice(self, start, length, dim=0):
+        return self.view(self.data[start : start + length] if dim == 0 else self.data[:, start : start + length])
+
+    def _reinterpret(self, dtype, shape, layout):
+        if len(shape) == 3:
+            assert tuple(shape[1:]) == self.data.shape, "only [rows,columns] to [1,rows,columns]"
+            return self.view(self.data[None])
+        boxes, one, rows, columns = shape
+        assert one == 1, "boxes are [1,rows,64]"
+        assert boxes * rows * columns == self.data.size, "boxes fill the tile"
+        return Boxes(self, rows, columns)
+
+    def load(self, layout):
+        self.machine.switch()
+        return array(self.data.copy())
+
+    def store(self, values):
+        self.machine.switch()
+        self.unfenced.add(threading.current_thread().name)
+        self.data[...] = round_to(values, self.dtype)
+
+    def asynchronously(self):
+        """The data, for wgmma and TMA."""
+        if self.unfenced:
+            raise SimulationError(f"no fence_async_shared after a store by {', '.join(self.unfenced)}")
+        return self.data
+
+
+class Tiles:
+    """An allocation [count, ...] of tiles."""
+
+    def __init__(self, tiles):
+        self.tiles, self.dtype = tiles, tiles[0].dtype
+
+    def index(self, i):
+        if not 0 <= i < len(self.tiles):
+            raise SimulationError(f"tile {i} of {len(self.tiles)}")
+        return self.tiles[i]
+
+
+class Boxes:
+    """[rows of the tile, 64] chunks of a swizzled tile, one after the other, each cut into boxes of a few rows."""
+
+    def __init__(self, tile, rows, columns):
+        self.tile, self.rows, self.columns = tile, rows, columns
+
+    def index(self, i):
+        chunk, box = divmod(i, self.tile.data.shape[0] // self.rows)
+        rows = slice(box * self.rows, (box + 1) * self.rows)
+        return self.tile.view(self.tile.data[rows, chunk * self.columns : (chunk + 1) * self.columns][None])
+
+
+class Barrier:
+    """An mbarrier: a phase completes when all arrivals and all expected bytes are in."""
+
+    def init(self, count):
+        self.count = self.pending = count
+        self.bytes, self.phase = 0, 0
+
+    def arrive(self, count=1):
+        if self.pending < count:
+            raise SimulationError("more arrivals at a barrier than it was initialised for")
+        self.pending -= count
+        self.settle()
+
+    def settle(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+    def passed(self, parity):
+        return self.phase != int(parity) & 1

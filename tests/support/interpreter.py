@@ -1,0 +1,120 @@
+"""Runs our Triton kernels in Triton's interpreter, on the CPU, in a process of its own.
+
+Whether a kernel is interpreted is decided when it is decorated, by TRITON_INTERPRET, and so it is for every helper of
+Triton's own: a process either interprets or compiles. :func:`worker` starts one that interprets; the tests send it
+work.
+
+Two of the interpreter's habits would make bfloat16 results worthless, in silence: ``tl.dot`` multiplies the bit
+patterns, and a conversion from float32 cuts instead of rounding. :func:`_mend` replaces both (Triton 3.6 and 3.7).
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def worker() -> ProcessPoolExecutor:
+    """One process that interprets. Functions and arguments sent to it are pickled by name.
+
+    Skips the test where Triton is missing, or is one whose interpreter does not work with the NumPy at hand.
+    """
+    triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        pytest.skip(f"the interpreter of Triton {triton.__version__} needs NumPy below 2.4, not {numpy.__version__}")
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start)
+
+
+def _release(module: Any) -> tuple[int, int]:
+    major, minor = module.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _start() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    _mend()
+
+
+def _mend() -> None:
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    dot, trunc, convert = builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar == tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return handle.data.astype(np.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        if tl.bfloat16 in (a.dtype.scalar, b.dtype.scalar):
+            return interpreter.TensorHandle(np.matmul(widened(a), widened(b)) + d.data, d.dtype.scalar)
+        return dot(self, a, b, d, *how)
+
+    def rounded(src: Any, dst_type: Any) -> Any:
+        """float32 to bfloat16, to nearest even; None for other conversions."""
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+            return None
+        bits = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(bits.reshape(src.data.shape), dst_type.scalar)
+
+    def create_fp_trunc(self: Any, src: Any, dst_type: Any) -> Any:
+        found = rounded(src, dst_type)
+        return trunc(self, src, dst_type) if found is None else found
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, mode: Any) -> Any:
+        found = rounded(src, dst_type)
+        return convert(self, src, dst_type, mode) if found is None else found
+
+    builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp = create_dot, create_fp_trunc, create_fp_to_fp
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> bool:
+    from mla_compile.kernels.triton import decode_triton
+
+    return type(decode_triton.attend).__name__ == "InterpretedFunction"
+
+
+def _as_triton_takes_it(x: Tensor | None, kind: str) -> Tensor | None:
+    """bool masks, and fp8 rows whose signature says bytes, are passed as bytes."""
+    return x.view(torch.uint8) if x is not None and kind == "*u8" and x.dtype != torch.uint8 else x
+
+
+def run(
+    call: Any, plan: Any, device: Any = None, *, least: int | None = None, seen: dict[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of a call under a plan. Scratch starts as NaN (or -1): nothing may be read before it is written.
+
+    ``seen`` receives the scratch buffers.
+    """
+    from mla_compile.kernels.devices import PRESETS
+    from mla_compile.kernels.triton import steps
+
+    assert _interpreted(), "this process compiles: send the work to interpreter.worker()"
+    device = device or PRESETS["sm_90"]
+    buffers: dict[str, Any] = {
+        name: getattr(call, name)
+        for name in ("query", "latent", "rope", "values", "mask", "table", "sinks", "kv_scale")
+    }
+    buffers["lengths"] = call.seq_lens
+    for name, (shape, dtype) in steps.scratch(call, plan, device).items():
+        buffers[name] = torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+    for step in steps.steps(call, plan, device, least=least):
+        given = step.arguments(buffers)
+        for argument in step.buffers:
+            given[argument] = _as_triton_takes_it(given[argument], step.types[argument])
+        step.fn[step.grid](**given)
+    if seen is not None:
+        seen.update((name, buffers[name]) for name in steps.scratch(call, plan, device))
+    return buffers["out"], buffers["lse"]
