@@ -49,20 +49,23 @@ from mla_compile.passes.canonical.flex import restore_flex, write_flex
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
-from mla_compile.passes.decide.cost import Part, default_device
-from mla_compile.passes.decide.judge import Verdict, judge
+from mla_compile.passes.decide.cost import AbsorbedColumns, default_device
+from mla_compile.passes.decide.judge import judge
+from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.decide.share_rows import Copied, restore_copies, share_rows
 from mla_compile.passes.decide.slice_rows import slice_rows
-from mla_compile.passes.ir.graph import remove_dead_code, weight_nodes
+from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
-from mla_compile.passes.rewrite.absorb import Absorbed, absorb
+from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.fold import fold
 from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
 from mla_compile.passes.rewrite.project import lower_projections
+from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.split_heads import SplitSite, split_heads
 from mla_compile.passes.verify.check import Check, check_site, key_of
 from mla_compile.passes.verify.split import check_split
@@ -82,7 +85,7 @@ class SiteCost:
     B: int | sympy.Expr
     S: int | sympy.Expr
     T: int | sympy.Expr
-    parts: tuple[Part, ...] = ()
+    parts: tuple[AbsorbedColumns, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def _run_once(
 
     copied: list[Copied] = []
 
-    def judged() -> tuple[list[Verdict], LinearMaps]:
+    def judged() -> tuple[list[Verdict], Maps]:
         sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
         found = clock.run("share_rows", lambda: share_rows(sites, weights, program.fake_mode), len)
         if found:
@@ -224,14 +227,15 @@ def _run_once(
     if before is not None:
         checks = clock.run("verify", lambda: _verify(rewritten, splits, verdicts, before, program), lambda _: 0)
     restore_copies(copied)  # not before: the check computes an attention as it was from the rows that it reads now
-    folded = clock.run("fold", lambda: fold(program, rewritten, chosen), lambda done: sum(map(len, done.values())))
+    now = LinearMaps(weight_nodes(graph, program.weights), program.fake_mode)
+    folded = clock.run("fold", lambda: fold(program, now, rewritten, chosen), lambda done: sum(map(len, done.values())))
     reports = reports_of(verdicts, splits, checks, folded)
     reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]
     if sketch is not None:
         pictures = _drawn(sketch, shown(verdicts, splits), rewritten) + [sketch.unfollowed(*found) for found in lost]
         reports = [replace(report, drawing=drawn) for report, drawn in zip(reports, pictures, strict=True)]
     alone = [pair for v in chosen for pair in v.narrowed]
-    clock.run("narrow", lambda: narrow(alone, weights, program.fake_mode), int)
+    clock.run("narrow", lambda: narrow(alone, LinearMaps(weights, program.fake_mode)), int)
     if options.lowering == "aten":
         clock.run("lower", lambda: lower_to_aten(graph, program.fake_mode), int)
     clock.run("lower_projections", lambda: lower_projections(graph, program.fake_mode), int)

@@ -10,7 +10,7 @@ import torch
 
 from mla_compile.core.program import Program
 from mla_compile.errors import InputError
-from mla_compile.passes.cache.recipe import Part, Recipe, at_once, evaluate, expand
+from mla_compile.passes.cache.recipe import ColumnBlock, Recipe, at_once, evaluate, expand
 
 aten = torch.ops.aten
 
@@ -191,7 +191,7 @@ def _equations(tensor: CachedTensor, index: int, given: torch.Tensor) -> tuple[t
     return torch.cat(matrices), torch.cat(targets, -1)
 
 
-def _matrix(part: Part, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """The part's weight for every head, [heads..., columns, width]."""
     matrix: torch.Tensor
     if part.weight is None:

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from mla_compile.core.program import Fold, Program
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, remove_dead_code, val, weight_nodes
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
+from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 
 aten = torch.ops.aten
 

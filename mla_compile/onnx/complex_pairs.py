@@ -15,7 +15,8 @@ from torch import fx
 
 from mla_compile.core.program import Fold, Program
 from mla_compile.errors import ExportError
-from mla_compile.passes.ir.graph import Builder, args_of, packet, remove_dead_code, val
+from mla_compile.passes.ir.graph import Builder, args_of, packet, val
+from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -8,7 +8,9 @@ import torch
 from torch import fx
 
 from mla_compile.core.program import Program
-from mla_compile.passes.ir.graph import Builder, argument, axis, packet, remove_dead_code, size, val
+from mla_compile.passes.ir.graph import Builder, argument, axis, packet, val
+from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
 _CHECKS = (

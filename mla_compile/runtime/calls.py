@@ -17,8 +17,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from mla_compile.core.program import Fold, Program
 from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.passes.decide import cost, formulas
-from mla_compile.passes.ir.equalities import canonical
-from mla_compile.passes.ir.graph import UNSEEN, hint, size
+from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 from mla_compile.pipeline import SiteCost
 
 Call = Callable[..., Any]

@@ -20,9 +20,11 @@ from torch import fx
 from mla_compile.passes.attention.scores import Scores, ScoreTracer, align_right, oriented
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Product
 from mla_compile.passes.ir.axes import Atom, Axes, Axis, flatten, fresh_axis
-from mla_compile.passes.ir.graph import ancestors, argument, packet, same, shape, size, val
+from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import ancestors
 
 aten = torch.ops.aten
 

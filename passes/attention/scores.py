@@ -28,9 +28,10 @@ from mla_compile.passes.ir.axes import (
     regroup,
     substitute,
 )
-from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.stop import Stop
 
 aten = torch.ops.aten
 

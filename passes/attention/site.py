@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axes, Axis, Split, substitute
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.stop import Stop
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from torch import fx
 
 from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, same, shape
-from mla_compile.passes.linear.contract import CONTRACTIONS
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape
+from mla_compile.passes.ir.operators import CONTRACTIONS
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.stop import Stop
 
 _REACH = 48  # operators between a softmax and either product: scale, masks, casts and a sink are a dozen
 

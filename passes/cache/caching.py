@@ -17,7 +17,7 @@ from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.share_rows import share_rows
-from mla_compile.passes.ir.graph import weight_nodes
+from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 
 

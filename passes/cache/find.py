@@ -33,11 +33,11 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.writes import Write, slice_over, write_of
-from mla_compile.passes.decide.plan import pieces_of
+from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import argument, axis, packet, shape, val
-from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ class Kept:
 def find_caches(
     graph: fx.Graph,
     sites: Sequence[AttentionSite],
-    maps: LinearMaps,
+    maps: Maps,
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: Iterable[fx.Node] = (),
@@ -105,7 +105,7 @@ def find_caches(
 def _cached(
     operand: Operand,
     site: AttentionSite,
-    maps: LinearMaps,
+    maps: Maps,
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: set[fx.Node],
@@ -134,9 +134,7 @@ def _cached(
     return {}
 
 
-def _written(
-    node: fx.Node, operand: Operand, site: AttentionSite, maps: LinearMaps, assume: set[fx.Node]
-) -> Write | None:
+def _written(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps, assume: set[fx.Node]) -> Write | None:
     """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
     if write_of(node) is None and packet(node) is not aten.slice:
         return None
@@ -154,7 +152,7 @@ def _joined(node: fx.Node) -> list[fx.Node] | None:
     return parts
 
 
-def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: LinearMaps) -> int | None:
+def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps) -> int | None:
     """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
     where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
     if where is None:
@@ -174,7 +172,7 @@ def _likely_token_axis(node: fx.Node) -> int:
 def _keep(
     tensors: Mapping[fx.Node, int],
     site: fx.Node,
-    maps: LinearMaps,
+    maps: Maps,
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: set[fx.Node],

@@ -18,11 +18,12 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
-from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
-from mla_compile.passes.ir.graph import Size, args_of, shape, val
-from mla_compile.passes.linear.analysis import Factor, LinearMap, Piece
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.graph import args_of, shape, val
+from mla_compile.passes.ir.sizes import Size
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.records import LinearMap, Piece
 
 aten = torch.ops.aten
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -50,7 +51,7 @@ Formula: TypeAlias = "Leaf | Apply"
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnBlock:
     """Columns of K: ``scale * rows W + b``, or the rows themselves where there is no weight.
 
     ``heads``: for the axes of K that are heads, whether the weight has them (else its values are shared by the heads).
@@ -81,7 +82,7 @@ class Recipe:
     kinds: tuple[int | Literal["row"], ...]
     tokens: int
     columns: int
-    parts: tuple[Part, ...]
+    parts: tuple[ColumnBlock, ...]
     widths: tuple[int, ...]
     dtype: torch.dtype
     leaves: int
@@ -128,7 +129,7 @@ def make_recipe(
         kinds.append(kind)
     ingredients: dict[fx.Node, tuple[int, Ingredient]] = {}
     leaves: dict[fx.Node, int] = {}
-    parts: list[Part] = []
+    parts: list[ColumnBlock] = []
     widths: list[int] = []
     for piece in pieces:
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
@@ -176,7 +177,7 @@ def _part(
     kinds: Sequence[int | Literal["row"]],
     columns: int,
     leaves: dict[fx.Node, int],
-) -> Part | None:
+) -> ColumnBlock | None:
     heads = [k for k, kind in enumerate(kinds) if kind != "row" and k != columns]
     has: tuple[bool, ...] = ()
     weight: Formula | None = None
@@ -190,7 +191,7 @@ def _part(
         matrix = aligned(piece.weight, flatten(kept)).view([_int(axis_size(a)) for a in kept])
         weight = _formula(matrix, leaves)
     bias = None if piece.bias is None else _formula(_broadcast(piece.bias, piece.axes), leaves)
-    return Part(rows, width, weight, has, piece.scale, bias)
+    return ColumnBlock(rows, width, weight, has, piece.scale, bias)
 
 
 def _broadcast(bias: Factor, axes: Sequence[Axis]) -> Expr:
@@ -238,7 +239,9 @@ def expand(recipe: Recipe, rows: Sequence[Any], leaves: Sequence[Any], call: Cal
     return call(aten.cat.default, parts, recipe.columns)
 
 
-def _expand_part(recipe: Recipe, part: Part, rows: Any, leaves: Any, call: Call, memo: dict[Formula, Any]) -> Any:
+def _expand_part(
+    recipe: Recipe, part: ColumnBlock, rows: Any, leaves: Any, call: Call, memo: dict[Formula, Any]
+) -> Any:
     names = dict(zip(range(len(recipe.kinds)), _LETTERS, strict=False))
     outer = [k for k, kind in enumerate(recipe.kinds) if kind == "row"]
     heads = [k for k, kind in enumerate(recipe.kinds) if kind != "row" and k != recipe.columns]

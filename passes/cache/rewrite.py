@@ -13,7 +13,8 @@ from mla_compile.passes.cache.find import Kept, Past
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import slice_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
-from mla_compile.passes.ir.graph import Builder, argument, axis, packet, remove_dead_code, val
+from mla_compile.passes.ir.graph import Builder, argument, axis, packet, val
+from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
 

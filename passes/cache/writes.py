@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.cache.recipe import Call
-from mla_compile.passes.ir.graph import Size, args_of, argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import Size, same
 
 aten = torch.ops.aten
 

@@ -22,8 +22,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.passes.ir.graph import WAITS, Builder, args_of, packet, same, shape, splice, val
-from mla_compile.passes.rewrite.sides import same_layout
+from mla_compile.passes.ir.arrange import same_layout
+from mla_compile.passes.ir.graph import WAITS, Builder, args_of, packet, shape, splice, val
+from mla_compile.passes.ir.sizes import same
 
 aten = torch.ops.aten
 WRITTEN = "mla_compile_written_flex"

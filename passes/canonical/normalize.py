@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import args_of, packet, same, shape, val
+from mla_compile.passes.ir.graph import args_of, packet, shape, val
+from mla_compile.passes.ir.sizes import same
 
 aten = torch.ops.aten
 _CHECKS = {aten._assert_tensor_metadata}

@@ -17,18 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.scores import ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
-from mla_compile.passes.ir.graph import (
-    Builder,
-    args_of,
-    argument,
-    axis,
-    is_tensor,
-    packet,
-    remove_dead_code,
-    same,
-    shape,
-    val,
-)
+from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
 

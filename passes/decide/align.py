@@ -6,39 +6,10 @@ source and which are columns of a weight. Both are split until every factor of o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, Split, axis_size, common_factors, flatten
-from mla_compile.passes.linear.analysis import LinearMap, Piece
-from mla_compile.passes.linear.stops import Stop
-
-
-@dataclass(frozen=True)
-class Term:
-    """One linear piece of K or V, in the site's atoms.
-
-    ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
-    atoms along the feature axis, columns ``start`` to ``stop`` of it; ``product`` is its query-key product (None for a
-    value term).
-    """
-
-    piece: Piece
-    at: dict[Atom, Atom]
-    features: Axis
-    start: int
-    stop: int
-    product: int | None = None
-
-    def kind(self, atom: Atom) -> str:
-        """What a site atom is to this piece: ``token``, ``feature`` or ``broadcast``."""
-        own = self.at.get(atom)
-        if own is None:
-            return "broadcast"
-        if own in self.piece.source_atoms:
-            return "token"
-        factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
-        return "feature" if any(own in f.atoms for f in factors) else "broadcast"
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.records import LinearMap, Term
 
 
 def align(

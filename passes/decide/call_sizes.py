@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import Axis
-from mla_compile.passes.ir.graph import bytes_hint, hint, size, val, whole_rows
+from mla_compile.passes.ir.graph import bytes_hint, val, whole_rows
+from mla_compile.passes.ir.sizes import hint, size
 
 
 @dataclass(frozen=True)

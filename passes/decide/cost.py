@@ -199,7 +199,7 @@ def saves_cache(dims: Dims) -> bool:
 
 
 @dataclass(frozen=True)
-class Part:
+class AbsorbedColumns:
     """A side of an attention, or some columns of it, that weights make from narrow rows.
 
     ``columns`` per head, for ``heads`` heads of which ``made`` have columns of their own, from rows of ``width``
@@ -218,20 +218,20 @@ class Part:
         return {"H": self.heads, "L": self.width, "N": self.columns, "K": self.made, "Z": self.rows}
 
 
-def part_break_even(parts: Sequence[Part]) -> float:
+def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
     """Queries per call up to which absorbing all of ``parts`` needs fewer FLOPs, on a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
     (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
     return float(solution) if solution > 0 else math.inf
 
 
-def part_gain(part: Part) -> sympy.Expr:
+def part_gain(part: AbsorbedColumns) -> sympy.Expr:
     """Multiply-adds that absorbing ``part`` saves per sequence, as a function of S and T."""
     return formulas.part_gain().subs({getattr(formulas, name): value for name, value in part.letters.items()})
 
 
 def choose_parts(
-    parts: Sequence[Part],
+    parts: Sequence[AbsorbedColumns],
     *,
     writes: bool,
     B: int,
@@ -266,7 +266,7 @@ def choose_parts(
 
 @lru_cache(maxsize=4096)
 def _part_seconds(
-    part: Part, absorbed: bool, B: int, S: int, T: int, made: int, element_bytes: int, device: Device
+    part: AbsorbedColumns, absorbed: bool, B: int, S: int, T: int, made: int, element_bytes: int, device: Device
 ) -> float:
     letters = {"B": B, "S": S, "T": T, **part.letters}
     return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)

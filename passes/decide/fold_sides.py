@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.graph import bytes_hint, shape
-from mla_compile.passes.linear.analysis import LinearMaps, Piece
+from mla_compile.passes.linear.records import Maps, Piece
 
 aten = torch.ops.aten
 _REACH = 12  # views and casts between the attention and the output projection
 _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.addmm.default)
 
 
-def fold_widths(plan: AbsorbPlan, maps: LinearMaps) -> tuple[int | None, int | None]:
+def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
     """Q and D, each None where something lies in between (a norm, a gate, a second reader).
 
     Q is the width of the rows that the unrotated queries are projected from, D that of the output projection's result.
@@ -32,7 +32,7 @@ def fold_widths(plan: AbsorbPlan, maps: LinearMaps) -> tuple[int | None, int | N
     return widths.pop() if len(widths) == 1 else None, None if projection is None else _width(projection)
 
 
-def _query_width(node: fx.Node, columns: range, maps: LinearMaps) -> int | None:
+def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
     """Width of the rows that ``columns`` of a query tensor are projected from (the letter Q); None if they are not."""
     for segment in maps.map(node).segments:
         stop = segment.stop or columns.stop

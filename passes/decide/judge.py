@@ -17,55 +17,28 @@ from torch import fx
 
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.align import Term
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import Choice, Device, Fold, Forms, Part, choose, saves_cache
+from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
-from mla_compile.passes.decide.partial import KeptPart, Side, partial
-from mla_compile.passes.decide.plan import AbsorbPlan, make_plan, pieces_of
+from mla_compile.passes.decide.partial import partial
+from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import ancestors, is_tensor, packet, val
-from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.graph import is_tensor, packet, val
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.linear.records import Maps, Term
 from mla_compile.passes.rewrite.narrow import readers
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
-
-    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks. Of a site that is
-    absorbed in part, ``parts`` are what is, ``kept`` what is not and why, ``instead`` the verdict without it, and
-    ``narrowed`` the nodes that are to be made alone, each with its source, because the rest of their projection is not
-    read any more.
-    """
-
-    site: AttentionSite
-    code: Code
-    reason: str
-    blame: fx.Node | None = None
-    plan: AbsorbPlan | None = None
-    choice: Choice | None = None
-    by_call: bool = False
-    parts: tuple[Part, ...] = ()
-    kept: tuple[KeptPart, ...] = ()
-    instead: Verdict | None = None
-    narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def absorb(self) -> bool:
-        return self.code is Code.ABSORBED
-
-
 def judge(
     graph: fx.Graph,
     sites: Sequence[AttentionSite],
-    maps: LinearMaps,
+    maps: Maps,
     device: Device,
     forms: Forms = "auto",
     fold: Fold = "auto",
@@ -78,7 +51,7 @@ def judge(
 @dataclass(frozen=True)
 class _Judge:
     graph: fx.Graph
-    maps: LinearMaps
+    maps: Maps
     device: Device
     forms: Forms
     fold: Fold
@@ -111,7 +84,7 @@ class _Judge:
             plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
         return _choose_form(plan, self.device, self.forms, self.fold)
 
-    def part(self, refused: Verdict, stop: Stop, maps: LinearMaps, keep: Collection[Side] = ()) -> Verdict:
+    def part(self, refused: Verdict, stop: Stop, maps: Maps, keep: Collection[Side] = ()) -> Verdict:
         """The verdict where the whole is ``refused``: absorbed in part where that is legal and pays."""
         if self.forms == "expanded":
             return refused
@@ -201,7 +174,7 @@ class _Judge:
         return options[site.node].pop(0)
 
 
-def _is_hidden_state(plan: AbsorbPlan, maps: LinearMaps) -> bool:
+def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
     """Whether the queries are projected from the very rows that K and V are: MHA without RoPE, which has no latent."""
     rows = {plan.latent.node}
     for piece in maps.map(plan.latent.node).pieces:

@@ -11,32 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.canonical.flex import WRITTEN
-from mla_compile.passes.decide.align import Term
+from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries
 from mla_compile.passes.decide.call_sizes import call_sizes
-from mla_compile.passes.decide.cost import Choice, Device, Forms, Part, choose_parts
-from mla_compile.passes.decide.explain import SYMPTOMS, explain_source, of_queries
-from mla_compile.passes.decide.plan import AbsorbPlan, Rows, make_part_plan, pieces_of
+from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, Forms, choose_parts
+from mla_compile.passes.decide.plan import make_part_plan
+from mla_compile.passes.decide.records import AbsorbPlan, LeftPart, Rows, Side, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources, cut
 from mla_compile.passes.ir.axes import axis_size
-from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.linear.stops import Stop
-
-Side = Literal["keys", "values"]
-
-
-@dataclass(frozen=True)
-class KeptPart:
-    """What of an absorbed attention stays as it was, and why."""
-
-    what: str
-    stop: Stop
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.records import Maps, Term
 
 
 @dataclass(frozen=True)
@@ -47,16 +36,16 @@ class Partial:
     """
 
     plan: AbsorbPlan
-    parts: tuple[Part, ...]
+    parts: tuple[AbsorbedColumns, ...]
     choice: Choice
-    kept: tuple[KeptPart, ...]
+    kept: tuple[LeftPart, ...]
     pays: bool
     by_call: bool
 
 
 def partial(
     site: AttentionSite,
-    maps: LinearMaps,
+    maps: Maps,
     failed: Stop,
     device: Device,
     forms: Forms,
@@ -72,7 +61,7 @@ def partial(
     return next((p for p in found if p.pays), found[0] if found else None)
 
 
-def _plans(site: AttentionSite, maps: LinearMaps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
+def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
     own = of_queries(site)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:
@@ -101,7 +90,7 @@ def _expanded(plan: AbsorbPlan, rows: Rows) -> bool:
     return any(t.piece.source is rows.node and t.piece.projected for t in (*plan.keys, *plan.vals))
 
 
-def parts_of(plan: AbsorbPlan) -> tuple[Part, ...]:
+def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
     """The columns that are absorbed, by side and by the rows they come from.
 
     What a weight makes once for all heads (a shared rotary key from its hidden state) is no expansion, and not counted.
@@ -118,13 +107,13 @@ def parts_of(plan: AbsorbPlan) -> tuple[Part, ...]:
                     key = (side, plan.rows_of(t.piece.source), made)
                     parts[key] = parts.get(key, 0) + t.stop - t.start
     return tuple(
-        Part(side, plan.dims.H, rows.size, columns, made, math.prod(int(a.size) for a in rows.heads))
+        AbsorbedColumns(side, plan.dims.H, rows.size, columns, made, math.prod(int(a.size) for a in rows.heads))
         for (side, rows, made), columns in parts.items()
     )
 
 
 def _weighed(
-    plan: AbsorbPlan, maps: LinearMaps, failed: Stop, device: Device, forms: Forms, keep: Collection[Side]
+    plan: AbsorbPlan, maps: Maps, failed: Stop, device: Device, forms: Forms, keep: Collection[Side]
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
@@ -140,7 +129,7 @@ def _weighed(
     return Partial(plan, parts, choice, tuple(_kept(plan, maps, failed, keep)), pays, by_call)
 
 
-def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
+def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[LeftPart]:
     """The sides and columns that stay, each with the operator that is to blame."""
     site = plan.site
     read = [rows.node for rows in plan.rows]
@@ -150,10 +139,10 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
     )
     for side, absorbed, nodes in sides:
         if side in keep:
-            yield KeptPart(side, failed)
+            yield LeftPart(side, failed)
             continue
         if not absorbed:
-            yield KeptPart(side, _why(site, nodes, maps, failed, read))
+            yield LeftPart(side, _why(site, nodes, maps, failed, read))
             continue
         terms = plan.keys if side == "keys" else plan.vals
         own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
@@ -162,10 +151,10 @@ def _kept(plan: AbsorbPlan, maps: LinearMaps, failed: Stop, keep: Collection[Sid
                 own_stop = maps.reasons.get(rows.node)
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
-                yield KeptPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)
+                yield LeftPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)
 
 
-def _why(site: AttentionSite, nodes: list[fx.Node], maps: LinearMaps, failed: Stop, read: Collection[fx.Node]) -> Stop:
+def _why(site: AttentionSite, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]) -> Stop:
     """Why the side made by ``nodes`` stays: what the whole failed for, where that is a cause and no symptom."""
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         return failed

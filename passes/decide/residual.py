@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import bytes_hint, is_tensor, packet, val, whole_rows
-from mla_compile.passes.linear.contract import CONTRACTIONS
+from mla_compile.passes.ir.operators import CONTRACTIONS
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d)

@@ -24,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.steps import Joined, step
-from mla_compile.passes.ir.graph import Builder, args_of, packet, same, shape
-from mla_compile.passes.linear.contract import CONTRACTIONS
+from mla_compile.passes.ir.arrange import same_layout
+from mla_compile.passes.ir.graph import Builder, args_of, packet, shape
+from mla_compile.passes.ir.operators import CONTRACTIONS, FILLS
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.linear.rules import RULES
-from mla_compile.passes.linear.segments import FILLS
 from mla_compile.passes.linear.views import expand, permute, repeat, same_values, view
-from mla_compile.passes.rewrite.sides import same_layout
 
 aten = torch.ops.aten
 _COPY = (aten.expand, aten.expand_as, aten.repeat, aten.tile)

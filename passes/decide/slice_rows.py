@@ -24,10 +24,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.plan import pieces_of
+from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import SHOWS, Builder, args_of, argument, bytes_hint, packet, same, shape, size, val
-from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece, Shown
+from mla_compile.passes.ir.graph import SHOWS, Builder, args_of, argument, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Shown
 from mla_compile.passes.linear.rows import constant_along, rows_axis, sliced_axis
 from mla_compile.passes.linear.rules import RULES
 
@@ -45,7 +46,7 @@ class Taken:
     rows: tuple[tuple[fx.Node, int], ...]
 
 
-def slice_rows(sites: Iterable[AttentionSite], maps: LinearMaps) -> LinearMaps:
+def slice_rows(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
     """Adds the slices of rows that K and V of ``sites`` need, and returns the analysis that knows them."""
     shown: dict[fx.Node, tuple[Shown, ...]] = {}
     added: dict[tuple[object, ...], fx.Node] = {}
@@ -60,7 +61,7 @@ def slice_rows(sites: Iterable[AttentionSite], maps: LinearMaps) -> LinearMaps:
         shown = {**shown, **new}
 
 
-def find_slices(operands: Sequence[fx.Node], maps: LinearMaps) -> list[Taken]:
+def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Taken]:
     """The slices at which the walks from ``operands`` end although rows could be sliced instead."""
     slices = _ends(operands, maps)
     if not slices:
@@ -72,7 +73,7 @@ def find_slices(operands: Sequence[fx.Node], maps: LinearMaps) -> list[Taken]:
     return [Taken(node, tuple(rows.items())) for node, rows in taken if rows]
 
 
-def _ends(operands: Iterable[fx.Node], maps: LinearMaps) -> list[fx.Node]:
+def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
     """The slices at which walks end, and those behind which the walk ended at something else.
 
     Columns split off from a slice of K are columns of a row tensor of its own, as long as the slice is taken for one.
@@ -113,7 +114,7 @@ def _narrower(piece: Piece, node: fx.Node) -> bool:
     return piece.projected or bytes_hint(piece.source) < bytes_hint(args_of(node)[0])
 
 
-def _add(taken: Taken, added: dict[tuple[object, ...], fx.Node], maps: LinearMaps) -> tuple[Shown, ...]:
+def _add(taken: Taken, added: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[Shown, ...]:
     """The slices of the rows of ``taken``, those that are there already used again; none where one is not certain."""
     node, op, dim = taken.node, taken.node.target, sliced_axis(taken.node)
     assert callable(op)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from mla_compile.passes.ir.graph import bytes_hint
-from mla_compile.passes.linear.analysis import Piece
+from mla_compile.passes.linear.records import Piece
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
-from mla_compile.passes.ir.graph import Builder, args_of, evaluate_fake, packet, shape, size, val
+from mla_compile.passes.ir.graph import Builder, args_of, evaluate_fake, packet, shape, val
+from mla_compile.passes.ir.sizes import size
 
 aten = torch.ops.aten
 

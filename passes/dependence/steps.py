@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import flatten, fresh_axes, regroup, substitute
-from mla_compile.passes.ir.graph import Size, args_of, argument, axis, is_tensor, packet, same, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.ir.sizes import Size, same
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ class Blind:
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisPart:
     """Positions ``start`` to ``stop`` of the result are those from ``offset`` on of axis ``dim`` of ``node``."""
 
     start: int
@@ -61,7 +62,7 @@ class Part:
 class Joined:
     """The result's axis is put together from parts."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[AxisPart, ...]
 
 
 Step = Blind | Joined
@@ -109,7 +110,7 @@ def _copy(node: fx.Node, dim: int, length: int) -> Step | None:
     x = args_of(node)[1]
     alike = val(x).dtype == val(node).dtype and len(shape(x)) == len(shape(node))
     if alike and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True)):
-        return Joined((Part(0, length, x, dim),))
+        return Joined((AxisPart(0, length, x, dim),))
     return _reads([(args_of(node)[0], dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
 
 
@@ -184,7 +185,7 @@ def _sliced(node: fx.Node, dim: int, length: int) -> Step | None:
     if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds):
         return None
     start, _, stride = slice(*bounds).indices(size)
-    return Joined((Part(0, length, x, dim, start),)) if stride == 1 else None
+    return Joined((AxisPart(0, length, x, dim, start),)) if stride == 1 else None
 
 
 def _selected(node: fx.Node, dim: int, length: int) -> Step | None:
@@ -204,12 +205,12 @@ def _joined(node: fx.Node, dim: int, length: int) -> Step | None:
         return None
     if axis(argument(node, 1, "dim", 0), len(shape(node))) != dim:
         return _reads([(x, dim) for x in operands], length)
-    parts: list[Part] = []
+    parts: list[AxisPart] = []
     for x in operands:
         start, size = parts[-1].stop if parts else 0, shape(x)[dim]
         if not isinstance(size, int):
             return None
-        parts.append(Part(start, start + size, x, dim))
+        parts.append(AxisPart(start, start + size, x, dim))
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
@@ -224,7 +225,7 @@ def _scattered(node: fx.Node, dim: int, length: int) -> Step | None:
     start, stop, stride = slice(*bounds).indices(length)
     if stride != 1 or start >= stop:
         return None
-    parts = (Part(0, start, base, dim), Part(start, stop, x, dim), Part(stop, length, base, dim, stop))
+    parts = (AxisPart(0, start, base, dim), AxisPart(start, stop, x, dim), AxisPart(stop, length, base, dim, stop))
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
@@ -244,7 +245,7 @@ def _split_part(node: fx.Node, dim: int, length: int) -> Step | None:
         return None
     start, stop = sum(sizes[:-1]), sum(sizes)
     if over == dim:
-        return Joined((Part(0, length, x, dim, start),))
+        return Joined((AxisPart(0, length, x, dim, start),))
     return _reads([(x, dim)], length, instead=(aten.slice.Tensor, (over, start, stop)))
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, Axes, Axis, flatten
-from mla_compile.passes.ir.graph import Builder, size, val
+from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.ir.sizes import hint, size
 
 aten = torch.ops.aten
 Dim: TypeAlias = "int | fx.Node"
@@ -94,3 +95,20 @@ def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom])
         return node
     shape = [sizes.of(a) if one else -1 for a, one in zip(atoms, short, strict=True)]
     return builder.call(aten.expand.default, node, shape)
+
+
+def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
+    """``new`` in the dtype and memory order of ``old``: views that were traced on the old node's strides stay valid."""
+    new = builder.cast(new, val(old).dtype)
+    stride, wanted = val(new).stride(), val(old).stride()
+    sizes = val(old).shape
+    relevant = [d for d in range(len(sizes)) if size(sizes[d]) != 1]
+    if all(size(stride[d]) == size(wanted[d]) for d in relevant):
+        return new
+    # Outermost first; size-1 axes may stand anywhere.
+    order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
+    order = [d for d in range(len(sizes)) if d not in relevant] + order
+    inverse = [order.index(d) for d in range(len(sizes))]
+    new = builder.call(aten.permute.default, new, order)
+    new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
+    return builder.call(aten.permute.default, new, inverse)

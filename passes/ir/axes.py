@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from mla_compile.passes.ir.graph import Size, quotient, same
+from mla_compile.passes.ir.sizes import Size, quotient, same
 
 
 class Atom:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
@@ -113,6 +114,14 @@ class Expr:
         result = visit(self)
         assert isinstance(result, torch.Tensor)
         return result
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A tensor of weights and the atom that each of its dimensions stands for."""
+
+    expr: Expr
+    atoms: Axis
 
 
 def widened(value: Any, dtype: torch.dtype | None) -> Any:

@@ -7,8 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from mla_compile.passes.ir.axes import Atom, Axis
-from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.linear.analysis import Factor
+from mla_compile.passes.ir.expr import Expr, Factor
 
 aten = torch.ops.aten
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.equalities import canonical
+from mla_compile.passes.ir.sizes import Size, hint, size
 
 OURS = "mla_compile"
 """Key in the metadata of nodes that a rewrite added."""
@@ -21,37 +20,6 @@ SHOWS = "mla_compile_shows"
 
 WAITS = "mla_compile_waits"
 """Key in the metadata of nodes that nothing reads at present and that may be read again."""
-
-Size: TypeAlias = "int | sympy.Expr"
-"""One dimension of a shape: a number, or an expression over the graph's shape symbols."""
-
-UNSEEN = 4096
-"""What a dimension counts for in costs that nothing is known of, such as the length of what ``nonzero`` returns."""
-
-
-def size(dim: int | torch.SymInt) -> Size:
-    """A dimension as a plain int where it is one, else as its sympy expression."""
-    if isinstance(dim, int):
-        return dim
-    expr = canonical(sympy.sympify(dim.node.expr), dim.node.shape_env)
-    return int(expr) if expr.is_Integer else expr
-
-
-def same(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal for every value of the symbols (never "for the example at hand")."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
-
-
-def quotient(a: Size, b: Size) -> Size | None:
-    """``a / b`` where that is a whole number for every value of the symbols, else None."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b > 0 and a % b == 0 else None
-    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
-    if sympy.fraction(ratio)[1] != 1 or not ratio.is_integer:
-        return None
-    return int(ratio) if ratio.is_Integer else ratio
 
 
 def val(node: fx.Node) -> torch.Tensor:
@@ -67,14 +35,6 @@ def is_tensor(node: object) -> bool:
 
 def shape(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size(d) for d in val(node).shape)
-
-
-def hint(dim: Size, value: int | torch.SymInt) -> int:
-    """A representative number for a dimension: itself, or the value seen when the graph was traced."""
-    if isinstance(dim, int):
-        return dim
-    known = getattr(getattr(value, "node", None), "hint", None)
-    return int(known) if known is not None else UNSEEN
 
 
 def whole_rows(node: fx.Node) -> fx.Node:
@@ -178,40 +138,3 @@ def evaluate_fake(
     real_args, real_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         return op(*real_args, **real_kwargs)
-
-
-def remove_dead_code(graph: fx.Graph) -> None:
-    """Dead code removal that also takes fused attentions without dropout, which torch counts among random operators."""
-
-    def stays(node: fx.Node) -> bool:
-        attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
-        sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
-        return WAITS in node.meta or (node.is_impure() and not sure)
-
-    graph.eliminate_dead_code(stays)
-
-
-def ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """Every node that ``node``'s numbers depend on, nearest first; a tensor it only takes a size from is none."""
-    seen: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    while queue:
-        current = queue.pop(0)
-        if current not in seen and not isinstance(current.meta.get("val"), (int, torch.SymInt)):
-            seen.add(current)
-            yield current
-            queue.extend(current.all_input_nodes)
-
-
-def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:
-    """Every node computed from weights and constants only: ``known`` names inputs that are weights."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            if node.name in known or node.op == "get_attr":
-                found.add(node)
-        elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
-            tags = getattr(node.target, "tags", ())
-            if torch.Tag.nondeterministic_seeded not in tags:
-                found.add(node)
-    return found

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, same, shape, val
-from mla_compile.passes.linear.contract import parse_einsum
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import same
 
 aten = torch.ops.aten
+
+
+def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
+    """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""
+    equation, operands = args_of(node)[0], args_of(node)[1]
+    assert isinstance(equation, str)
+    assert isinstance(operands, Sequence)
+    text = equation.replace(" ", "")
+    left, arrow, out = text.partition("->")
+    inputs = left.split(",")
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
+    widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
+    dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
+    inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
+    if not arrow:
+        joined = "".join(inputs)
+        out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
+    out = out.replace("...", dots)
+    return (inputs, out) if all(len(set(i)) == len(i) for i in inputs) else None
 
 
 def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:

@@ -7,7 +7,7 @@ or on the last axis of the source's rows, never on the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,15 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, Axis, fresh_axis
-from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import product, scaled, total
-from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, packet, same, shape, val
-from mla_compile.passes.linear.analysis import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment
+from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.labels import parse_einsum
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map
-from mla_compile.passes.linear.stops import Stop, unexplained
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowsJoined, Segment
+from mla_compile.passes.linear.stops import unexplained
 
 aten = torch.ops.aten
 
@@ -95,7 +98,7 @@ def _apply(
 
 
 def contract(
-    maps: LinearMaps, node: fx.Node, x: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str
+    maps: Maps, node: fx.Node, x: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str
 ) -> LinearMap | Stop:
     """``einsum(labels,weight_labels->out)`` of a linear map and a weight."""
     problem = _usable(weight, node)
@@ -137,9 +140,7 @@ def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
     return names[wide - rank :], names[wide - weight_rank :], names
 
 
-def multiply_weight(
-    maps: LinearMaps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool
-) -> LinearMap | Stop:
+def multiply_weight(maps: Maps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool) -> LinearMap | Stop:
     expr = maps.leaf(weight)
     if reciprocal:
         expr = expr.call(aten.reciprocal.default)
@@ -149,7 +150,7 @@ def multiply_weight(
     return contract(maps, node, x, labels, expr, weight_labels, out)
 
 
-def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: float) -> LinearMap | Stop:
+def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: float) -> LinearMap | Stop:
     expr = maps.leaf(bias)
     problem = _usable(expr, node)
     labels, bias_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
@@ -175,7 +176,7 @@ def add_weight(maps: LinearMaps, node: fx.Node, x: fx.Node, bias: fx.Node, facto
     return LinearMap(tuple(done), source.axis)
 
 
-def linear(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) and not maps.is_weight(x):
         return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
@@ -202,7 +203,7 @@ def _with_bias(source: LinearMap, bias: Expr, node: fx.Node, dim: int = -1) -> L
     return source.each(add)
 
 
-def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """matmul, mm, bmm, addmm, baddbmm with a weight on either side."""
     offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
     a, b = args_of(node)[offset], args_of(node)[offset + 1]
@@ -225,7 +226,7 @@ def matmul(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return _with_bias(result, maps.leaf(bias), node)
 
 
-def convolution(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def convolution(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """A convolution of kernel size 1 over [B,C,...] is a product with a matrix [out,C]; any other mixes tokens."""
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     rank = len(shape(x))
@@ -247,7 +248,7 @@ def _padded(node: fx.Node) -> bool:
     return padding not in (0, [0], [0, 0], [0, 0, 0], (0,), (0, 0), (0, 0, 0), "valid", "same")
 
 
-def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     parsed = parse_einsum(node)
     if parsed is None:
         return unexplained(node)
@@ -267,7 +268,7 @@ def einsum(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return contract(maps, node, operands[at], inputs[at], maps.leaf(operands[1 - at]), inputs[1 - at], out)
 
 
-def tensordot(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """The axes that are left, first those of one operand, then those of the other."""
     a, b, dims_a, dims_b = args_of(node)[:4]
     if maps.is_weight(a) == maps.is_weight(b):
@@ -281,7 +282,7 @@ def tensordot(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return contract(maps, node, x, "".join(labels), maps.leaf(weight), "".join(weight_labels), out)
 
 
-def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
+def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
     x: Any = args_of(norm)[0]
     weight, bias, mean, var = args_of(norm)[1:5]
@@ -303,26 +304,7 @@ def batch_norm(maps: LinearMaps, node: fx.Node, norm: fx.Node) -> LinearMap | St
     return unexplained(norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
 
 
-def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
-    """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""
-    equation, operands = args_of(node)[0], args_of(node)[1]
-    assert isinstance(equation, str)
-    assert isinstance(operands, Sequence)
-    text = equation.replace(" ", "")
-    left, arrow, out = text.partition("->")
-    inputs = left.split(",")
-    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
-    widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
-    dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
-    inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
-    if not arrow:
-        joined = "".join(inputs)
-        out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
-    out = out.replace("...", dots)
-    return (inputs, out) if all(len(set(i)) == len(i) for i in inputs) else None
-
-
-CONTRACTIONS: dict[Any, Callable[[LinearMaps, fx.Node], LinearMap | Stop]] = {
+CONTRACTION_RULES: dict[Any, Callable[[Maps, fx.Node], LinearMap | Stop]] = {
     aten.linear: linear,
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, common_factors, fresh_axis
-from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned, scaled
-from mla_compile.passes.ir.graph import same, val
-from mla_compile.passes.linear.analysis import Factor, LinearMap, Piece, Segment, Visit
+from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.linear.records import LinearMap, Piece, Segment, Visit
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
 from mla_compile.passes.ir.graph import args_of, argument, axis, shape, val
-from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece, Visit
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit
 
 
 def sliced_axis(node: fx.Node) -> int:
@@ -37,7 +37,7 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
     return any(a in f.atoms for f in (piece.weight, piece.bias) if f is not None for a in own)
 
 
-def some_rows(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """The map of a slice: that of the tensor it is taken of, over the slices of its rows."""
     dim, taken = sliced_axis(node), {s.rows: s for s in maps.shown[node]}
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")

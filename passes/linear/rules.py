@@ -15,12 +15,15 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, common_factors, flatten
+from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import scaled, total
-from mla_compile.passes.ir.graph import ancestors, args_of, is_tensor, packet, shape, val
-from mla_compile.passes.linear.analysis import Factor, LinearMap, LinearMaps, Piece
-from mla_compile.passes.linear.contract import CONTRACTIONS, add_weight, batch_norm, multiply_weight
+from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import FILLS
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.linear.contract import CONTRACTION_RULES, add_weight, batch_norm, multiply_weight
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, finish
 from mla_compile.passes.linear.segments import (
-    FILLS,
     cat,
     copy,
     getitem,
@@ -33,14 +36,14 @@ from mla_compile.passes.linear.segments import (
     slice_scatter,
     stack,
 )
-from mla_compile.passes.linear.stops import Stop, same_rows, unexplained
-from mla_compile.passes.linear.views import dropout, expand, finish, permute, repeat, same_values, view
+from mla_compile.passes.linear.stops import same_rows, unexplained
+from mla_compile.passes.linear.views import dropout, expand, permute, repeat, same_values, view
 
 aten = torch.ops.aten
-Rule = Callable[[LinearMaps, fx.Node], "LinearMap | Stop"]
+Rule = Callable[[Maps, fx.Node], "LinearMap | Stop"]
 
 
-def negate(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def negate(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     return finish(_times(maps.map(args_of(node)[0]), -1.0), node)
 
 
@@ -51,7 +54,7 @@ def _times(source: LinearMap, by: float) -> LinearMap | Stop:
     return source.each(scale)
 
 
-def multiply(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
@@ -73,7 +76,7 @@ def multiply(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return multiply_weight(maps, node, a, b, reciprocal=packet(node) is aten.div)
 
 
-def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha: Any = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
@@ -101,7 +104,7 @@ def add(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return piece if isinstance(piece, Stop) else LinearMap.single(piece)
 
 
-def _spoilt(maps: LinearMaps, one: LinearMap, other: LinearMap) -> Stop | None:
+def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
     """Why ``one`` is no map of the rows of ``other``, where it is made of them: what was done on the way."""
     rows = {p.source for p in other.pieces}
     for piece in one.pieces:
@@ -148,7 +151,7 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     return replace(a, weight=weight, scale=1.0)
 
 
-def part_of_several(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def part_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """One result of an operator that has several: a part of a split, or what a batch norm makes of its input."""
     whole: Any = args_of(node)[0]
     if packet(whole) is aten._native_batch_norm_legit_no_training and args_of(node)[1] == 0:
@@ -194,5 +197,5 @@ RULES: dict[Any, Rule] = {
     aten.neg: negate,
     **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
     **dict.fromkeys((aten.add, aten.sub), add),
-    **CONTRACTIONS,
+    **CONTRACTION_RULES,
 }  # fmt: skip

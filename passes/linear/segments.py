@@ -14,12 +14,24 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, axis_size, fresh_axis
+from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import merged, narrowed
-from mla_compile.passes.ir.graph import Size, args_of, argument, axis, packet, same, shape, val
-from mla_compile.passes.linear.analysis import Factor, LinearMap, LinearMaps, Piece, RowsJoined, Segment
+from mla_compile.passes.ir.graph import args_of, argument, axis, packet, shape, val
+from mla_compile.passes.ir.operators import FILLS
+from mla_compile.passes.ir.sizes import Size, same
+from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map, stacked
-from mla_compile.passes.linear.stops import Stop, unexplained
-from mla_compile.passes.linear.views import broadcast_to, finish, quantizes
+from mla_compile.passes.linear.records import (
+    LinearMap,
+    Maps,
+    Piece,
+    RowsJoined,
+    Segment,
+    broadcast_to,
+    finish,
+    quantizes,
+)
+from mla_compile.passes.linear.stops import unexplained
 
 aten = torch.ops.aten
 
@@ -78,7 +90,7 @@ def _part_of_piece(piece: Piece, dim: int, start: int, stop: int, step: int, nod
     return replace(piece, axes=axes, weight=weight, bias=bias)
 
 
-def slice_(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def slice_(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x: Any = args_of(node)[0]
     dim = axis(argument(node, 1, "dim", 0), len(shape(x)))
     start, stop, step = argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)
@@ -90,7 +102,7 @@ def slice_(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(part(maps.map(x), dim, *slice(start, stop, step).indices(size), node), node)
 
 
-def narrow(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def narrow(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x: Any = args_of(node)[0]
     dim, start, length = axis(args_of(node)[1], len(shape(x))), args_of(node)[2], args_of(node)[3]
     size = shape(x)[dim]
@@ -100,7 +112,7 @@ def narrow(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(part(maps.map(x), dim, start, start + length, 1, node), node)
 
 
-def select(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def select(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x: Any = args_of(node)[0]
     dim, index = axis(args_of(node)[1], len(shape(x))), args_of(node)[2]
     size = shape(x)[dim]
@@ -139,7 +151,7 @@ def _itself(node: fx.Node) -> fx.Node:
     return node
 
 
-def select_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def select_scatter(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """Heads written one by one into a tensor, the last of them by ``node``: where all of them are, their stack."""
     dim = axis(argument(node, 2, "dim"), len(shape(node)))
     written: dict[int, fx.Node] = {}
@@ -166,7 +178,7 @@ def _select(source: LinearMap, dim: int, index: object, size: Size, node: fx.Nod
 _SPLITS = {aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unbind, aten.unsafe_split}
 
 
-def getitem(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def getitem(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """One part of a split, chunk or unbind."""
     whole: Any = args_of(node)[0]
     index: Any = args_of(node)[1]
@@ -186,12 +198,6 @@ def getitem(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(part(maps.map(x), dim, start, start + sizes[index], 1, node), node)
 
 
-FILLS = {
-    aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.zeros,
-    aten.zeros_like, aten.new_zeros, aten.full, aten.full_like, aten.new_full,
-}  # fmt: skip
-
-
 def _fill(node: fx.Node) -> fx.Node | None:
     """What filled ``node``, itself or a part of what was filled; None where it is something else."""
     while packet(node) in (aten.slice, aten.narrow, aten.select):
@@ -209,7 +215,7 @@ def _overwritten(node: fx.Node) -> Stop:
     return Stop(node, "token_mixing", "rows of another tensor are overwritten")
 
 
-def nothing(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def nothing(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """A tensor made of zeros, or of nothing yet."""
     filled = _fill(node)
     if filled is None:
@@ -224,7 +230,7 @@ def nothing(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return LinearMap.single(piece.visited(node))
 
 
-def _map_of(maps: LinearMaps, x: fx.Node) -> LinearMap | Stop:
+def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
     """The map of an operand; one made of zeros, or of nothing yet, has no source even where it is a constant."""
     return nothing(maps, x) if maps.is_weight(x) else maps.map(x)
 
@@ -253,7 +259,7 @@ def _joinable(maps: Sequence[LinearMap], dim: int, rank: int) -> bool:
     )
 
 
-def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def cat(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     rank = len(shape(node))
     inputs = [x for x in args_of(node)[0] if len(shape(x)) == rank]  # torch lets empty 1-D tensors join anything
     dim = axis(argument(node, 1, "dim", 0), rank)
@@ -285,12 +291,12 @@ def cat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(result, node)
 
 
-def stack(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def stack(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """Maps of the same rows along a new axis (heads that were projected one by one)."""
     return _stack(maps, args_of(node)[0], axis(argument(node, 1, "dim", 0), len(shape(node))), node)
 
 
-def _stack(maps: LinearMaps, parts: Sequence[fx.Node], dim: int, node: fx.Node) -> LinearMap | Stop:
+def _stack(maps: Maps, parts: Sequence[fx.Node], dim: int, node: fx.Node) -> LinearMap | Stop:
     elements: list[LinearMap] = []
     for x in parts:
         if maps.is_weight(x):
@@ -307,7 +313,7 @@ def _one_or_segments(source: LinearMap, node: fx.Node) -> LinearMap:
     return one_map(source, node) or source
 
 
-def copy(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def copy(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """``copy(target, source)``: the source's values, broadcast to the target's shape."""
     x: Any = args_of(node)[1]
     if maps.is_weight(x) or not val(x).dtype.is_floating_point:
@@ -317,7 +323,7 @@ def copy(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(broadcast_to(maps.map(x), shape(node), node), node)
 
 
-def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def slice_scatter(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """Columns ``start:end`` of the base replaced by another map."""
     base, x = args_of(node)[0], args_of(node)[1]
     rank = len(shape(node))
@@ -359,7 +365,7 @@ def slice_scatter(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(result, node)
 
 
-def pad(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, widths = args_of(node)[0], args_of(node)[1]
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)

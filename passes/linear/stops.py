@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import args_of, argument, is_tensor, packet, same, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.stop import Stop
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Why the walk ended at ``node``: a code of :mod:`mla_compile.codes` and the detail in words."""
-
-    node: fx.Node
-    code: str
-    detail: str
 
 
 _NONLINEAR = [

@@ -10,40 +10,29 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten, fresh_axis, regroup
-from mla_compile.passes.ir.graph import Size, args_of, argument, axis, packet, same, shape, val
-from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
+from mla_compile.passes.ir.graph import args_of, argument, axis, packet, shape, val
+from mla_compile.passes.ir.sizes import Size, same
+from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import one_map
-from mla_compile.passes.linear.stops import Stop, unexplained
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, broadcast_to, finish, quantizes
+from mla_compile.passes.linear.stops import unexplained
 
 aten = torch.ops.aten
 
 
-def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
-    """Records ``node`` on the path of every piece, with its dtype."""
-    if isinstance(result, Stop):
-        return result
-    dtype = val(node).dtype
-    return result.each(lambda p: replace(p, dtype=dtype).visited(node))
-
-
-def quantizes(dtype: torch.dtype) -> bool:
-    """Whether a conversion to ``dtype`` is more than rounding: to integers, to complex numbers, to 8 bits."""
-    return not dtype.is_floating_point or dtype.itemsize < 2
-
-
-def same_values(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def same_values(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """Copies, casts between floating dtypes, inactive dropout: the values pass through."""
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     return finish(maps.map(args_of(node)[0]), node)
 
 
-def dropout(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def dropout(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     active = argument(node, 2, "train", True) and argument(node, 1, "p", 0.5) != 0
     return Stop(node, "dropout", "dropout is active") if active else same_values(maps, node)
 
 
-def view(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def view(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """Every operator that only regroups axes: view, reshape, flatten, unsqueeze, squeeze."""
     if val(node).dtype != val(args_of(node)[0]).dtype:
         return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
@@ -84,7 +73,7 @@ def _kept_axis(old: Sequence[Size], at: int, new: Sequence[Size]) -> int | None:
     return None
 
 
-def permute(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def permute(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     source = maps.map(args_of(node)[0])
     rank = len(shape(node))
     order = list(range(rank))
@@ -107,25 +96,11 @@ def permute(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
     return finish(source.each(lambda p: replace(p, axes=tuple(p.axes[d] for d in order)), at), node)
 
 
-def expand(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def expand(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     return finish(broadcast_to(maps.map(args_of(node)[0]), shape(node), node), node)
 
 
-def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> LinearMap | Stop:
-    """``source`` broadcast to shape ``new``: size-1 axes that grow become broadcast atoms."""
-    extra = len(new) - len(source.pieces[0].axes)
-    at = None if source.axis is None else source.axis + extra
-
-    def grow(piece: Piece) -> Piece:
-        axes: list[Axis] = [fresh_axis(s) for s in new[:extra]]
-        for k, own in enumerate(piece.axes, start=extra):
-            axes.append(own if own or k == at else fresh_axis(new[k]))
-        return replace(piece, axes=tuple(axes))
-
-    return source.each(grow, at)
-
-
-def repeat(maps: LinearMaps, node: fx.Node) -> LinearMap | Stop:
+def repeat(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     source = maps.map(args_of(node)[0])
     if packet(node) in (aten.repeat, aten.tile):
         counts: list[Any] = list(args_of(node)[1])

@@ -17,9 +17,10 @@ from torch import fx
 
 from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
-from mla_compile.passes.decide.judge import Verdict
-from mla_compile.passes.ir.graph import ancestors, is_tensor, packet, shape, val, whole_rows
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.graph import is_tensor, packet, shape, val, whole_rows
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.report.site import locate
 
 aten = torch.ops.aten

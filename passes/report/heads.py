@@ -11,17 +11,17 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart, SiteReport
-from mla_compile.passes.decide.judge import Verdict
-from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.report.site import locate, site_report
-from mla_compile.passes.rewrite.fold import Folded
+from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.rewrite.split_heads import Group, HeadGroups, SplitSite, head_groups
 from mla_compile.passes.verify.check import Check
 
 Folds = Mapping[str, Sequence[Folded]]
 
 
-def groups_of(verdict: Verdict, maps: LinearMaps) -> HeadGroups | None:
+def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
     """The groups of heads of an attention that cannot be absorbed as a whole, or of which only one side can."""
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None

@@ -12,11 +12,10 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.core.records import KeptPart, Location, SiteReport
 from mla_compile.passes.decide import cost
-from mla_compile.passes.decide.judge import Verdict
-from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.graph import packet, val
-from mla_compile.passes.linear.stops import Stop
-from mla_compile.passes.rewrite.fold import Folded
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.verify.check import Check
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')

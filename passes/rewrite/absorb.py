@@ -22,7 +22,6 @@ their own for every head stay one operator: the scores of those columns are adde
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -30,32 +29,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
 from mla_compile.passes.attention.site import MaskTerm
-from mla_compile.passes.decide.plan import AbsorbPlan
-from mla_compile.passes.ir.arrange import arrange, spread
+from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.arrange import arrange, same_layout, spread
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.rewrite.products import Products
 from mla_compile.passes.rewrite.project import wide
-from mla_compile.passes.rewrite.sides import Sides, same_layout
+from mla_compile.passes.rewrite.records import Absorbed
+from mla_compile.passes.rewrite.sides import Sides
 
 aten = torch.ops.aten
 
 HIDDEN = -1e30
 """Added where scores were set to a large negative number: any score vanishes beside it, in float64 too, so that a row
 without a visible key weighs all its keys alike, as it did."""
-
-
-@dataclass(frozen=True)
-class Absorbed:
-    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v.
-
-    ``latent`` is None where the values stay expanded.
-    """
-
-    plan: AbsorbPlan
-    out: fx.Node
-    queries: tuple[fx.Node, ...]
-    latent: fx.Node | None
 
 
 def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:

@@ -16,7 +16,6 @@ pattern: the linear map of q~ over c' *is* the folded weight.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,35 +23,28 @@ from torch import fx
 
 from mla_compile.core.program import Fold, Program
 from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projection
-from mla_compile.passes.decide.judge import Verdict
-from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
-from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.graph import Builder, args_of, remove_dead_code, val, weight_nodes
-from mla_compile.passes.linear.analysis import Factor, LinearMaps
-from mla_compile.passes.rewrite.absorb import Absorbed
+from mla_compile.passes.ir.expr import Expr, Factor
+from mla_compile.passes.ir.graph import Builder, args_of, val
+from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.project import project, wide
-from mla_compile.passes.rewrite.sides import same_layout
+from mla_compile.passes.rewrite.records import Absorbed, Folded
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Folded:
-    """One folded product: which side, and its relative rounding error where the weights' values are known."""
-
-    side: str
-    error: float | None
-
-
-def fold(program: Program, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]) -> dict[str, list[Folded]]:
+def fold(
+    program: Program, maps: Maps, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]
+) -> dict[str, list[Folded]]:
     """Folds what the verdicts' choices ask for; returns what was folded, by the name of the site's original node."""
     done: dict[str, list[Folded]] = {}
     if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in verdicts):
         return done
     graph = program.gm.graph
-    weights = weight_nodes(graph, program.weights)
-    folder = _Folder(program, weights)
+    folder = _Folder(program, maps)
     for site, verdict in zip(sites, verdicts, strict=True):
         assert verdict.choice is not None
         entry = done.setdefault(verdict.site.node.name, [])
@@ -65,10 +57,9 @@ def fold(program: Program, sites: Sequence[Absorbed], verdicts: Sequence[Verdict
 
 
 class _Folder:
-    def __init__(self, program: Program, weights: set[fx.Node]) -> None:
+    def __init__(self, program: Program, maps: Maps) -> None:
         self.program = program
-        self.weights = weights
-        self.maps = LinearMaps(weights, program.fake_mode)
+        self.maps = maps
         self.measured: dict[tuple[object, ...], float | None] = {}
 
     def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
@@ -118,7 +109,7 @@ class _Folder:
 
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
         """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""
-        closed, names = _closed(factor.expr, self.weights)
+        closed, names = _closed(factor.expr)
         exact = wide(dtype)
 
         def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -145,7 +136,7 @@ class _Folder:
         return float((rounded - exact).norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny))
 
 
-def _closed(expr: Expr, weights: set[fx.Node]) -> tuple[Expr, tuple[str, ...]]:
+def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
     """``expr`` down to the program's inputs, independent of nodes that may be removed, and those inputs' names."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}

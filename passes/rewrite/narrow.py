@@ -14,12 +14,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.core.program import view_source
-from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.graph import Builder, bytes_hint, hint, is_tensor, packet, size, val
-from mla_compile.passes.linear.analysis import LinearMaps, Piece
-from mla_compile.passes.rewrite.sides import same_layout
+from mla_compile.passes.ir.graph import Builder, bytes_hint, is_tensor, packet, val
+from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.linear.records import Maps, Piece
 
 aten = torch.ops.aten
 _VIEWS = {aten.slice, aten.reshape, aten.view, aten.permute, aten.transpose, aten.t, aten.select, aten.split,
@@ -29,7 +29,7 @@ _VIEWS = {aten.slice, aten.reshape, aten.view, aten.permute, aten.transpose, ate
 def readers(
     expansion: fx.Node,
     source: fx.Node,
-    maps: LinearMaps,
+    maps: Maps,
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
     absorbed: Collection[fx.Node],
@@ -62,28 +62,25 @@ def readers(
     return tuple(found)
 
 
-def narrow(
-    nodes: Iterable[tuple[fx.Node, fx.Node]], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None
-) -> int:
+def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     """Makes each node of ``(node, source)`` from the rows of its source alone; returns how many."""
     done = 0
     for node, source in dict.fromkeys(nodes):
         if not node.users:
             continue
-        maps = LinearMaps(weights, fake_mode, [source])
-        piece = _piece(node, source, maps)
+        piece = _piece(node, source, maps.with_stops([source]))
         assert piece is not None
-        node.replace_all_uses_with(_made_alone(node, piece, fake_mode))
+        node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
         done += 1
     return done
 
 
-def _piece(node: fx.Node, source: fx.Node, maps: LinearMaps) -> Piece | None:
+def _piece(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
     pieces = maps.map(node).pieces
     return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
 
 
-def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: LinearMaps) -> bool:
+def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
     """Whether one product with a part of the weight, in the dtype it has, gives what ``node`` is."""
     piece = _piece(node, source, maps)
     if piece is None or piece.weight is None or piece.scale != 1.0:

@@ -17,14 +17,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
-from mla_compile.passes.decide.align import Term
-from mla_compile.passes.decide.plan import AbsorbPlan
-from mla_compile.passes.ir.arrange import arrange
+from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.arrange import arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import wide
-from mla_compile.passes.rewrite.sides import Sides, same_layout
+from mla_compile.passes.rewrite.sides import Sides
 from mla_compile.passes.rewrite.unfuse import written_out
 
 aten = torch.ops.aten

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.axes import Atom
 from mla_compile.passes.ir.factors import letters
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, hint, packet, size, val
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
+from mla_compile.passes.ir.sizes import hint, size
 
 aten = torch.ops.aten
 FEW_ROWS = 4

@@ -14,13 +14,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
-from mla_compile.passes.decide.align import Term
-from mla_compile.passes.decide.plan import AbsorbPlan, Rows
+from mla_compile.passes.decide.records import AbsorbPlan, Rows
 from mla_compile.passes.ir.arrange import Sizes, arrange, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.factors import letters
-from mla_compile.passes.ir.graph import Builder, hint, size, val
+from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project, wide
 
 aten = torch.ops.aten
@@ -206,20 +207,3 @@ class Sides:
             if a not in own:
                 node = self.builder.call(aten.unsqueeze.default, node, k)
         return node
-
-
-def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
-    """``new`` in the dtype and memory order of ``old``: views that were traced on the old node's strides stay valid."""
-    new = builder.cast(new, val(old).dtype)
-    stride, wanted = val(new).stride(), val(old).stride()
-    sizes = val(old).shape
-    relevant = [d for d in range(len(sizes)) if size(sizes[d]) != 1]
-    if all(size(stride[d]) == size(wanted[d]) for d in relevant):
-        return new
-    # Outermost first; size-1 axes may stand anywhere.
-    order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
-    order = [d for d in range(len(sizes)) if d not in relevant] + order
-    inverse = [order.index(d) for d in range(len(sizes))]
-    new = builder.call(aten.permute.default, new, order)
-    new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
-    return builder.call(aten.permute.default, new, inverse)

@@ -25,9 +25,9 @@ from mla_compile.passes.canonical.flex import WRITTEN
 from mla_compile.passes.decide.sources import cut
 from mla_compile.passes.dependence.parts import AxisParts, Made, PartMaker
 from mla_compile.passes.dependence.steps import Blind, Joined
+from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, packet, shape
-from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.rewrite.sides import same_layout
+from mla_compile.passes.linear.records import Maps
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ class SplitSite:
         return self.groups[-1].stop
 
 
-def head_groups(site: AttentionSite, maps: LinearMaps) -> HeadGroups | None:
+def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     """The groups of neighbouring heads whose keys and values come from the same rows; None where there are no two."""
     if site.problem is not None or WRITTEN in site.node.meta:  # flex attention is put back as it was, or absorbed
         return None
@@ -120,7 +120,7 @@ def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
             node.replace_all_uses_with(new)
 
 
-def _made_of(node: fx.Node, maps: LinearMaps) -> Made:
+def _made_of(node: fx.Node, maps: Maps) -> Made:
     """The rows that weights expand into ``node``; one and the same for everything else."""
     made: set[object] = set()
     for piece in maps.map(node).pieces:

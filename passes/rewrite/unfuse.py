@@ -15,12 +15,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand
-from mla_compile.passes.ir.arrange import Sizes, arrange, spread
+from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout, spread
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.rewrite.project import wide
-from mla_compile.passes.rewrite.sides import same_layout
 
 aten = torch.ops.aten
 

@@ -17,9 +17,10 @@ import sympy
 import torch
 from torch import fx
 
-from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.expr import widened
-from mla_compile.passes.ir.graph import SHOWS, args_of, hint, is_tensor, size, val, whole_rows
+from mla_compile.passes.ir.graph import SHOWS, args_of, is_tensor, val, whole_rows
+from mla_compile.passes.ir.sizes import hint, size
 
 EXACT = 1e-8
 """Largest relative difference in float64 that rounding can explain."""

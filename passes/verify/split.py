@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import fx
 
-from mla_compile.passes.decide.judge import Verdict
-from mla_compile.passes.ir.graph import ancestors, is_tensor, packet, whole_rows
-from mla_compile.passes.linear.segments import FILLS
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
+from mla_compile.passes.ir.operators import FILLS
+from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.rewrite.split_heads import SplitSite
 from mla_compile.passes.verify.check import Check, compare
 

@@ -20,10 +20,10 @@ from mla_compile.errors import MlaCompileWarning
 from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.decide.cost import default_device
-from mla_compile.passes.decide.judge import Verdict, judge
-from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.judge import judge
+from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.decide.slice_rows import slice_rows
-from mla_compile.passes.ir.graph import ancestors, weight_nodes
+from mla_compile.passes.ir.walk import ancestors, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generator import Case, cases

@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.errors import CaptureError
-from mla_compile.passes.ir.graph import evaluate_fake, is_tensor, packet, val, weight_nodes
+from mla_compile.passes.ir.graph import evaluate_fake, is_tensor, packet, val
+from mla_compile.passes.ir.walk import weight_nodes
 from tests.adversary.bases import Base, behind
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from mla_compile.backend import Compiler, has_attention, mla, reports
 from mla_compile.core.program import Fold, Program
 from mla_compile.errors import MlaCompileWarning, OptionError, StaleWeightError, WeightError
 from mla_compile.options import Options
-from mla_compile.passes.ir.graph import size
+from mla_compile.passes.ir.sizes import size
 from mla_compile.runtime import calls as runtime
 from tests.support.toy import Toy, decode_inputs
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import axis_size
-from mla_compile.passes.ir.graph import weight_nodes
+from mla_compile.passes.ir.walk import weight_nodes
 from tests.support.modules import CORES, causal
 from tests.support.programs import seeded, trace
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mla_compile.passes.cache.recipe import expand, make_recipe
-from mla_compile.passes.linear.stops import Stop
+from mla_compile.passes.ir.stop import Stop
 from mla_compile.runtime.latent import _tokens
 from tests.support.programs import error, linear_map, seeded, trace
 

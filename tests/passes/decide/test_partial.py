@@ -15,7 +15,14 @@ from torch.export import Dim
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.passes.decide import formulas
-from mla_compile.passes.decide.cost import DEVICES, Part, break_even_S, choose_parts, part_break_even, part_gain
+from mla_compile.passes.decide.cost import (
+    DEVICES,
+    AbsorbedColumns,
+    break_even_S,
+    choose_parts,
+    part_break_even,
+    part_gain,
+)
 from mla_compile.report.report import Report
 from mla_compile.runtime.calls import pays_as_traced, picker
 from tests.passes.decide.test_negatives import rotate, spoiled
@@ -296,22 +303,22 @@ def test_the_latent_is_the_hidden_state():
 
 def test_two_parts_gain_what_the_whole_does():
     heads, width = formulas.H, {formulas.L: 11, formulas.N: 5, formulas.V: 3}
-    parts = [Part("keys", 4, 11, 5, 4), Part("values", 4, 11, 3, 4)]
+    parts = [AbsorbedColumns("keys", 4, 11, 5, 4), AbsorbedColumns("values", 4, 11, 3, 4)]
     whole = (heads * formulas.absorption_gain()).subs({heads: 4, **width})
     assert sympy.expand(sum(part_gain(p) for p in parts) - whole) == 0
 
 
 def test_break_evens_of_parts():
     whole = Dims(H=16, L=512, R=64, N=128, V=128)
-    both = [Part("keys", 16, 512, 128, 16), Part("values", 16, 512, 128, 16)]
+    both = [AbsorbedColumns("keys", 16, 512, 128, 16), AbsorbedColumns("values", 16, 512, 128, 16)]
     assert part_break_even(both) == pytest.approx(break_even_S(whole))
     assert part_break_even(both[1:]) == pytest.approx(512 * 128 / (512 - 128))
-    assert part_break_even([Part("values", 16, 64, 128, 16)]) == float("inf")
+    assert part_break_even([AbsorbedColumns("values", 16, 64, 128, 16)]) == float("inf")
 
 
 @pytest.mark.parametrize("writes", [False, True])
 def test_few_queries_absorb_many_expand(writes):
-    part = (Part("values", 16, 512, 128, 16),)
+    part = (AbsorbedColumns("values", 16, 512, 128, 16),)
     how = {"writes": writes, "B": 1, "T": 4096, "element_bytes": 4, "device": DEVICES["cpu"]}
     assert choose_parts(part, S=1, **how).absorbed
     assert choose_parts(part, S=100, **how).absorbed

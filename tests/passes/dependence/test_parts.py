@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from mla_compile.passes.dependence.parts import AxisParts, PartMaker
 from mla_compile.passes.dependence.steps import step
-from mla_compile.passes.ir.graph import shape, weight_nodes
+from mla_compile.passes.ir.graph import shape
+from mla_compile.passes.ir.walk import weight_nodes
 from tests.support.programs import seeded, trace
 
 A, B_, C = (seeded(2, h, 7, 5, seed=s) for h, s in ((3, 1), (2, 2), (5, 3)))

@@ -12,7 +12,8 @@ from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.axes import fresh_axes
 from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.graph import Builder, quotient, same, shape
+from mla_compile.passes.ir.graph import Builder, shape
+from mla_compile.passes.ir.sizes import quotient, same
 from tests.passes.linear.test_odd import symbolic
 from tests.support.programs import calls, seeded, trace
 

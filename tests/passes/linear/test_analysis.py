@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.core.program import Program
+from mla_compile.passes.ir.operators import CONTRACTIONS
+from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.linear.contract import CONTRACTIONS
 from mla_compile.passes.linear.rules import RULES
-from mla_compile.passes.linear.stops import Stop, unexplained
+from mla_compile.passes.linear.stops import unexplained
 from tests.support.programs import error, evaluate, found_reasons, linear_map, seeded, trace
 
 aten = torch.ops.aten
@@ -768,7 +769,7 @@ def test_a_weight_of_a_layout_or_dtype_without_arithmetic_is_named():
 
 
 def test_a_chosen_source_ends_the_walk():
-    from mla_compile.passes.ir.graph import weight_nodes
+    from mla_compile.passes.ir.walk import weight_nodes
 
     program = trace(lambda z, a, b: (z @ a) @ b, [z()], [W(L, 3), W(3, 12)])
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")
@@ -782,7 +783,7 @@ def test_a_chosen_source_ends_the_walk():
 
 
 def test_a_table_of_positions_is_no_weight_whatever_the_source():
-    from mla_compile.passes.ir.graph import weight_nodes
+    from mla_compile.passes.ir.walk import weight_nodes
 
     program = trace(lambda z, a, t: (z @ a) * t, [z()], [W(L, 3), W(T, 1)])
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")

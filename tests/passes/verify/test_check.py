@@ -9,7 +9,7 @@ from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
-from mla_compile.passes.decide.plan import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
 from tests.support.modules import MLA, inputs
 from tests.support.programs import assert_equal, assert_untouched, export

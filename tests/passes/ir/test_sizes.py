@@ -6,7 +6,7 @@ import pytest
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from mla_compile.passes.ir.graph import same, size
+from mla_compile.passes.ir.sizes import same, size
 
 
 @pytest.fixture

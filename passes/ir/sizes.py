@@ -1,4 +1,4 @@
-"""One spelling for sizes that a graph's guards make equal.
+"""Sizes of axes: numbers, or expressions over a graph's shape symbols, compared for every value of the symbols.
 
 Torch replaces a symbol where a guard says outright what it is. A guard such as ``s10 + s22 == s22 + s31`` (two caches
 of one length, each grown by the same tokens) stays a guard, and two equal axes keep two names. Here the linear ones
@@ -8,9 +8,11 @@ are solved, once for every new guard of a shape environment.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import sympy
+import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
@@ -58,3 +60,43 @@ def _add(equation: sympy.Eq, values: dict[sympy.Symbol, sympy.Expr]) -> None:
 def _age(symbol: sympy.Symbol) -> tuple[int, str]:
     """Later symbols are replaced by earlier ones, whatever the order of the guards."""
     return len(symbol.name), symbol.name
+
+
+Size: TypeAlias = "int | sympy.Expr"
+"""One dimension of a shape: a number, or an expression over the graph's shape symbols."""
+
+UNSEEN = 4096
+"""What a dimension counts for in costs that nothing is known of, such as the length of what ``nonzero`` returns."""
+
+
+def size(dim: int | torch.SymInt) -> Size:
+    """A dimension as a plain int where it is one, else as its sympy expression."""
+    if isinstance(dim, int):
+        return dim
+    expr = canonical(sympy.sympify(dim.node.expr), dim.node.shape_env)
+    return int(expr) if expr.is_Integer else expr
+
+
+def same(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every value of the symbols (never "for the example at hand")."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def quotient(a: Size, b: Size) -> Size | None:
+    """``a / b`` where that is a whole number for every value of the symbols, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b > 0 and a % b == 0 else None
+    ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    if sympy.fraction(ratio)[1] != 1 or not ratio.is_integer:
+        return None
+    return int(ratio) if ratio.is_Integer else ratio
+
+
+def hint(dim: Size, value: int | torch.SymInt) -> int:
+    """A representative number for a dimension: itself, or the value seen when the graph was traced."""
+    if isinstance(dim, int):
+        return dim
+    known = getattr(getattr(value, "node", None), "hint", None)
+    return int(known) if known is not None else UNSEEN

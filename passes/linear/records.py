@@ -1,0 +1,230 @@
+"""Linear maps as data: which rows a tensor is made of, by which weights, and on which way.
+
+A tensor X is described by
+
+    X[tokens..., features...] = scale * sum_e W[features..., e] z[tokens..., e] + b[features...]
+
+with ``z`` a node (the source) and ``W``, ``b`` expressions of weights only. Every axis of X, z, W and b is a product of
+:class:`~mla_compile.passes.ir.axes.Atom`; an atom of X is a *token* of z when it is also in z's axes, a *feature* when
+it is in W's or b's, and *broadcast* when it is in neither. So the map is one einsum over atoms, and ``W = None`` means
+the identity. X may also be a row of segments along one axis, each with a source of its own (keys = [latent part |
+rotary part]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, flatten, fresh_axis, substitute
+from mla_compile.passes.ir.expr import Expr, Factor
+from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.sizes import Size
+from mla_compile.passes.ir.stop import Stop
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A node on the way from the source to X, and how many weight operations lie between the source and it."""
+
+    node: fx.Node
+    contractions: int
+    scalings: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
+
+    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of both.
+    """
+
+    axes: Axes
+    dtype: torch.dtype
+    source: fx.Node | None = None
+    source_axes: Axes = ()
+    weight: Factor | None = None
+    bias: Factor | None = None
+    scale: float = 1.0
+    path: tuple[Visit, ...] = ()
+    before: tuple[Visit, ...] = ()
+    defined: bool = True
+
+    @property
+    def source_atoms(self) -> frozenset[Atom]:
+        return frozenset(flatten(self.source_axes))
+
+    @property
+    def projected(self) -> bool:
+        """Whether a weight that sums over features lies between the source and X."""
+        return bool(self.path) and self.path[-1].contractions > 0
+
+    @property
+    def contracted(self) -> tuple[Atom, ...]:
+        """The atoms of the source that the weight sums over, in the source's order."""
+        kept = set(flatten(self.axes))
+        return tuple(a for a in flatten(self.source_axes) if a not in kept)
+
+    def split(self, split: Split) -> Piece:
+        """The same map with some atoms written as products of smaller ones."""
+        if not split:
+            return self
+
+        def factor(f: Factor | None) -> Factor | None:
+            if f is None or not any(a in split for a in f.atoms):
+                return f
+            atoms = substitute(f.atoms, split)
+            return Factor(f.expr.view([_int(a) for a in atoms]), atoms)
+
+        return replace(
+            self,
+            axes=tuple(substitute(a, split) for a in self.axes),
+            source_axes=tuple(substitute(a, split) for a in self.source_axes),
+            weight=factor(self.weight),
+            bias=factor(self.bias),
+        )
+
+    def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:
+        last = self.path[-1] if self.path else Visit(node, 0, 0)
+        visit = Visit(node, last.contractions + contractions, last.scalings + scalings)
+        return replace(self, path=(*self.path, visit))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Columns ``start`` to ``stop`` of the segmented axis, and the map that makes them."""
+
+    start: int
+    stop: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """The segments of one tensor along ``axis``; a single segment when the tensor is one linear map."""
+
+    segments: tuple[Segment, ...]
+    axis: int | None = None
+
+    @staticmethod
+    def single(piece: Piece) -> LinearMap:
+        return LinearMap((Segment(0, 0, piece),))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(s.piece for s in self.segments)
+
+    def each(self, fn: Callable[[Piece], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
+        """``fn`` applied to every piece; ``axis`` is where the segmented axis is afterwards (unchanged by default)."""
+        done: list[Segment] = []
+        for segment in self.segments:
+            piece = fn(segment.piece)
+            if isinstance(piece, Stop):
+                return piece
+            done.append(replace(segment, piece=piece))
+        return LinearMap(tuple(done), self.axis if axis is None else axis)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """``node`` shows some positions of axis ``dim`` of ``rows``."""
+
+    rows: fx.Node
+    dim: int
+    node: fx.Node
+
+
+class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
+    """What was joined at ``node`` and taken for columns turns out to be rows: there the walk has to end."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
+class Maps(Protocol):
+    """The analysis as its rules and its readers see it; :class:`~mla_compile.passes.linear.analysis.LinearMaps` is one.
+
+    Rules are called by the analysis and ask it for the maps of their operands: this is what both agree on.
+    """
+
+    weights: Collection[fx.Node]
+    fake_mode: FakeTensorMode | None
+    stops: frozenset[fx.Node]
+    per_row: bool
+    shown: Mapping[fx.Node, Sequence[Shown]]
+    reasons: dict[fx.Node, Stop]
+
+    @property
+    def whole(self) -> Maps: ...
+    def with_stops(self, stops: Iterable[fx.Node], per_row: bool = False) -> Maps: ...
+    def with_shown(self, shown: Mapping[fx.Node, Sequence[Shown]]) -> Maps: ...
+    def is_weight(self, node: object) -> bool: ...
+    def leaf(self, node: fx.Node) -> Expr: ...
+    def map(self, node: fx.Node) -> LinearMap: ...
+    def operands(self, node: fx.Node) -> list[fx.Node]: ...
+    def axes_of(self, node: fx.Node) -> Axes: ...
+
+
+@dataclass(frozen=True)
+class Term:
+    """One linear piece of K or V, in the site's atoms.
+
+    ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
+    atoms along the feature axis, columns ``start`` to ``stop`` of it; ``product`` is its query-key product (None for a
+    value term).
+    """
+
+    piece: Piece
+    at: dict[Atom, Atom]
+    features: Axis
+    start: int
+    stop: int
+    product: int | None = None
+
+    def kind(self, atom: Atom) -> str:
+        """What a site atom is to this piece: ``token``, ``feature`` or ``broadcast``."""
+        own = self.at.get(atom)
+        if own is None:
+            return "broadcast"
+        if own in self.piece.source_atoms:
+            return "token"
+        factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
+        return "feature" if any(own in f.atoms for f in factors) else "broadcast"
+
+
+def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:
+    """Records ``node`` on the path of every piece, with its dtype."""
+    if isinstance(result, Stop):
+        return result
+    dtype = val(node).dtype
+    return result.each(lambda p: replace(p, dtype=dtype).visited(node))
+
+
+def quantizes(dtype: torch.dtype) -> bool:
+    """Whether a conversion to ``dtype`` is more than rounding: to integers, to complex numbers, to 8 bits."""
+    return not dtype.is_floating_point or dtype.itemsize < 2
+
+
+def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> LinearMap | Stop:
+    """``source`` broadcast to shape ``new``: size-1 axes that grow become broadcast atoms."""
+    extra = len(new) - len(source.pieces[0].axes)
+    at = None if source.axis is None else source.axis + extra
+
+    def grow(piece: Piece) -> Piece:
+        axes: list[Axis] = [fresh_axis(s) for s in new[:extra]]
+        for k, own in enumerate(piece.axes, start=extra):
+            axes.append(own if own or k == at else fresh_axis(new[k]))
+        return replace(piece, axes=tuple(axes))
+
+    return source.each(grow, at)
+
+
+def _int(atom: Atom) -> int:
+    assert isinstance(atom.size, int), "weights have fixed sizes"
+    return atom.size

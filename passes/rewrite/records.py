@@ -1,0 +1,30 @@
+"""What a rewrite did, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from mla_compile.passes.decide.records import AbsorbPlan
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v.
+
+    ``latent`` is None where the values stay expanded.
+    """
+
+    plan: AbsorbPlan
+    out: fx.Node
+    queries: tuple[fx.Node, ...]
+    latent: fx.Node | None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """One folded product: which side, and its relative rounding error where the weights' values are known."""
+
+    side: str
+    error: float | None
