@@ -1,62 +1,42 @@
-"""The passes, in order, over one captured program.
+"""The passes, in order, over one captured program: :data:`PASSES`.
 
-latent_cache       before everything: K and V that the caller keeps become rows, and are no expanded cache any more;
-normalize,
-write_flex,
-split_products,
-write_softmax      first, so that every later pass sees one spelling;
-find_attention,
-unfollowed,
-linear_map, judge  read only: they decide everything before anything is changed;
-share_rows         before judge: what is the same for all heads is copied to them last; what still reads such copies
-                   after verify gets the model's own back;
-slice_rows         before judge: slices of rows beside the slices of K and V that they make; nothing reads them yet;
-split_heads        an attention that was refused, where groups of its heads can be judged by themselves; then all are
-                   found and judged again, and the split is taken back where that absorbs no more of it;
-restore_flex       before any rewrite: what is not absorbed keeps its kernel;
-absorb             rewrites the sites that were judged legal and worth it;
-verify             checks each distinct rewrite against float64 while the original is still at hand;
-fold               after verify, whose inputs are the unfolded queries;
-narrow             after verify, whose inputs are what it replaces;
-lower              last, because absorb speaks in terms of the operator.
+Every pass is one object of one shape; each is timed, and its graph linted and its metadata checked, in the same way.
+Three rules make the order:
+
+* spelling first: what reads operators reads one spelling of each;
+* then everything is decided before anything is changed. An analysis never edits: rows that no node holds are virtual
+  sources, and what can only be told by trying (heads in groups) is tried on a copy, of which the better is kept;
+* rewrites last, and only of what was decided. ``verify`` compares with the graph as it was captured, before rewrites
+  that replace the inputs of its checks (folding, up-projections made narrower).
 
 The program that comes in is never changed.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import sympy
-import torch
 from torch import fx
 
+from mla_compile.analysis import CANONICAL, Analysis, analyse, weights_of
+from mla_compile.caching import with_latent_cache
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program, copy_graph
 from mla_compile.core.records import PassRecord
-from mla_compile.errors import VerificationError
+from mla_compile.errors import MlaCompileError, VerificationError
 from mla_compile.options import Options
-from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.attention.unfollowed import unfollowed
-from mla_compile.passes.cache.caching import with_latent_cache
-from mla_compile.passes.canonical.flex import restore_flex, write_flex
-from mla_compile.passes.canonical.normalize import normalize
-from mla_compile.passes.canonical.products import split_products
-from mla_compile.passes.canonical.softmax import write_softmax
-from mla_compile.passes.decide.cost import AbsorbedColumns, default_device
-from mla_compile.passes.decide.judge import judge
+from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.decide.share_rows import Copied, restore_copies, share_rows
-from mla_compile.passes.decide.slice_rows import slice_rows
-from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
+from mla_compile.passes.ir.graph import ORIGIN
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
@@ -65,13 +45,11 @@ from mla_compile.passes.rewrite.fold import fold
 from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
 from mla_compile.passes.rewrite.project import lower_projections
-from mla_compile.passes.rewrite.records import Absorbed
+from mla_compile.passes.rewrite.records import Absorbed, Folded
 from mla_compile.passes.rewrite.split_heads import SplitSite, split_heads
 from mla_compile.passes.verify.check import Check, check_site, key_of
 from mla_compile.passes.verify.split import check_split
 from mla_compile.report.report import Report
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -107,20 +85,8 @@ class Outcome:
     base: Program
 
 
-class _Clock:
-    """Times passes and checks the graph after each of them."""
-
-    def __init__(self, program: Program, records: list[PassRecord]) -> None:
-        self.program = program
-        self.records = records
-
-    def run(self, name: str, work: Callable[[], R], changes: Callable[[R], int]) -> R:
-        start = time.perf_counter()
-        result = work()
-        if changes(result):
-            self.program.gm.graph.lint()
-        self.records.append(PassRecord(name, changes(result), time.perf_counter() - start))
-        return result
+class PassError(MlaCompileError, RuntimeError):
+    """A pass left a graph that is not valid: a mistake of this library, found before anything was run."""
 
 
 def run(
@@ -141,159 +107,243 @@ def run(
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
     """
-    failed: dict[str, str] = {}
     start = time.perf_counter()
-    base = program if options.cache != "latent" else with_latent_cache(program, own_cache)
+    base = with_latent_cache(program, own_cache) if options.cache == "latent" else program
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
+    failed: dict[str, str] = {}
     while True:
-        outcome, checks = _run_once(base, options, name, failed, frozen, kept, draw)
-        new = {node: check.problem for node, check in checks.items() if check.problem is not None}
+        state = _State(base, options, frozen, failed, draw)
+        for one in PASSES:
+            state.apply(one)
+        new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
         if not new:
-            return outcome
+            return state.outcome(name, kept)
         if options.strict:
             raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
         failed.update(new)
 
 
-def _run_once(
-    base: Program,
-    options: Options,
-    name: str,
-    failed: Mapping[str, str],
-    frozen: bool,
-    kept: PassRecord,
-    draw: bool,
-    whole: Mapping[str, Unsplit] | None = None,
-) -> tuple[Outcome, dict[str, Check]]:
-    """``whole``: attentions that are not to be split by heads, and what is to be said of that."""
-    program = base.copy()
-    graph = program.gm.graph
-    clock = _Clock(program, [kept])
-    whole = dict(whole or {})
-    clock.run("normalize", lambda: normalize(graph), int)
-    flex = clock.run("write_flex", lambda: write_flex(program.gm, program.fake_mode), len)
-    weights = weight_nodes(graph, program.weights)
-    clock.run("split_products", lambda: split_products(graph, weights, program.fake_mode), int)
-    clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)
-    device = default_device(_device_type(program.gm))
-    # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than any
-    # fold saves: with that cost counted, "auto" comes out as "never" for all dims.
-    folding = "never" if options.fold == "auto" and not frozen else options.fold
+class _State:
+    """One program on its way through the passes: what they have found so far, and the graph as it is now."""
 
-    copied: list[Copied] = []
+    def __init__(self, base: Program, options: Options, frozen: bool, failed: Mapping[str, str], draw: bool) -> None:
+        self.base = base
+        self.options = options
+        self.failed = failed
+        self.draw = draw
+        # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
+        # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
+        self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
+        self.untouched = base.copy()
+        for node in self.untouched.gm.graph.nodes:
+            node.meta[ORIGIN] = node.name
+        self.program = self.untouched.copy()
+        self.verdicts: list[Verdict] = []
+        self.splits: list[SplitSite] = []
+        self.lost: list[tuple[fx.Node, Stop]] = []
+        self.sketch: Sketch | None = None
+        self.rewritten: list[Absorbed] = []
+        self.checks: dict[str, Check] = {}
+        self.folded: dict[str, list[Folded]] = {}
+        self.records: list[PassRecord] = []
+        self._analysis: Analysis | None = None
 
-    def judged() -> tuple[list[Verdict], Maps]:
-        sites = clock.run("find_attention", lambda: find_attention(graph, weights), lambda _: 0)
-        found = clock.run("share_rows", lambda: share_rows(sites, weights, program.fake_mode), len)
-        if found:
-            copied.extend(found)
-            sites = find_attention(graph, weights)
-        plain = LinearMaps(weights, program.fake_mode)
-        maps = clock.run("slice_rows", lambda: slice_rows(sites, plain), lambda maps: len(maps.shown))
-        told = clock.run("judge", lambda: judge(graph, sites, maps, device, options.forms, folding), lambda _: 0)
-        return told, maps
+    @property
+    def graph(self) -> fx.Graph:
+        return self.program.gm.graph
 
-    verdicts, maps = judged()
-    verdicts = [whole.get(v.site.node.name, Unsplit()).told(v) for v in verdicts]
-    groups = [
-        found
-        for v in verdicts
-        if not {v.site.node.name} & {*whole, *failed} and (found := groups_of(v, maps)) is not None
-    ]
-    together = {g.site.node: next(v for v in verdicts if v.site is g.site) for g in groups}
-    before = copy.deepcopy(graph) if options.verify and groups else None
-    splits = clock.run("split_heads", lambda: split_heads(groups, program.fake_mode), len) if groups else []
-    if splits:
-        remove_dead_code(graph)
-        weights = weight_nodes(graph, program.weights)
-        verdicts, _ = judged()
+    @property
+    def analysis(self) -> Analysis:
+        """The analysis of the program as it stands after the canonical passes, and after heads were split."""
+        if self._analysis is None:
+            self._analysis = analyse(self.program)
+        return self._analysis
+
+    @property
+    def chosen(self) -> list[Verdict]:
+        return [v for v in self.verdicts if v.absorb]
+
+    def adopt(self, analysis: Analysis, verdicts: list[Verdict], splits: list[SplitSite]) -> None:
+        """Goes on with a copy that a pass has rewritten, because more of it is absorbed."""
+        self.program, self._analysis, self.verdicts, self.splits = analysis.program, analysis, verdicts, splits
+
+    def apply(self, one: Pass) -> None:
+        """Runs a pass, records how long it took, and checks the graph it leaves where it changed one."""
+        start = time.perf_counter()
+        changes = one.work(self)
+        if changes and one.changes:
+            _check(one, self.program)
+        self.records.append(PassRecord(one.name, changes, time.perf_counter() - start))
+
+    def outcome(self, name: str, kept: PassRecord) -> Outcome:
+        self.program.gm.recompile()
+        reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
+        reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
+        if self.sketch is not None:
+            reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
+        variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
+        report = Report(tuple(reports), graph=name, passes=(kept, *self.records))
+        return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
+
+    def _drawings(self) -> list[SiteDrawing]:
+        assert self.sketch is not None
+        now = {done.plan.site.node.name: done for done in self.rewritten}
+        drawn: list[SiteDrawing] = []
+        for verdict in shown(self.verdicts, self.splits):
+            done = now.get(verdict.site.node.name)
+            drawn.append(self.sketch.left(verdict) if done is None else self.sketch.rewritten(verdict, done))
+        return drawn + [self.sketch.unfollowed(*found) for found in self.lost]
+
+
+def _check(one: Pass, program: Program) -> None:
+    """Lints the graph and looks for nodes without metadata."""
+    try:
+        program.gm.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"the pass {one.name} left an invalid graph: {error}") from error
+    bare = [n.name for n in program.gm.graph.nodes if n.op == "call_function" and "val" not in n.meta]
+    if bare:
+        raise PassError(f"the pass {one.name} left nodes without metadata: {', '.join(bare)}")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step. ``work`` returns how many changes it made, or how many things it found.
+
+    ``changes`` is empty for an analysis, which reads the graph and never edits it.
+    """
+
+    name: str
+    reads: str
+    changes: str
+    work: Callable[[_State], int] = field(repr=False)
+
+
+def _canonical(name: str) -> Callable[[_State], int]:
+    return lambda state: CANONICAL[name](state.program)
+
+
+def _analyse(state: _State) -> int:
+    return len(state.analysis.sites)
+
+
+def _judge(state: _State) -> int:
+    state.verdicts = state.analysis.judged(state.options.forms, state.folding)
+    return len(state.verdicts)
+
+
+def _split_heads(state: _State) -> int:
+    """Splits attentions whose heads are made of different things, on a copy, as long as that absorbs more of each."""
+    candidates = {
+        v.site.node.name
+        for v in state.verdicts
+        if v.site.node.name not in state.failed and groups_of(v, state.analysis.maps) is not None
+    }
+    told: dict[str, Unsplit] = {}
+    while candidates:
+        trial = analyse(state.program.copy())
+        whole = {v.site.node.name: v for v in trial.judged(state.options.forms, state.folding)}
+        groups = [groups_of(v, trial.maps) for name, v in whole.items() if name in candidates]
+        splits = split_heads([g for g in groups if g is not None], trial.program.fake_mode)
+        remove_dead_code(trial.program.gm.graph)
+        trial = analyse(trial.program)
+        verdicts = trial.judged(state.options.forms, state.folding)
         by_node = {v.site.node: v for v in verdicts}
-        useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, together[s.site.node], by_node)}
-        if useless:
-            return _run_once(base, options, name, failed, frozen, kept, draw, {**whole, **useless})
-    lost = clock.run("unfollowed", lambda: unfollowed(graph, weights, [v.site for v in verdicts]), lambda _: 0)
-    verdicts = [
-        replace(v, code=Code.VERIFY_FAILED, reason=failed[v.site.node.name]) if v.site.node.name in failed else v
-        for v in verdicts
+        useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, whole[s.name], by_node)}
+        if not useless:
+            state.adopt(trial, verdicts, splits)
+            break
+        told.update(useless)
+        candidates -= useless.keys()
+    state.verdicts = [told.get(v.site.node.name, Unsplit()).told(v) for v in state.verdicts]
+    return len(state.splits)
+
+
+def _unfollowed(state: _State) -> int:
+    state.lost = unfollowed(state.graph, state.analysis.weights, state.analysis.sites)
+    return len(state.lost)
+
+
+def _absorb(state: _State) -> int:
+    state.verdicts = [
+        replace(v, code=Code.VERIFY_FAILED, reason=state.failed[v.site.node.name])
+        if v.site.node.name in state.failed
+        else v
+        for v in state.verdicts
     ]
-    chosen = [v for v in verdicts if v.absorb]
-    absorbing = {v.site.node for v in chosen}
-    sketch = Sketch(copy_graph(graph), {n.name for n in weights}) if draw else None
-    clock.run("restore_flex", lambda: restore_flex(graph, flex, absorbing), int)
-    if options.verify and chosen and before is None:
-        before = copy.deepcopy(graph)
-    rewritten = clock.run("absorb", lambda: _absorb_all(program, chosen), len)
-    checks: dict[str, Check] = {}
-    if before is not None:
-        checks = clock.run("verify", lambda: _verify(rewritten, splits, verdicts, before, program), lambda _: 0)
-    restore_copies(copied)  # not before: the check computes an attention as it was from the rows that it reads now
-    now = LinearMaps(weight_nodes(graph, program.weights), program.fake_mode)
-    folded = clock.run("fold", lambda: fold(program, now, rewritten, chosen), lambda done: sum(map(len, done.values())))
-    reports = reports_of(verdicts, splits, checks, folded)
-    reports += [unfollowed_report(i, *found) for i, found in enumerate(lost, start=len(reports))]
-    if sketch is not None:
-        pictures = _drawn(sketch, shown(verdicts, splits), rewritten) + [sketch.unfollowed(*found) for found in lost]
-        reports = [replace(report, drawing=drawn) for report, drawn in zip(reports, pictures, strict=True)]
-    alone = [pair for v in chosen for pair in v.narrowed]
-    clock.run("narrow", lambda: narrow(alone, LinearMaps(weights, program.fake_mode)), int)
-    if options.lowering == "aten":
-        clock.run("lower", lambda: lower_to_aten(graph, program.fake_mode), int)
-    clock.run("lower_projections", lambda: lower_projections(graph, program.fake_mode), int)
-    remove_dead_code(graph)
-    program.gm.recompile()
-    variants = tuple(_site_cost(v) for v in chosen if v.by_call)
-    report = Report(tuple(reports), graph=name, passes=tuple(clock.records))
-    return Outcome(program, report, sum(r.verdict == "absorbed" for r in reports), variants, base), checks
+    if state.draw:
+        state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
+    plans = [v.plan for v in state.chosen if v.plan is not None]
+    state.rewritten = [absorb(plan, state.program.fake_mode) for plan in plans]
+    remove_dead_code(state.graph)
+    return len(state.rewritten)
 
 
-def _drawn(sketch: Sketch, verdicts: list[Verdict], rewritten: list[Absorbed]) -> list[SiteDrawing]:
-    now = {absorbed.plan.site.node.name: absorbed.out for absorbed in rewritten}
-    names = [verdict.site.node.name for verdict in verdicts]
-    return [sketch.rewritten(v, now[n]) if n in now else sketch.left(v) for v, n in zip(verdicts, names, strict=True)]
-
-
-def _verify(
-    rewritten: list[Absorbed],
-    splits: Sequence[SplitSite],
-    verdicts: Sequence[Verdict],
-    before: fx.Graph,
-    program: Program,
-) -> dict[str, Check]:
+def _verify(state: _State) -> int:
     """One check per distinct site, its result given to all sites that are the same computation.
 
     An attention that was split by heads is compared as a whole with what it was.
     """
+    if not state.options.verify:
+        return 0
+    untouched, weights = state.untouched.gm.graph, state.program.weights
     done: dict[tuple[object, ...], Check] = {}
-    checks: dict[str, Check] = {}
-    grouped = {g.node for s in splits for g in s.groups}
-    for site in rewritten:
+    grouped = {g.node for s in state.splits for g in s.groups}
+    for site in state.rewritten:
         if site.plan.site.node in grouped:
             continue
         key = key_of(site.plan)
         if key not in done:
-            done[key] = check_site(site.plan, site.out, before, program.weights)
-        checks[site.plan.site.node.name] = done[key]
-    by_node = {v.site.node: v for v in verdicts}
-    for split in splits:
+            done[key] = check_site(site.plan, site.out, untouched, weights)
+        state.checks[site.plan.site.node.name] = done[key]
+    by_node = {v.site.node: v for v in state.verdicts}
+    for split in state.splits:
         groups = [by_node[g.node] for g in split.groups]
-        checks[split.name] = check_split(split, groups, before, program.weights)
-    return checks
+        state.checks[split.name] = check_split(split, groups, untouched, weights)
+    return len(state.checks)
 
 
-def _absorb_all(program: Program, verdicts: list[Verdict]) -> list[Absorbed]:
-    rewritten = [absorb(v.plan, program.fake_mode) for v in verdicts if v.plan is not None]
-    remove_dead_code(program.gm.graph)
-    return rewritten
+def _fold(state: _State) -> int:
+    if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in state.chosen):
+        return 0
+    maps = LinearMaps(weights_of(state.program), state.program.fake_mode)
+    state.folded = fold(state.program, maps, state.rewritten, state.chosen)
+    return sum(map(len, state.folded.values()))
+
+
+def _narrow(state: _State) -> int:
+    alone = [pair for v in state.chosen for pair in v.narrowed]
+    return narrow(alone, LinearMaps(weights_of(state.program), state.program.fake_mode)) if alone else 0
+
+
+def _lower(state: _State) -> int:
+    return lower_to_aten(state.graph, state.program.fake_mode) if state.options.lowering == "aten" else 0
+
+
+def _lower_projections(state: _State) -> int:
+    done = lower_projections(state.graph, state.program.fake_mode)
+    remove_dead_code(state.graph)
+    return done
+
+
+PASSES = (
+    Pass("normalize", "the captured graph", "checks and empty operators", _canonical("normalize")),
+    Pass("split_products", "products beside a softmax", "those that add something", _canonical("split_products")),
+    Pass("write_softmax", "exponentials between products", "a softmax written out", _canonical("write_softmax")),
+    Pass("analyse", "the canonical graph", "", _analyse),
+    Pass("judge", "attentions and linear maps", "", _judge),
+    Pass("split_heads", "verdicts, heads of other making", "attentions, on a copy that is kept", _split_heads),
+    Pass("unfollowed", "softmaxes that are no attention", "", _unfollowed),
+    Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
+    Pass("verify", "the rewritten and the untouched graph", "", _verify),
+    Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
+    Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
+    Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
+    Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
+)
+"""The passes after the cache: what each reads, and what it changes."""
 
 
 def _site_cost(verdict: Verdict) -> SiteCost:
     assert verdict.plan is not None
     return SiteCost(verdict.plan.dims, *verdict.plan.sizes(), verdict.parts)
-
-
-def _device_type(gm: fx.GraphModule) -> str:
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return value.device.type
-    return "cpu"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA", "Location", "PassRecord", "Report", "SiteReport"]
 
-SCHEMA = "mla_compile.report.report/1"
+SCHEMA = "mla_compile.report/1"
 """Written into every JSON report; the number grows when a reader of the old one would misread the new one."""
 
 _STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}

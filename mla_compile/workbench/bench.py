@@ -22,7 +22,7 @@ from mla_compile.report.facts import Survey
 from mla_compile.report.report import Report
 from mla_compile.workbench.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
 
-SCHEMA = "mla_compile.workbench.bench/1"
+SCHEMA = "mla_compile.bench/1"
 VARIANTS = ("eager", "inductor", "mla")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY = 256

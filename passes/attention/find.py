@@ -1,10 +1,10 @@
 """Analysis: every attention of a graph, whatever its spelling.
 
-Two kinds are found: PyTorch's fused ``scaled_dot_product_attention`` node, and a softmax between two products of
-activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes in any order in between. Axes are followed as
-atoms, so heads may be anywhere and batch and heads may be merged. An attention in which something else happens between
-the products (a sink, a soft cap, probabilities returned to the caller, exponentials that are divided by their sum after
-they met the values) is found too and marked ``open_core``.
+Two kinds are found: PyTorch's fused operators (``scaled_dot_product_attention``, ``flex_attention``), and a softmax
+between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes in any order in
+between. Axes are followed as atoms, so heads may be anywhere and batch and heads may be merged. An attention in which
+something else happens between the products (a sink, a soft cap, probabilities returned to the caller, exponentials that
+are divided by their sum after they met the values) is found too and marked ``open_core``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Literal
 import torch
 from torch import fx
 
+from mla_compile.passes.attention.flex import Flex, flex_of
 from mla_compile.passes.attention.scores import Scores, ScoreTracer, align_right, oriented
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Product
-from mla_compile.passes.ir.axes import Atom, Axes, Axis, flatten, fresh_axis
+from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.sizes import same, size
@@ -36,6 +37,8 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
     for node in graph.nodes:
         if packet(node) is aten.scaled_dot_product_attention:
             sites.append(_fused(node))
+        elif (flex := flex_of(node)) is not None:
+            sites.append(_flex(node, flex))
         elif tracer.is_product(node):
             site = _written_out(node, tracer)
             if site is not None:
@@ -47,9 +50,29 @@ def _fused(node: fx.Node) -> AttentionSite:
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
     mask, causal = argument(node, 3, "attn_mask"), bool(argument(node, 5, "is_causal", False))
     dropout, scale = argument(node, 4, "dropout_p", 0.0), argument(node, 6, "scale")
-    rank = len(shape(q))
-    grouped = bool(argument(node, 7, "enable_gqa", False))
+    site = _plain(node, q, k, v, bool(argument(node, 7, "enable_gqa", False)))
+    masks: tuple[MaskTerm, ...] = ()
+    if mask is not None:
+        kind: Literal["keep", "add"] = "keep" if val(mask).dtype == torch.bool else "add"
+        masks = (MaskTerm(kind, Operand(mask, align_right(mask, (*site.out.axes[:-1], site.keys)))),)
+    return replace(
+        site,
+        masks=masks,
+        causal=causal,
+        scale=float(scale) if isinstance(scale, (int, float)) else _default_scale(q),
+        problem=_fused_problem(node, q, dropout, scale, causal, site.queries, site.keys),
+    )
 
+
+def _flex(node: fx.Node, flex: Flex) -> AttentionSite:
+    site = _plain(node, flex.q, flex.k, flex.v, not same(shape(flex.q)[1], shape(flex.k)[1]))
+    why = None if flex.score_mod is None else "score_mod of flex_attention is between the products"
+    return replace(site, scale=flex.scale, open_core=why)
+
+
+def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, grouped: bool) -> AttentionSite:
+    """The attention of a fused operator; ``grouped``: heads of k and v serve several of q."""
+    rank = len(shape(q))
     lead: list[Axis] = []
     k_lead: list[Axis] = []
     v_lead: list[Axis] = []
@@ -70,11 +93,6 @@ def _fused(node: fx.Node) -> AttentionSite:
     queries, keys = fresh_axis(shape(q)[-2]), fresh_axis(shape(k)[-2])
     features, values = fresh_axis(shape(q)[-1]), fresh_axis(shape(v)[-1])
     product = Product(Operand(q, (*lead, queries, features)), Operand(k, (*k_lead, keys, features)), features)
-    axes: Axes = (*lead, queries, keys)
-    masks: tuple[MaskTerm, ...] = ()
-    if mask is not None:
-        kind: Literal["keep", "add"] = "keep" if val(mask).dtype == torch.bool else "add"
-        masks = (MaskTerm(kind, Operand(mask, align_right(mask, axes))),)
     return AttentionSite(
         out=Operand(node, (*lead, queries, values)),
         products=(product,),
@@ -82,11 +100,7 @@ def _fused(node: fx.Node) -> AttentionSite:
         lead=flatten(lead),
         queries=queries,
         keys=keys,
-        masks=masks,
-        causal=causal,
-        scale=float(scale) if isinstance(scale, (int, float)) else _default_scale(q),
         empty="zero",
-        problem=_fused_problem(node, q, dropout, scale, causal, queries, keys),
     )
 
 

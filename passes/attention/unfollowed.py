@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import fx
 
+from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape
@@ -26,7 +27,9 @@ def unfollowed(
     graph: fx.Graph, weights: Collection[fx.Node], sites: Sequence[AttentionSite]
 ) -> list[tuple[fx.Node, Stop]]:
     """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
-    found = [(n, Stop(n, "unsupported_op", reason)) for n in graph.nodes if (reason := _nested(graph, n)) is not None]
+    taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
+    nested = ((n, _nested(graph, n)) for n in graph.nodes if n not in taken_apart)
+    found = [(n, Stop(n, "unsupported_op", reason)) for n, reason in nested if reason is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
     missing = [n for n in softmaxes if n not in known and not _over_one(n)]

@@ -13,7 +13,7 @@ from mla_compile.passes.cache.find import Kept, Past
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import slice_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
-from mla_compile.passes.ir.graph import Builder, argument, axis, packet, val
+from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_virtual, materialize, packet, val
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -156,11 +156,11 @@ class _Rewriter:
 
     def _new(self, ingredient: Ingredient) -> fx.Node:
         if ingredient.node not in self.arranged:
-            builder = Builder(self._after(ingredient.node), self.fake_mode)
-            sizes = Sizes(builder, [(ingredient.node, ingredient.axes)])
-            self.arranged[ingredient.node] = arrange(
-                builder, sizes, ingredient.node, ingredient.axes, ingredient.target
-            )
+            whole = args_of(ingredient.node)[0] if is_virtual(ingredient.node) else ingredient.node
+            builder = Builder(self._after(whole), self.fake_mode)
+            node = materialize(ingredient.node, builder, {})
+            sizes = Sizes(builder, [(node, ingredient.axes)])
+            self.arranged[ingredient.node] = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
         return self.arranged[ingredient.node]
 
     def _past(self, node: fx.Node, cache: Kept, index: int, ingredients: tuple[Ingredient, ...] | None) -> fx.Node:

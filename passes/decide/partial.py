@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.canonical.flex import WRITTEN
 from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, Forms, choose_parts
@@ -117,7 +116,7 @@ def _weighed(
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
-    fused = plan.site.probs is None or WRITTEN in plan.site.node.meta
+    fused = plan.site.probs is None
     writes = fused and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,

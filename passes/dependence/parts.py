@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
-from mla_compile.passes.ir.graph import Builder, args_of, evaluate_fake, packet, shape, val
+from mla_compile.passes.ir.graph import ORIGIN, Builder, args_of, evaluate_fake, packet, shape, val
 from mla_compile.passes.ir.sizes import size
 
 aten = torch.ops.aten
@@ -248,6 +248,6 @@ class PartMaker:
         """``op`` in the place of ``node`` in the user's code; not marked as ours, as it is the user's operator."""
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)
-        new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta")})
+        new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", ORIGIN)})
         new.meta["val"] = evaluate_fake(self.builder.fake_mode, op, args, kwargs)
         return new

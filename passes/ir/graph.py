@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.passes.ir.sizes import Size, hint, size
 
 OURS = "mla_compile"
 """Key in the metadata of nodes that a rewrite added."""
 
-SHOWS = "mla_compile_shows"
-"""Key in the metadata of slices of rows that were added for the analysis."""
+ORIGIN = "mla_compile_origin"
+"""Key in the metadata of nodes that compute what a node of the untouched graph does: the name of that node."""
 
-WAITS = "mla_compile_waits"
-"""Key in the metadata of nodes that nothing reads at present and that may be read again."""
+DECIDED_BY = "mla_compile_decided_by"
+"""Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph whose numbers decide theirs."""
 
 
 def val(node: fx.Node) -> torch.Tensor:
@@ -35,13 +36,6 @@ def is_tensor(node: object) -> bool:
 
 def shape(node: fx.Node) -> tuple[Size, ...]:
     return tuple(size(d) for d in val(node).shape)
-
-
-def whole_rows(node: fx.Node) -> fx.Node:
-    """The rows of which ``node`` shows some, where it was added to show them; else ``node`` itself."""
-    while SHOWS in node.meta:
-        node = args_of(node)[0]
-    return node
 
 
 def bytes_hint(node: fx.Node) -> int:
@@ -76,6 +70,9 @@ def axis(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
+SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
+
+
 class Builder:
     """Adds nodes before ``anchor``, with fake values computed at once and the anchor's provenance copied.
 
@@ -96,6 +93,20 @@ class Builder:
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         return node
+
+    def trace(self, function: Callable[..., Any], operands: Sequence[Any]) -> fx.Node:
+        """The operators of ``function``, which returns one tensor. Operands are nodes, or numbers."""
+        nodes = [n for n in operands if isinstance(n, fx.Node)]
+
+        def of_nodes(*values: Any) -> Any:
+            given = iter(values)
+            return function(*(next(given) if isinstance(n, fx.Node) else n for n in operands))
+
+        with self.fake_mode or contextlib.nullcontext(), torch.no_grad():
+            traced = make_fx(of_nodes)(*(n.meta["val"] for n in nodes))
+        assert self.graph.owning_module is not None
+        (result,) = splice(self.graph.owning_module, self.anchor, traced, nodes)
+        return result
 
     def size(self, node: fx.Node, dim: int) -> int | fx.Node:
         """A dimension to be used as an argument: the number, or a node that reads it at run time."""
@@ -125,6 +136,55 @@ def splice(
                 node.target = name
     returned: Any = traced.graph.output_node().args[0]
     return tuple(env[n] for n in (returned if isinstance(returned, (tuple, list)) else (returned,)))
+
+
+def virtual(
+    fake_mode: FakeTensorMode | None,
+    op: Callable[..., Any],
+    of: fx.Node,
+    *args: Any,
+    decided_by: Sequence[fx.Node] = (),
+) -> fx.Node:
+    """``op(of, *args)`` as a node that no graph holds, for an analysis to reason about: a *virtual source*.
+
+    It reads like any node. Those it reads do not count it among their users, so that nothing has to be taken back where
+    it is not needed; where it is, :func:`materialize` adds it. ``decided_by``: the nodes whose numbers decide its own,
+    where that is not ``of``, whose numbers are tied to each other.
+    """
+    node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
+    for read in node.all_input_nodes:
+        read.users.pop(node)
+    node.meta[DECIDED_BY] = tuple(decided_by) or decides(of)
+    node.meta["val"] = evaluate_fake(fake_mode, op, node.args, {})
+    return node
+
+
+def is_virtual(node: fx.Node) -> bool:
+    return DECIDED_BY in node.meta
+
+
+def decides(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The nodes of the graph that have to be given for ``node`` to be known: itself, where it is one of them."""
+    decided_by: tuple[fx.Node, ...] = node.meta.get(DECIDED_BY, (node,))
+    return decided_by
+
+
+def whole_rows(node: fx.Node) -> fx.Node:
+    """The rows of which ``node``, a virtual slice, takes some; ``node`` itself where it is none."""
+    while is_virtual(node) and node.target in SLICES:
+        node = args_of(node)[0]
+    return node
+
+
+def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -> fx.Node:
+    """``node``, added before the builder's anchor where it is virtual; once for each ``memo``."""
+    if not is_virtual(node):
+        return node
+    if node not in memo:
+        of, *args = args_of(node)
+        assert callable(node.target)
+        memo[node] = builder.call(node.target, materialize(of, builder, memo), *args)
+    return memo[node]
 
 
 def evaluate_fake(

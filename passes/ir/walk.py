@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import WAITS, argument, packet
+from mla_compile.passes.ir.graph import argument, packet
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
@@ -16,7 +16,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
         sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
-        return WAITS in node.meta or (node.is_impure() and not sure)
+        return node.is_impure() and not sure
 
     graph.eliminate_dead_code(stays)
 

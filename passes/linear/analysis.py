@@ -8,7 +8,7 @@ that is not linear along features and blind along tokens, ends the walk: its nod
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,10 +17,12 @@ from mla_compile.passes.ir.axes import Axes, fresh_axes
 from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.graph import is_tensor, packet, shape, val
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, Shown
-from mla_compile.passes.linear.rows import some_rows
-from mla_compile.passes.linear.rules import RULES
+from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, VirtualSources
+from mla_compile.passes.linear.rows import one_of_all, some_rows
+from mla_compile.passes.linear.rules import RULES, Rule
 from mla_compile.passes.linear.stops import unexplained
+
+_NONE = VirtualSources()
 
 
 class LinearMaps:
@@ -28,8 +30,8 @@ class LinearMaps:
 
     ``stops`` are nodes at which the walk ends although it could go on (a chosen source). A weight that differs along an
     axis of the source's rows ends the walk (a table of rotations would else pass for a weight), unless ``per_row``:
-    with the attention's output as the source, W_v does differ along the heads. ``shown``: slices of a linear image of
-    rows, and what shows the same positions of those rows.
+    with the attention's output as the source, W_v does differ along the heads. ``virtual``: rows that are no nodes of
+    the graph.
     """
 
     def __init__(
@@ -38,13 +40,13 @@ class LinearMaps:
         fake_mode: FakeTensorMode | None,
         stops: Iterable[fx.Node] = (),
         per_row: bool = False,
-        shown: Mapping[fx.Node, Sequence[Shown]] | None = None,
+        virtual: VirtualSources = _NONE,
     ) -> None:
         self.weights = weights
         self.fake_mode = fake_mode
         self.stops = frozenset(stops)
         self.per_row = per_row
-        self.shown = shown or {}
+        self.virtual = virtual
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
         self._identity: dict[fx.Node, Axes] = {}
@@ -52,16 +54,16 @@ class LinearMaps:
 
     def with_stops(self, stops: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
         """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
-        return LinearMaps(self.weights, self.fake_mode, stops, per_row, self.shown)
+        return LinearMaps(self.weights, self.fake_mode, stops, per_row, self.virtual)
 
-    def with_shown(self, shown: Mapping[fx.Node, Sequence[Shown]]) -> LinearMaps:
-        return LinearMaps(self.weights, self.fake_mode, self.stops, self.per_row, shown)
+    def with_virtual(self, virtual: VirtualSources) -> LinearMaps:
+        return LinearMaps(self.weights, self.fake_mode, self.stops, self.per_row, virtual)
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis that ends at the rows of which parts are shown: the same for all slices, whatever ends here."""
+        """The analysis that ends at the rows that slices are taken of: the same for all slices, whatever ends here."""
         if self._whole is None:
-            rows = {s.rows for several in self.shown.values() for s in several}
+            rows = {s.rows for several in self.virtual.slices.values() for s in several}
             self._whole = self.with_stops(rows, self.per_row)
             self._whole._whole = self._whole
         return self._whole
@@ -83,9 +85,7 @@ class LinearMaps:
             if current in self._maps:
                 pending.pop()
                 continue
-            rule = None if current in self.stops or self.is_weight(current) else RULES.get(packet(current))
-            if rule is not None and current in self.shown:
-                rule = some_rows
+            rule = self._rule(current)
             ends = rule is None or (rule is some_rows and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
@@ -100,6 +100,12 @@ class LinearMaps:
                 pending = [node]
         return self._maps[node]
 
+    def _rule(self, node: fx.Node) -> Rule | None:
+        if node in self.stops or self.is_weight(node):
+            return None
+        rule = RULES.get(packet(node))
+        return some_rows if rule is not None and node in self.virtual.slices else rule
+
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors whose maps make that of ``node``."""
         inputs = [n for n in node.all_input_nodes if not self.is_weight(n)]
@@ -107,16 +113,13 @@ class LinearMaps:
             return [n for part in inputs for n in part.all_input_nodes if is_tensor(n) and not self.is_weight(n)]
         return [n for n in inputs if is_tensor(n)]
 
-    def _apply(self, node: fx.Node, rule: Callable[[LinearMaps, fx.Node], LinearMap | Stop] | None) -> LinearMap:
-        if rule is None:
-            if node not in self.stops and not self.is_weight(node):
-                self.reasons[node] = unexplained(node)
-            return self.identity(node)
-        result = rule(self, node)
-        if isinstance(result, Stop):
+    def _apply(self, node: fx.Node, rule: Rule | None) -> LinearMap:
+        result = unexplained(node) if rule is None else rule(self, node)
+        if isinstance(result, Stop) and node not in self.stops and not self.is_weight(node):
             self.reasons[node] = result
-            return self.identity(node)
-        return result
+        if node in self.virtual.shared:
+            return one_of_all(self, node, result)
+        return self.identity(node) if isinstance(result, Stop) else result
 
     def axes_of(self, node: fx.Node) -> Axes:
         """The axes of ``node`` as rows of its own, one atom each."""

@@ -14,7 +14,7 @@ rotary part]).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -131,12 +131,32 @@ class LinearMap:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """``node`` shows some positions of axis ``dim`` of ``rows``."""
+class RowSlice:
+    """``node``, a virtual source, is some positions of axis ``dim`` of ``rows``."""
 
     rows: fx.Node
     dim: int
     node: fx.Node
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """A tensor with the same numbers all along its axis ``dim``; ``one``, a virtual source, is its first position."""
+
+    dim: int
+    one: fx.Node
+
+
+@dataclass(frozen=True)
+class VirtualSources:
+    """What an analysis may take for rows besides the nodes of the graph.
+
+    ``slices``: slices of linear images of rows, and the same slices of those rows. ``shared``: tensors whose numbers
+    were copied along an axis.
+    """
+
+    slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
+    shared: Mapping[fx.Node, SharedRows] = field(default_factory=dict)
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
@@ -157,13 +177,13 @@ class Maps(Protocol):
     fake_mode: FakeTensorMode | None
     stops: frozenset[fx.Node]
     per_row: bool
-    shown: Mapping[fx.Node, Sequence[Shown]]
+    virtual: VirtualSources
     reasons: dict[fx.Node, Stop]
 
     @property
     def whole(self) -> Maps: ...
     def with_stops(self, stops: Iterable[fx.Node], per_row: bool = False) -> Maps: ...
-    def with_shown(self, shown: Mapping[fx.Node, Sequence[Shown]]) -> Maps: ...
+    def with_virtual(self, virtual: VirtualSources) -> Maps: ...
     def is_weight(self, node: object) -> bool: ...
     def leaf(self, node: fx.Node) -> Expr: ...
     def map(self, node: fx.Node) -> LinearMap: ...

@@ -1,7 +1,8 @@
-"""Transfer rule for a slice along the tokens of what weights make of rows: the same map of a slice of the rows.
+"""Transfer rules for maps whose rows are virtual sources: no nodes of the graph, but views of its nodes.
 
-``(c W)[:, :n] = c[:, :n] W``, for every axis of the rows that is, as it is, an axis of the result. The slices of the
-rows are nodes that :mod:`mla_compile.passes.decide.slice_rows` added; without them a slice of tokens ends the walk.
+A slice along the tokens of what weights make of rows is the same map of a slice of the rows: ``(c W)[:, :n] = c[:, :n]
+W``, for every axis of the rows that is, as it is, an axis of the result. A tensor whose numbers were copied along an
+axis is its first position, broadcast. Without virtual sources both end the walk.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """The map of a slice: that of the tensor it is taken of, over the slices of its rows."""
-    dim, taken = sliced_axis(node), {s.rows: s for s in maps.shown[node]}
+    dim, taken = sliced_axis(node), {s.rows: s for s in maps.virtual.slices[node]}
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
     length = fresh_axis(shape(node)[dim])
     source = maps.whole.map(args_of(node)[0])
@@ -50,21 +51,35 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         own = piece.axes[dim]
         if constant_along(piece, own):
             return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
-        shown = None if piece.source is None else taken.get(piece.source)
-        if shown is None or rows_axis(piece, own) != shown.dim or any(v.node in maps.stops for v in piece.path[1:]):
+        sliced = None if piece.source is None else taken.get(piece.source)
+        if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.stops for v in piece.path[1:]):
             return refused
-        tokens, last = maps.whole.axes_of(shown.node)[shown.dim], piece.path[-1]
+        tokens, last = maps.whole.axes_of(sliced.node)[sliced.dim], piece.path[-1]
         return replace(
             piece,
             axes=_with(piece.axes, dim, tokens),
             dtype=val(node).dtype,
-            source=shown.node,
-            source_axes=_with(piece.source_axes, shown.dim, tokens),
-            path=(Visit(shown.node, 0, 0), replace(last, node=node)),
+            source=sliced.node,
+            source_axes=_with(piece.source_axes, sliced.dim, tokens),
+            path=(Visit(sliced.node, 0, 0), replace(last, node=node)),
             before=(*piece.before, *piece.path),
         )
 
     return source.each(part)
+
+
+def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
+    """The map of a tensor with the same numbers all along an axis: one of them, broadcast.
+
+    ``found``: what its operator's rule gives, which is as good where it has that axis broadcast, too.
+    """
+    shared = maps.virtual.shared[node]
+    if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):
+        return found
+    maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "a part of the rows is taken")
+    own = maps.axes_of(shared.one)
+    axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])
+    return LinearMap.single(Piece(axes, val(node).dtype, shared.one, own).visited(shared.one).visited(node))
 
 
 def _with(axes: Axes, dim: int, own: Axis) -> Axes:

@@ -22,6 +22,7 @@ from mla_compile.passes.ir.graph import is_tensor, packet, shape, val, whole_row
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.report.site import locate
+from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
 MOST = 60
@@ -73,10 +74,12 @@ class Sketch:
         draft.always = way if len(way) < MOST else set()
         return SiteDrawing(draft.drawn(start))
 
-    def rewritten(self, verdict: Verdict, out: fx.Node) -> SiteDrawing:
-        """An attention whose value is ``out`` now; what it no longer needs is out of the graph."""
+    def rewritten(self, verdict: Verdict, absorbed: Absorbed) -> SiteDrawing:
+        """An attention that was rewritten; what it no longer needs is out of the graph."""
         assert verdict.plan is not None
-        site, rows = verdict.site, {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
+        site, out = verdict.site, absorbed.out
+        rows = {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
+        rows |= {view.name for view in absorbed.views}
         alive = {node.name for node in out.graph.nodes}
         start = self._nodes[site.node.name]
         products = [self._nodes[p.node.name] for p in site.products if p.node is not None]

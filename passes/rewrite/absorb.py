@@ -50,7 +50,7 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
     whole = plan.site.open_core is None and plan.fits_op
     rewriter = Whole(plan, fake_mode) if whole else Products(plan, fake_mode)
     out = rewriter.run()
-    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent)
+    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, tuple(rewriter.views.values()))
 
 
 class Whole(Sides):

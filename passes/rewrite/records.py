@@ -13,13 +13,14 @@ from mla_compile.passes.decide.records import AbsorbPlan
 class Absorbed:
     """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v.
 
-    ``latent`` is None where the values stay expanded.
+    ``latent`` is None where the values stay expanded. ``views`` are rows of virtual sources, added to the graph.
     """
 
     plan: AbsorbPlan
     out: fx.Node
     queries: tuple[fx.Node, ...]
     latent: fx.Node | None
+    views: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mla_compile.passes.ir.arrange import Sizes, arrange, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.factors import letters
-from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project, wide
@@ -35,6 +35,7 @@ class Sides:
         self.site = plan.site
         self.builder = Builder(plan.site.node, fake_mode)
         self.memo: dict[Expr, fx.Node] = {}
+        self.views: dict[fx.Node, fx.Node] = {}
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
         # In the order of the graph: what a product reads sizes from has to stand before it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
@@ -119,13 +120,17 @@ class Sides:
     def _rows(self, rows: Rows) -> fx.Node:
         """The rows as [B, T, width]."""
         target = (self.plan.batch, self.site.keys, rows.width)
-        node = arrange(self.builder, self.sizes, rows.node, rows.axes, target)
+        node = arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, target)
         return self.builder.cast(node, self.dtype)
+
+    def _in_graph(self, rows: Rows) -> fx.Node:
+        """The rows as a node of the graph, which those of a virtual source become here."""
+        return materialize(rows.node, self.builder, self.views)
 
     def row_atoms(self, rows: Rows) -> tuple[fx.Node, tuple[Atom, ...]]:
         """The rows with one axis per atom, and those: batch, heads with rows of their own, keys, width."""
         atoms = (*self.plan.batch, *rows.heads, *self.site.keys, *rows.width)
-        return arrange(self.builder, self.sizes, rows.node, rows.axes, [(a,) for a in atoms]), atoms
+        return arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, [(a,) for a in atoms]), atoms
 
     def term_scores(self, product: Product, term: Term, atoms: Sequence[Atom], dtype: torch.dtype) -> fx.Node:
         """``(q W) . rows`` of one term of the keys, in ``dtype``, one axis for each of ``atoms``."""

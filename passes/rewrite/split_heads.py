@@ -20,8 +20,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.canonical.flex import WRITTEN
 from mla_compile.passes.decide.sources import cut
 from mla_compile.passes.dependence.parts import AxisParts, Made, PartMaker
 from mla_compile.passes.dependence.steps import Blind, Joined
@@ -71,7 +71,7 @@ class SplitSite:
 
 def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
     """The groups of neighbouring heads whose keys and values come from the same rows; None where there are no two."""
-    if site.problem is not None or WRITTEN in site.node.meta:  # flex attention is put back as it was, or absorbed
+    if site.problem is not None or flex_of(site.node) is not None:  # its functions count heads
         return None
     products = {p.node or site.node for p in site.products}
     ends = {o.node for o in (*(p.q for p in site.products), *(m.operand for m in site.masks))}

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.attention.flex import Flex, flex_of
 from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand
 from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout, spread
 from mla_compile.passes.ir.axes import Atom, flatten
@@ -66,6 +67,8 @@ class _Writer:
 
     def probabilities(self, scores: fx.Node) -> fx.Node:
         call, site = self.builder.call, self.site
+        if (flex := flex_of(site.node)) is not None and flex.score_mod is not None:
+            return self._modified(flex, scores)
         own = tuple((a,) for a in self.present)
         scores = arrange(self.builder, self.sizes, scores, own, [(a,) for a in self.atoms])
         scores = call(aten.mul.Tensor, scores, site.scale)
@@ -83,6 +86,20 @@ class _Writer:
         axes = (*((a,) for a in outer), site.keys)
         probs = arrange(self.builder, self.sizes, probs, axes, [(a,) for a in self.atoms])
         return spread(self.builder, self.sizes, probs, self.atoms)
+
+    def _modified(self, flex: Flex, scores: fx.Node) -> fx.Node:
+        """The weights where ``score_mod`` makes something else of the scores [B,H,S,T] before the softmax."""
+        call, site = self.builder.call, self.site
+        batch, heads = site.out.axes[:2]
+        target = (batch, heads, site.queries, site.keys)
+        each = [(a,) for a in self.atoms]
+        own = tuple((a,) for a in self.present)
+        scores = arrange(self.builder, self.sizes, scores, own, each)
+        scores = arrange(self.builder, self.sizes, scores, tuple(each), target)
+        scores = call(aten.mul.Tensor, scores, site.scale)
+        scores = self.builder.trace(flex.modified, [scores, *flex.buffers])
+        probs = call(aten._safe_softmax.default, scores, -1)
+        return arrange(self.builder, self.sizes, probs, target, each)
 
     def output(self, probs: fx.Node) -> tuple[Operand, fx.Node]:
         site = self.site

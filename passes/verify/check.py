@@ -9,7 +9,7 @@ allows. Inputs are ordinary, large (a softmax near one-hot) and padded; a symbol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.expr import widened
-from mla_compile.passes.ir.graph import SHOWS, args_of, is_tensor, val, whole_rows
+from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, packet, val, whole_rows
+from mla_compile.passes.ir.operators import FILLS
 from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.ir.walk import ancestors
 
 EXACT = 1e-8
 """Largest relative difference in float64 that rounding can explain."""
@@ -55,17 +57,18 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         for t in (*plan.keys, *plan.vals)
     )
     shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
-    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape)), _shown_by(n)) for n in plan.sources)
+    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape)), _view_key(n)) for n in plan.sources)
     site = plan.site
     return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms
 
 
-def _shown_by(node: fx.Node) -> tuple[object, ...]:
-    """Which of the rows ``node`` shows, where it was added to show some: the rows are what is drawn."""
-    if (whole := whole_rows(node)) is node:
+def _view_key(node: fx.Node) -> tuple[object, ...]:
+    """What of which rows ``node`` is, where it is virtual: the rows are what is drawn."""
+    if not is_virtual(node):
         return ()
-    at = tuple(size(a.meta["val"]) if isinstance(a, fx.Node) else a for a in args_of(node)[1:])
-    return str(val(whole).shape), at, _shown_by(args_of(node)[0])
+    of, *args = args_of(node)
+    at = tuple(size(a.meta["val"]) if isinstance(a, fx.Node) else a for a in args)
+    return str(node.target), str(val(of).shape), at, _view_key(of)
 
 
 def _factor_key(factor: Any) -> tuple[object, ...] | None:
@@ -78,12 +81,55 @@ def check_site(
     """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
     before = {n.name: n for n in original.nodes}
     inputs = [
-        *map(whole_rows, plan.sources),
+        *(n for source in plan.sources for n in decides(source)),
         *(p.q.node for p in plan.site.products),
         *(m.operand.node for m in plan.site.masks),
     ]
-    boundary = {n.name: before[n.name] for n in inputs}
-    return compare(plan, before[plan.site.node.name], new, boundary, weights, seed)
+    old, new, beside = _observed(plan.site.node, new)
+    boundary = {name: before[name] for name in nearest_known([*inputs, *beside], weights)}
+    return compare(plan, before[old], new, boundary, weights, seed)
+
+
+def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
+    """Where both graphs are compared: the name in the untouched one, the node in the rewritten one, what else it reads.
+
+    That is the site's output, unless canonicalisation took it out of a larger operator (a product out of ``baddbmm``):
+    then it is what that operator computed.
+    """
+    if ORIGIN in site.meta:
+        return site.meta[ORIGIN], new, []
+    beside: list[fx.Node] = []
+    while ORIGIN not in new.meta:
+        (user,) = new.users
+        beside += [n for n in user.all_input_nodes if n is not new]
+        new = user
+    return new.meta[ORIGIN], new, beside
+
+
+def nearest_known(
+    nodes: Iterable[fx.Node], weights: Collection[str], without: Collection[fx.Node] = ()
+) -> dict[str, fx.Node]:
+    """The nearest nodes behind ``nodes`` that compute what a node of the untouched graph does, by the names there.
+
+    Given values for these, both graphs say the same. ``without``: what is given already; what is computed from it is
+    computed, not given.
+    """
+    found: dict[str, fx.Node] = {}
+    queue = list(nodes)
+    seen = set(queue)
+    for node in queue:
+        if node in without or node.name in weights or not (is_tensor(node) or node.all_input_nodes):
+            continue
+        if packet(node) in FILLS:  # zeros that something is written into are no input, but zeros
+            continue
+        if is_tensor(node) and ORIGIN in node.meta and not (without and any(a in without for a in ancestors(node))):
+            found[node.meta[ORIGIN]] = node
+            continue
+        for n in node.all_input_nodes:
+            if n not in seen:
+                seen.add(n)
+                queue.append(n)
+    return found
 
 
 def compare(
@@ -187,7 +233,7 @@ def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
     nodes = [*boundary, plan.site.node, plan.site.v.node]
     seen = {**_symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
-        return [seen]  # the rows shown are some of those there are
+        return [seen]  # the rows that are read are some of those there are
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]
@@ -205,10 +251,10 @@ def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
 
 
 def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
-    """The symbols that say which rows are shown; no shape need have them (the newest 8 of n)."""
+    """The symbols that say which rows are sliced out; no shape need have them (the newest 8 of n)."""
     told: dict[sympy.Symbol, int] = {}
     for node in rows:
-        while SHOWS in node.meta:
+        while is_virtual(node):
             told.update(_of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
             node = args_of(node)[0]
     return told
@@ -221,7 +267,7 @@ def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
     b, s, t = ((_number(x, sizes)) for x in plan.sizes())
     d = plan.dims
-    # Of rows that are shown in part the original expands all.
+    # Of rows that are sliced the original expands all.
     whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
     expanded = b * t * d.expanded_values / share * whole
     return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
@@ -278,8 +324,11 @@ class _Run:
         return self._values[node]
 
     def _leaf(self, node: fx.Node) -> Any:
-        if node.name in self.given:
-            return self._cast(self.given[node.name])
+        name = node.meta.get(ORIGIN, "")
+        if name in self.given:
+            return self._cast(self.given[name])
+        if node.op == "get_attr" and isinstance(held := _held(node), torch.nn.Module):
+            return held  # a function that an operator of this graph calls
         value: Any = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
             return _number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
@@ -327,6 +376,14 @@ def _narrowed_to(node: fx.Node) -> float | None:
 def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
     """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
     return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
+
+
+def _held(node: fx.Node) -> object:
+    """What a ``get_attr`` node reads."""
+    value: object = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:

@@ -14,17 +14,14 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mla_compile.analysis import analyse
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.decide.cost import default_device
-from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
-from mla_compile.passes.decide.slice_rows import slice_rows
-from mla_compile.passes.ir.walk import ancestors, weight_nodes
-from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.ir.walk import ancestors
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generator import Case, cases
 
@@ -150,12 +147,8 @@ def _base(case: Case, past: int, symbolic: bool) -> Base | None:
 
 
 def verdicts(program: Program) -> list[Verdict]:
-    """What the passes make of a normalized program."""
-    graph = program.gm.graph
-    weights = weight_nodes(graph, program.weights)
-    sites = find_attention(graph, weights)
-    maps = slice_rows(sites, LinearMaps(weights, program.fake_mode))
-    return judge(graph, sites, maps, default_device("cpu"), "absorbed", "never")
+    """What the passes make of a canonical program."""
+    return analyse(program).judged("absorbed", "never", default_device("cpu"))
 
 
 def _flat(module: GeneratedMLA, case: Case, past: int, draw: int) -> list[Any]:

@@ -179,7 +179,7 @@ def test_json_round_trip():
 def test_json_schema():
     """Programs read these keys: adding one is fine, losing or renaming one needs a new schema."""
     record = json.loads(REPORT.to_json())
-    assert record["schema"] == SCHEMA == "mla_compile.report.report/1"
+    assert record["schema"] == SCHEMA == "mla_compile.report/1"
     assert sorted(record) == ["counts", "graph", "messages", "passes", "schema", "sites"]
     assert record["counts"] == {"absorbed": 3, "kept": 0, "refused": 1, "not_mla": 1}
     assert record["passes"][0] == {"name": "normalize", "changes": 12, "seconds": 0.25}

@@ -7,18 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from mla_compile.analysis import analyse, canonicalize
 from mla_compile.core.program import Program
-from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.cache.find import Past, find_caches
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
-from mla_compile.passes.canonical.normalize import normalize
-from mla_compile.passes.canonical.products import split_products
-from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.decide.cost import default_device
-from mla_compile.passes.decide.judge import judge
-from mla_compile.passes.decide.share_rows import share_rows
-from mla_compile.passes.ir.walk import weight_nodes
-from mla_compile.passes.linear.analysis import LinearMaps
 
 
 def with_latent_cache(captured: Program, assume: bool = False) -> Program:
@@ -29,15 +22,12 @@ def with_latent_cache(captured: Program, assume: bool = False) -> Program:
     """
     refused: set[str] = set()
     while True:
-        program = captured.copy()
+        program = canonicalize(captured.copy())
         sites = _keep_rows(program, assume, refused)
         if not sites:
             return captured
-        graph = program.gm.graph
-        weights = weight_nodes(graph, program.weights)
-        device = default_device("cpu")  # only what is legal is asked for, not what is cheaper
-        maps = LinearMaps(weights, program.fake_mode)
-        verdicts = judge(graph, find_attention(graph, weights), maps, device, "absorbed", "never")
+        # Only what is legal is asked for, not what is cheaper.
+        verdicts = analyse(program, slices=False).judged("absorbed", "never", default_device("cpu"))
         # A side that stays would be expanded from its rows in every call.
         read = (v for v in verdicts if v.absorb and v.plan is not None and v.plan.keys and v.plan.vals)
         wrong = sites - {v.site.node.name for v in read}
@@ -50,11 +40,7 @@ def with_latent_cache(captured: Program, assume: bool = False) -> Program:
 def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     """Rewrites the caches of all attentions but ``refused``; returns the attentions whose cache was rewritten."""
     graph = program.gm.graph
-    normalize(graph)
-    weights = weight_nodes(graph, program.weights)
-    split_products(graph, weights, program.fake_mode)
-    write_softmax(graph, weights, program.fake_mode)
-    share_rows(find_attention(graph, weights), weights, program.fake_mode)
+    found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
     returned: dict[fx.Node, tuple[int, ...]] = {}
     written = _own_buffers(program) if assume else []
     for index, value in enumerate(program.outputs):
@@ -63,8 +49,8 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
     assumed = [*_own_inputs(program), *map(program.node, written)] if assume else []
-    sites = [site for site in find_attention(graph, weights) if site.node.name not in refused]
-    caches = find_caches(graph, sites, LinearMaps(weights, program.fake_mode), pasts, returned, assumed)
+    sites = [site for site in found.sites if site.node.name not in refused]
+    caches = find_caches(graph, sites, found.maps, pasts, returned, assumed)
     if caches:
         names = [node.name for node in program.placeholders]
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)

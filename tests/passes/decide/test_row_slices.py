@@ -9,7 +9,7 @@ from torch.export import Dim
 
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
-from mla_compile.passes.decide import slice_rows
+from mla_compile.passes.decide import row_slices
 from tests.passes.decide.test_negatives import rotate
 from tests.passes.rewrite.test_absorb import no_expansion
 from tests.passes.rewrite.test_split_heads import SomeHeads, data, split
@@ -339,8 +339,8 @@ def test_some_heads():
 
 def test_the_check_in_numbers_sees_another_slice(monkeypatch):
     """Rows shown at other positions than those of K and V: the rewritten attention is rolled back."""
-    positions = slice_rows._positions
-    monkeypatch.setattr(slice_rows, "_positions", lambda node: (1, USED + 1, 1) if positions(node) else ())
+    positions = row_slices._positions
+    monkeypatch.setattr(row_slices, "_positions", lambda node: (1, USED + 1, 1) if positions(node) else ())
     program = export(Used(), used())
     outcome = optimized(program, verify=True)
     assert codes(outcome) == [Code.VERIFY_FAILED]

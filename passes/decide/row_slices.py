@@ -1,22 +1,15 @@
-"""A slice along the tokens of K or V shows the same tokens of the rows they are made of.
+"""Analysis: slices along the tokens of K or V are made of the same slices of their rows.
 
-Before::
-
-    K = view(linear(c, W)); attention(q, K[:, :, :n], ...)
-
-After::
-
-    rows = c[:, :n]; K = view(linear(c, W)); attention(q, K[:, :, :n], ...)
-
-Nothing reads ``rows`` yet, and nothing else changes: the linear map of ``K[:, :, :n]`` is that of K with these rows in
-the place of c (:mod:`mla_compile.passes.linear.rows`). They are read where the attention is absorbed, and go away again
-where it is not. Static caches are read like that: made from rows of full length, cut to the length in use.
+In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
+``c[:, :n]`` in the place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*:
+no graph holds it until an attention that reads it is absorbed. Static caches are read like that: expanded from rows of
+full length, then cut to the length in use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,42 +19,41 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import SHOWS, Builder, args_of, argument, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.graph import SLICES, args_of, argument, bytes_hint, is_virtual, packet, shape, val, virtual
 from mla_compile.passes.ir.sizes import same, size
-from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Shown
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
 from mla_compile.passes.linear.rows import constant_along, rows_axis, sliced_axis
 from mla_compile.passes.linear.rules import RULES
 
 aten = torch.ops.aten
-_SLICES = (aten.slice.Tensor, aten.narrow.default)
 _REACH = 48
 """Ends of walks that are looked behind, for one attention."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class Sliced:
     """A slice of K or V, or of what they are made of; ``rows``: what it is an image of, and which axis is sliced."""
 
     node: fx.Node
     rows: tuple[tuple[fx.Node, int], ...]
 
 
-def slice_rows(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
-    """Adds the slices of rows that K and V of ``sites`` need, and returns the analysis that knows them."""
-    shown: dict[fx.Node, tuple[Shown, ...]] = {}
-    added: dict[tuple[object, ...], fx.Node] = {}
+def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
+    """The analysis that knows the slices of rows that K and V of ``sites`` are made of."""
+    slices: dict[fx.Node, tuple[RowSlice, ...]] = {}
+    known: dict[tuple[object, ...], fx.Node] = {}
     operands = [[*(p.k.node for p in site.products), site.v.node] for site in sites]
     while True:  # a slice of a slice is found when the first one is known
-        maps = maps.with_shown(shown)
+        maps = maps.with_virtual(replace(maps.virtual, slices=slices))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
-        new = {node: _add(found[node], added, maps) for node in sorted(found)}
+        new = {node: _row_slices(found[node], known, maps) for node in sorted(found)}
         new = {node: rows for node, rows in new.items() if rows}
         if not new:
             return maps
-        shown = {**shown, **new}
+        slices = {**slices, **new}
 
 
-def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Taken]:
+def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
     """The slices at which the walks from ``operands`` end although rows could be sliced instead."""
     slices = _ends(operands, maps)
     if not slices:
@@ -69,8 +61,8 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Taken]:
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
     cuts, _ = choose_sources([*pieces_of([maps.map(args_of(s)[0]) for s in slices]), *others])
     at_cuts = maps.with_stops(cuts)
-    taken = ((node, _rows(node, at_cuts.map(args_of(node)[0]))) for node in slices)
-    return [Taken(node, tuple(rows.items())) for node, rows in taken if rows]
+    sliced = ((node, _rows(node, at_cuts.map(args_of(node)[0]))) for node in slices)
+    return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
 
 
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
@@ -86,9 +78,10 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
             if end in seen or len(seen) > _REACH or end not in maps.reasons:
                 continue
             seen.add(end)
-            if end.target in _SLICES and end not in maps.shown:
+            if end.target in SLICES and end not in maps.virtual.slices:
                 found[end] = None
-            queue += maps.operands(end) if packet(end) in RULES else []
+            behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
+            queue += maps.operands(behind) if packet(behind) in RULES else []
     return list(found)
 
 
@@ -114,25 +107,24 @@ def _narrower(piece: Piece, node: fx.Node) -> bool:
     return piece.projected or bytes_hint(piece.source) < bytes_hint(args_of(node)[0])
 
 
-def _add(taken: Taken, added: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[Shown, ...]:
-    """The slices of the rows of ``taken``, those that are there already used again; none where one is not certain."""
-    node, op, dim = taken.node, taken.node.target, sliced_axis(taken.node)
+def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
+    """The slices of the rows of ``sliced``, those that are known already used again; none where one is not certain."""
+    node, op, dim = sliced.node, sliced.node.target, sliced_axis(sliced.node)
     assert callable(op)
     positions = _positions(node)
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
     if free_unbacked_symbols([val(node).shape[dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: two slices by it are two lengths
-    builder = Builder(node, maps.fake_mode)
-    shown: list[Shown] = []
-    for rows, at in taken.rows:
+    found: list[RowSlice] = []
+    for rows, at in sliced.rows:
         key = (rows, at, op, *(v if v is None else size(v) for v in values))
-        if key not in added or not added[key] < node:
-            added[key] = builder.call(op, rows, at, *positions)
-            added[key].meta[SHOWS] = True
-        if not same(shape(added[key])[at], shape(node)[dim]):
+        # One that reads its bounds from nodes further down could not be added before every attention that wants it.
+        if key not in known or any(read > node for read in known[key].all_input_nodes):
+            known[key] = virtual(maps.fake_mode, op, rows, at, *positions)
+        if not same(shape(known[key])[at], shape(node)[dim]):
             return ()
-        shown.append(Shown(rows, at, added[key]))
-    return tuple(shown)
+        found.append(RowSlice(rows, at, known[key]))
+    return tuple(found)
 
 
 def _positions(node: fx.Node) -> tuple[Any, ...]:

@@ -1,0 +1,83 @@
+"""What the passes read off one program before anything is rewritten: one spelling, the attentions, their linear maps.
+
+The caches kept as rows, an attention split by heads and the pipeline itself all begin like this, each on a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Program
+from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.canonical.normalize import normalize
+from mla_compile.passes.canonical.products import split_products
+from mla_compile.passes.canonical.softmax import write_softmax
+from mla_compile.passes.decide.cost import Device, Fold, Forms, default_device
+from mla_compile.passes.decide.judge import judge
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.decide.row_slices import with_row_slices
+from mla_compile.passes.decide.shared_rows import find_shared_rows
+from mla_compile.passes.ir.walk import weight_nodes
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.linear.records import Maps, VirtualSources
+
+CANONICAL: dict[str, Callable[[Program], int]] = {
+    "normalize": lambda program: normalize(program.gm.graph),
+    "split_products": lambda program: split_products(program.gm.graph, weights_of(program), program.fake_mode),
+    "write_softmax": lambda program: write_softmax(program.gm.graph, weights_of(program), program.fake_mode),
+}
+"""The passes that leave one spelling of everything, in order: each returns the number of its changes."""
+
+
+def weights_of(program: Program) -> set[fx.Node]:
+    """The nodes computed from weights and constants only."""
+    return weight_nodes(program.gm.graph, program.weights)
+
+
+def canonicalize(program: Program) -> Program:
+    """``program`` itself, rewritten to one spelling."""
+    for change in CANONICAL.values():
+        change(program)
+    return program
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One canonical program, read only. ``maps`` knows the virtual sources of its attentions."""
+
+    program: Program
+    sites: list[AttentionSite]
+    maps: Maps
+
+    @property
+    def weights(self) -> Collection[fx.Node]:
+        """The nodes computed from weights and constants only."""
+        return self.maps.weights
+
+    def judged(self, forms: Forms, fold: Fold, device: Device | None = None) -> list[Verdict]:
+        """The verdict on each attention, in order; ``device``: by default that of the program."""
+        gm = self.program.gm
+        return judge(gm.graph, self.sites, self.maps, device or default_device(device_type(gm)), forms, fold)
+
+
+def analyse(program: Program, *, slices: bool = True) -> Analysis:
+    """The attentions of a canonical program, and the analysis of its linear maps.
+
+    ``slices``: whether a slice along the tokens of K or V may be taken for what the same slice of its rows makes.
+    """
+    weights = weights_of(program)
+    sites = find_attention(program.gm.graph, weights)
+    shared = find_shared_rows(sites, weights, program.fake_mode)
+    maps = LinearMaps(weights, program.fake_mode, virtual=VirtualSources(shared=shared))
+    return Analysis(program, sites, with_row_slices(sites, maps) if slices else maps)
+
+
+def device_type(gm: fx.GraphModule) -> str:
+    """Where the first tensor of a graph lies."""
+    tensors = (n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    return next((tensor.device.type for tensor in tensors), "cpu")

@@ -1,0 +1,141 @@
+"""Analysis: rows that were copied to all heads before something was done to them are one row per token.
+
+In ``R = rotate(expand(r)); attention(q, cat([K, R]), V)`` every head of R has the numbers of the first, as long as
+nothing on the way tells the copies apart (:mod:`mla_compile.passes.dependence.steps`): R is ``R[:, 0]``, broadcast.
+That first head is a *virtual source*: no graph holds it until an attention that reads it is absorbed. So a shared
+rotary key is one row per token, in whatever order it was rotated and copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.dependence.steps import Joined, step
+from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, virtual
+from mla_compile.passes.ir.operators import CONTRACTIONS, FILLS
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.linear.records import SharedRows
+from mla_compile.passes.linear.rules import RULES
+from mla_compile.passes.linear.views import expand, permute, repeat, same_values, view
+
+aten = torch.ops.aten
+_COPY = (aten.expand, aten.expand_as, aten.repeat, aten.tile)
+_REACH = 48
+"""Operators between an attention and the copying that are looked at, at the most."""
+
+
+def find_shared_rows(
+    sites: Iterable[AttentionSite], weights: Collection[fx.Node], fake_mode: FakeTensorMode | None
+) -> dict[fx.Node, SharedRows]:
+    """The tensors on the way to K and V of ``sites`` that are the same for all heads."""
+    copies = _Copies(weights)
+    found: dict[fx.Node, SharedRows] = {}
+    for site in sites:
+        operands = [*(p.k for p in site.products), site.v]
+        for atom in site.lead:
+            places = [(o.node, k) for o in operands for k, own in enumerate(o.axes) if atom in own]
+            walks = [_walk(node, dim, weights, copies) for node, dim in places]
+            if not any(walk.made for walk in walks):
+                continue  # sequences of a batch
+            for rows, dim in (place for walk in walks for place in walk.found):
+                if rows not in found:
+                    made_of = copies.made_of(rows, dim)
+                    one = virtual(fake_mode, aten.select.int, rows, dim, 0, decided_by=made_of)
+                    found[rows] = SharedRows(dim, one)
+    return found
+
+
+@dataclass
+class _Walk:
+    """What is behind an axis of K or V: copies that something was done to, with their axis.
+
+    ``made``: a weight makes some of its positions, as heads are made.
+    """
+
+    found: list[tuple[fx.Node, int]] = field(default_factory=list)
+    made: bool = False
+
+
+def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Copies) -> _Walk:
+    walk = _Walk()
+    places = {(operand, dim): None}
+    queue = [(operand, dim)]
+    for node, at in queue:
+        how = step(node, at)
+        if node in weights:
+            walk.made = True
+        elif copies.along(node, at):
+            node, at = _shown(node, at)
+            if not _just_copied(node):
+                walk.found.append((node, at))
+        elif how is None:
+            walk.made |= packet(node) in CONTRACTIONS and any(n in weights for n in node.all_input_nodes)
+        elif len(places) < _REACH:
+            parts = ((p.node, p) for p in how.parts) if isinstance(how, Joined) else how.reads.items()
+            for read, p in parts:
+                if (read, p.dim) not in places:
+                    places[read, p.dim] = None
+                    queue.append((read, p.dim))
+    return walk
+
+
+def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
+    """What some of the copies, axis ``dim`` of ``node``, are copies of: groups of heads share what all heads share."""
+    while isinstance(how := step(node, dim), Joined):
+        node, dim = how.parts[0].node, how.parts[0].dim
+    return node, dim
+
+
+def _just_copied(node: fx.Node) -> bool:
+    while (rule := RULES.get(packet(node))) in (view, permute, same_values):
+        node = args_of(node)[0]
+    return rule in (expand, repeat) or packet(node) in FILLS
+
+
+class _Copies:
+    """Which axes have the same numbers at all of their positions."""
+
+    def __init__(self, weights: Collection[fx.Node]) -> None:
+        self.weights = weights
+        self._along: dict[tuple[fx.Node, int], bool] = {}
+
+    def along(self, node: fx.Node, dim: int, depth: int = 0) -> bool:
+        key = (node, dim)
+        if key not in self._along:
+            length = shape(node)[dim]
+            several = isinstance(length, int) and length > 1
+            reads = self._reads(node, dim) if several and depth < _REACH else None
+            self._along[key] = reads is not None and all(self.along(n, own, depth + 1) for n, own in reads)
+        return self._along[key]
+
+    def made_of(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...]:
+        """What was copied, and whatever else the copies were computed from: given these, all copies are known."""
+        found: dict[fx.Node, None] = {}
+        queue = [(node, dim)]
+        for one, at in queue:
+            reads = self._reads(one, at) or []
+            queue += [place for place in reads if place not in queue]
+            along = {n for n, _ in reads}
+            found.update((n, None) for n in one.all_input_nodes if is_tensor(n) and n not in along | {*self.weights})
+        return tuple(found)
+
+    def _reads(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
+        """The axes that all have to be copies for axis ``dim`` of ``node`` to be one; None where it is none."""
+        if packet(node) in FILLS:
+            return []
+        if packet(node) in _COPY:
+            x = args_of(node)[0]
+            own = dim - len(shape(node)) + len(shape(x))
+            return [] if own < 0 or same(shape(x)[own], 1) else [(x, own)]
+        how = step(node, dim)
+        if isinstance(how, Joined):
+            return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
+        if how is None or (how.unit > 1 and packet(node) is not aten.repeat_interleave):
+            return None
+        return [(n, p.dim) for n, p in how.reads.items() if not same(shape(n)[p.dim], 1)]
