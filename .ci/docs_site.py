@@ -18,35 +18,38 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
+"""Files at the top of the repository that are pages of the site."""
 _MATH = re.compile(r'<(span|div) class="arithmatex">\s*\\([\[(])(.*?)\\[\])]\s*</\1>', re.DOTALL)
-_OUTSIDE = re.compile(r"\[([^\]\n]+)\]\((?:\.\./)+([^)#\s]*)(#[^)\s]*)?\)")
-_IN_DOCS = re.compile(r"\]\(docs/([^)\s]+)\)")
-_CODE = re.compile(r"(^```.*?^```[ ]*$|`[^`\n]*`)", re.MULTILINE | re.DOTALL)
+_CODE_OR_LINK = re.compile(
+    r"^```.*?^```[ ]*$|`[^`\n]*`|\[([^\]\n]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)", re.MULTILINE | re.DOTALL
+)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The changelog and the contributor's rules stand at the top of the repository and are pages here."""
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
-        files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text()))
+    """The front page, the changelog and the rules for contributors stand at the top of the repository."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links into the rest of the repository: a page where there is one, else the path (the site has no repository)."""
+    """Links, written for the repository, lead to a page where there is one, else name the path: no repository here."""
+    folder = "" if page.file.src_uri in PAGES.values() else "docs"
 
-    def outside(match: re.Match[str]) -> str:
+    def linked(match: re.Match[str]) -> str:
         words, path, anchor = match.groups()
+        if path is None:  # code
+            return match[0]
+        path = posixpath.normpath(posixpath.join(folder, path))
         if not (ROOT / path).exists():
             raise PluginError(f"{page.file.src_uri}: there is no {path} in the repository")
         if path in PAGES:
             return f"[{words}]({PAGES[path]}{anchor or ''})"
-        path = posixpath.normpath(path)
+        if path.startswith("docs/"):
+            return f"[{words}]({path.removeprefix('docs/')}{anchor or ''})"
         return words if words.strip("`") == path else f"{words} (`{path}`)"
 
-    # Code stays as it is written; an odd number of the pieces are code.
-    pieces = _CODE.split(markdown)
-    pieces[::2] = [_IN_DOCS.sub(r"](\1)", _OUTSIDE.sub(outside, text)) for text in pieces[::2]]
-    return "".join(pieces)
+    return _CODE_OR_LINK.sub(linked, markdown)
 
 
 def on_page_content(content: str, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""Files that no program reads until somebody needs them: the citation, forms for issues, the verbs of the Makefile."""
+"""Files that no program reads until somebody needs them: the citation, forms for issues, the Makefile, the pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ import mla_compile
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "CITATION.cff").exists(), reason="not a checkout")
+PAGES = sorted(
+    p for folder in ("", "docs", "benchmarks", "benchmarks/gpu", "examples", "examples/configs")
+    for p in (ROOT / folder).glob("*.md")
+)  # fmt: skip
+CODE = re.compile(r"^```.*?^```[ ]*$|^    .*?$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)\s]*)?\)")
+PATH = re.compile(r"`((?:mla_compile|passes|kernels|tests|benchmarks|examples|docs|\.ci)/[\w./*-]*)`")
 
 
 def test_the_citation_is_of_this_version():
@@ -50,3 +57,28 @@ def test_every_verb_of_the_makefile_can_be_said(tmp_path):
 
 def test_the_package_says_that_it_is_typed():
     assert (Path(mla_compile.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_names_files_that_exist(page):
+    """Links and headings that lead somewhere, paths of files that have not moved."""
+    text = CODE.sub("", page.read_text())
+    for path, anchor in LINK.findall(text):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor[1:] in _anchors(target), f"{path}{anchor}"
+    missing = [path for path in PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
+    assert missing == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    titles = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_has_the_commands_that_ci_runs():
+    readme, script = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    for command in ('pip install ".[demo]" && mla-compile demo', 'pip install -e ".[test]" && pytest'):
+        assert f"\n    {command}\n" in readme
+        assert f"step '{command}'" in script
