@@ -8,7 +8,7 @@ are computed anyway because someone else reads them are taken back, or keep that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,14 +23,14 @@ from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.readers import narrower_readers
 from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import is_tensor, packet, val
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.linear.records import Maps, Term
-from mla_compile.passes.rewrite.narrow import readers
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ class _Judge:
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
-                found = readers(node, source, self.maps, alive.reads, alive.nodes, paths)
+                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths)
                 if found is None:
                     return None
                 made.update(((f, source), None) for f in found)
@@ -180,13 +180,13 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
     for piece in maps.map(plan.latent.node).pieces:
         if not piece.projected:  # some of the rows of the hidden state, where an attention is local
             rows |= {node for visit in piece.path for node in _whole(visit.node)}
-    queue = [p.q.node for p in plan.site.products]
-    for node in queue:
-        for piece in pieces_of([maps.map(node)]):
-            if any(one in rows for visit in piece.path for one in _whole(visit.node)):
-                return True
-            queue += _unscaled(piece.source) if piece.source is not None else []
-    return False
+
+    def unscaled(node: fx.Node) -> Iterable[fx.Node]:
+        return (n for p in pieces_of([maps.map(node)]) if p.source is not None for n in _unscaled(p.source))
+
+    made_of = reachable((p.q.node for p in plan.site.products), unscaled)
+    visited = (visit.node for node in made_of for p in pieces_of([maps.map(node)]) for visit in p.path)
+    return any(one in rows for node in visited for one in _whole(node))
 
 
 def _whole(node: fx.Node) -> list[fx.Node]:
@@ -229,14 +229,7 @@ class _Alive:
         for verdict in verdicts:
             if verdict.absorb and verdict.plan is not None:
                 self._reads.update(_reads(verdict.plan))
-        output = graph.output_node()
-        self.nodes: set[fx.Node] = {output}
-        queue = [output]
-        while queue:
-            for i in self.reads(queue.pop()):
-                if i not in self.nodes:
-                    self.nodes.add(i)
-                    queue.append(i)
+        self.nodes = frozenset(reachable([graph.output_node()], self.reads))
 
     def reads(self, node: fx.Node) -> Collection[fx.Node]:
         return self._reads.get(node, node.all_input_nodes)
