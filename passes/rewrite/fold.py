@@ -24,7 +24,7 @@ from torch import fx
 from mla_compile.core.program import Fold, Program
 from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projection
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
+from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.graph import Builder, args_of, val
@@ -93,19 +93,11 @@ class _Folder:
             new = builder.call(aten.mul.Tensor, new, piece.scale)
         if piece.bias is not None:
             bias, _ = self._input(piece.bias, dtype)
-            bias = self._aligned(builder, bias, piece.bias, out)
+            bias = aligned(builder, bias, piece.bias.atoms, out)
             new = builder.call(aten.add.Tensor, new, bias)
         new = arrange(builder, sizes, new, tuple((a,) for a in out), piece.axes)
         node.replace_all_uses_with(same_layout(builder, new, node))
         return Folded(side, error)
-
-    def _aligned(self, builder: Builder, node: fx.Node, factor: Factor, out: Sequence[Atom]) -> fx.Node:
-        order = [factor.atoms.index(a) for a in out if a in factor.atoms]
-        node = builder.call(aten.permute.default, node, order)
-        for k, a in enumerate(out):
-            if a not in factor.atoms:
-                node = builder.call(aten.unsqueeze.default, node, k)
-        return node
 
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
         """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""

@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.arrange import arrange, same_layout
+from mla_compile.passes.ir.arrange import arrange, einsum, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
-from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import wide
@@ -67,9 +66,7 @@ class Products(Sides):
         for source in dict.fromkeys(t.piece.source for t in plan.vals if t.piece.source is not None):
             width = plan.rows_of(source).width
             rows, r_atoms = self.row_atoms(plan.rows_of(source))
-            lp, lr, lo = letters(p_axes, r_atoms, (*outer, *width))
-            operands = [p, builder.cast(rows, self.dtype)]
-            node = builder.call(aten.einsum.default, f"{lp},{lr}->{lo}", operands)
+            node = einsum(builder, p, p_axes, builder.cast(rows, self.dtype), r_atoms, (*outer, *width))
             attended[source] = node, tuple((a,) for a in (*outer, *width))
         return self._values(attended)
 

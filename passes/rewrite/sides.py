@@ -15,10 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan, Rows
-from mla_compile.passes.ir.arrange import Sizes, arrange, spread
+from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
@@ -78,9 +77,7 @@ class Sides:
             out = [b for b in (*(term.at.get(a, a) for a in outer), *rows.width) if b in known or b in rows.width]
             q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
             self.queries.append(q)
-            for k, a in enumerate(outer):
-                if term.at.get(a, a) not in known:
-                    q = self.builder.call(aten.unsqueeze.default, q, k)
+            q = aligned(self.builder, q, out, [*(term.at.get(a, a) for a in outer), *rows.width])
         if piece.scale != 1.0:
             q = self.builder.call(aten.mul.Tensor, q, piece.scale)
         return q
@@ -91,14 +88,10 @@ class Sides:
         q, own = self._query_columns(product, term)
         bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
         inner = [term.at.get(a, a) for a in own]
-        lq, lb, lo = letters(
-            (*inner, *term.features), term.piece.bias.atoms, [term.at.get(a, a) for a in atoms if a in own]
-        )
-        q = self.builder.call(aten.einsum.default, f"{lq},{lb}->{lo}", [q, bias])
-        for k, a in enumerate(atoms):
-            if a not in own:
-                q = self.builder.call(aten.unsqueeze.default, q, k)
-        return q
+        out = [a for a in atoms if a in own]
+        q_atoms = (*inner, *term.features)
+        q = einsum(self.builder, q, q_atoms, bias, term.piece.bias.atoms, [term.at.get(a, a) for a in out])
+        return aligned(self.builder, q, out, atoms)
 
     def _in_order(self, q: fx.Node, own: Sequence[Atom], outer: Axis, width: Axis) -> fx.Node:
         return arrange(self.builder, self.sizes, q, tuple((a,) for a in own), [(a,) for a in (*outer, *width)])
@@ -134,8 +127,7 @@ class Sides:
         q = self.builder.cast(self._absorbed(product, term, rows), dtype)
         r, r_atoms = self.row_atoms(rows)
         q_atoms = (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width)
-        lq, lr, lo = letters(q_atoms, r_atoms, atoms)
-        return self.builder.call(aten.einsum.default, f"{lq},{lr}->{lo}", [q, self.builder.cast(r, dtype)])
+        return einsum(self.builder, q, q_atoms, self.builder.cast(r, dtype), r_atoms, atoms)
 
     # Values: from the latent to the output.
 
@@ -189,7 +181,8 @@ class Sides:
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)
         if piece.bias is not None:
-            bias = self._aligned(piece.bias.expr, piece.bias.atoms, order)
+            bias = piece.bias.expr.cast(wide(self.dtype)).emit(self.builder, self.memo)
+            bias = aligned(self.builder, bias, piece.bias.atoms, order)
             if self.mass is not None:
                 mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
                 bias = self.builder.call(aten.mul.Tensor, bias, mass)
@@ -198,12 +191,3 @@ class Sides:
             features = [size if a is None else self.sizes.of(a) for a in layout]
             out = self.builder.call(aten.reshape.default, out, features)
         return out
-
-    def _aligned(self, expr: Expr, atoms: Axis, order: Sequence[Atom]) -> fx.Node:
-        """A bias as a tensor that broadcasts against axes ``order``."""
-        own = [a for a in order if a in atoms]
-        node = expr.cast(wide(self.dtype)).permute([atoms.index(a) for a in own]).emit(self.builder, self.memo)
-        for k, a in enumerate(order):
-            if a not in own:
-                node = self.builder.call(aten.unsqueeze.default, node, k)
-        return node
