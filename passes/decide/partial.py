@@ -14,16 +14,19 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from mla_compile.codes import Code
+from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.canonical.flex import WRITTEN
 from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, Forms, choose_parts
 from mla_compile.passes.decide.plan import make_part_plan
-from mla_compile.passes.decide.records import AbsorbPlan, LeftPart, Rows, Side, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources, cut
 from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps, Term
 
@@ -38,7 +41,7 @@ class Partial:
     plan: AbsorbPlan
     parts: tuple[AbsorbedColumns, ...]
     choice: Choice
-    kept: tuple[LeftPart, ...]
+    kept: tuple[KeptPart, ...]
     pays: bool
     by_call: bool
 
@@ -82,12 +85,8 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
         )
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
-        if not any(is_hidden_state(rows.node) for rows in plan.rows if _expanded(plan, rows)):
+        if not any(is_hidden_state(rows.node) for rows in plan.rows if plan.expands(rows)):
             yield plan
-
-
-def _expanded(plan: AbsorbPlan, rows: Rows) -> bool:
-    return any(t.piece.source is rows.node and t.piece.projected for t in (*plan.keys, *plan.vals))
 
 
 def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
@@ -129,7 +128,7 @@ def _weighed(
     return Partial(plan, parts, choice, tuple(_kept(plan, maps, failed, keep)), pays, by_call)
 
 
-def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[LeftPart]:
+def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
     """The sides and columns that stay, each with the operator that is to blame."""
     site = plan.site
     read = [rows.node for rows in plan.rows]
@@ -139,10 +138,10 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
     )
     for side, absorbed, nodes in sides:
         if side in keep:
-            yield LeftPart(side, failed)
+            yield _kept_part(side, failed)
             continue
         if not absorbed:
-            yield LeftPart(side, _why(site, nodes, maps, failed, read))
+            yield _kept_part(side, _why(site, nodes, maps, failed, read))
             continue
         terms = plan.keys if side == "keys" else plan.vals
         own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
@@ -151,7 +150,12 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
                 own_stop = maps.reasons.get(rows.node)
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
-                yield LeftPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)
+                stop = explain_source(rows.node, site, maps, read) or own_stop
+                yield _kept_part(f"some columns of the {side}", stop)
+
+
+def _kept_part(what: str, stop: Stop) -> KeptPart:
+    return KeptPart(what, Code(stop.code), stop.detail, locate(stop.node))
 
 
 def _why(site: AttentionSite, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]) -> Stop:
