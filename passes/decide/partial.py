@@ -1,15 +1,15 @@
 """Analysis: what can be absorbed of an attention that cannot be absorbed as a whole.
 
-Both products of an attention are rewritten for themselves: ``P V = (P c) W_v`` needs nothing of the keys, and
-``q K^T`` nothing of the values. So V can be absorbed where K is rotated after its up-projection, K where V is not a
-linear image, and of K those columns that come from rows all heads share; the others keep a product of their own. What
-stays as it is keeps its graph, and the report says why it stayed.
+Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` needs nothing of the keys, and ``q K^T``
+nothing of the values. So V can be absorbed where K is rotated after its up-projection, and K where V is no linear image
+of any rows. Of K it may be some columns, those that come from rows which all heads share, while the others keep a
+product of their own. What is not absorbed keeps its nodes, and the report says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,14 +28,14 @@ from mla_compile.passes.decide.sources import choose_sources, cut
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.records import Maps, Term
+from mla_compile.passes.linear.records import Maps
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A part of a site that can be absorbed, what it saves, and what stays.
+    """A part of a site that can be absorbed, what it costs in both forms, and what stays.
 
-    ``pays``: the choice says so; ``by_call``: each call decides by its number of queries.
+    ``pays``: it is to be absorbed; ``by_call``: each call decides that by its number of queries.
     """
 
     plan: AbsorbPlan
@@ -54,9 +54,9 @@ def partial(
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
-    """The most of ``site`` that can be absorbed and pays, else the most that could be absorbed; None for nothing.
+    """The largest part of ``site`` that pays, else the largest that could be absorbed; None where there is none.
 
-    ``failed``: why the whole cannot be; ``keep``: sides that stay as they are.
+    ``failed``: why the whole cannot be absorbed; ``keep``: sides that have to stay as they are.
     """
     if site.problem is not None:
         return None
@@ -65,6 +65,7 @@ def partial(
 
 
 def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
+    """The legal plans for parts of ``site``, both sides first, then the values (no rotation ever hinders those)."""
     own = of_queries(site)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:
@@ -92,12 +93,11 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
 def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
     """The columns that are absorbed, by side and by the rows they come from.
 
-    What a weight makes once for all heads (a shared rotary key from its hidden state) is no expansion, and not counted.
+    Columns that a weight makes once for all heads, such as a shared rotary key, are no expansion and do not count.
     """
     heads = axis_size(plan.heads)
     parts: dict[tuple[Side, Rows, int], int] = {}
-    sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", plan.keys), ("values", plan.vals))
-    for side, terms in sides:
+    for side, terms in plan.sides:
         for t in terms:
             if t.piece.projected and t.piece.source is not None:
                 made = axis_size(tuple(a for a in plan.heads if t.kind(a) != "broadcast"))
@@ -129,7 +129,7 @@ def _weighed(
 
 
 def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
-    """The sides and columns that stay, each with the operator that is to blame."""
+    """The sides and columns that stay, each with the operator to blame."""
     site = plan.site
     read = [rows.node for rows in plan.rows]
     sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
@@ -159,7 +159,7 @@ def _kept_part(what: str, stop: Stop) -> KeptPart:
 
 
 def _why(site: AttentionSite, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]) -> Stop:
-    """Why the side made by ``nodes`` stays: what the whole failed for, where that is a cause and no symptom."""
+    """Why the side made by ``nodes`` stays: why the whole failed, unless a better reason is found behind this side."""
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         return failed
     pieces = pieces_of([maps.map(n) for n in nodes])

@@ -65,6 +65,14 @@ class AbsorbPlan:
     part: bool = False
 
     @property
+    def sides(self) -> tuple[tuple[Side, tuple[Term, ...]], tuple[Side, tuple[Term, ...]]]:
+        return ("keys", self.keys), ("values", self.vals)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return (*self.keys, *self.vals)
+
+    @property
     def value_rows(self) -> Rows:
         return self.values or self.latent
 
@@ -74,7 +82,7 @@ class AbsorbPlan:
 
     def expands(self, rows: Rows) -> bool:
         """Whether a weight makes some of K or V from ``rows``; shared rotary keys are read as they are."""
-        return any(t.piece.source is rows.node and t.piece.projected for t in (*self.keys, *self.vals))
+        return any(t.piece.source is rows.node and t.piece.projected for t in self.terms)
 
     def rows_of(self, source: fx.Node) -> Rows:
         return next(r for r in self.rows if r.node is source)

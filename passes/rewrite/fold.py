@@ -8,9 +8,9 @@ After::
 
     q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
 
-The products are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; who
-runs the program keeps them up to date (:class:`mla_compile.core.program.Fold`). Finding what may be folded needs no
-pattern: the linear map of q~ over c' *is* the folded weight.
+The folds are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; whoever
+runs the program keeps them up to date (:class:`mla_compile.core.program.Fold`). No pattern is needed to find what can
+be folded: the linear map of q~ over c' *is* the folded weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 def fold(
     program: Program, maps: Maps, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]
 ) -> dict[str, list[Folded]]:
-    """Folds what the verdicts' choices ask for; returns what was folded, by the name of the site's original node."""
+    """Folds what the verdicts ask for; returns what was folded, by the name of each site's original node."""
     done: dict[str, list[Folded]] = {}
     if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in verdicts):
         return done
@@ -60,10 +60,11 @@ class _Folder:
     def __init__(self, program: Program, maps: Maps) -> None:
         self.program = program
         self.maps = maps
+        # Layers of one shape are measured once: their errors are alike, and a fold in float64 takes its time.
         self.measured: dict[tuple[object, ...], float | None] = {}
 
     def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
-        """``node`` = q W_kc becomes one product with the rows that q is projected from."""
+        """``node``, which is q W_kc, becomes one product with the rows that q is projected from."""
         (piece, *others) = self.maps.map(node).pieces
         cut = None if others else narrowest_cut(piece, 1)
         return None if cut is None else self._replace(node, cut, "query", dtype)
@@ -79,6 +80,7 @@ class _Folder:
         (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
+        # The size of a symbolic atom can only be read where it has an axis to itself.
         if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):
             return None
         builder = Builder(node, self.program.fake_mode)
@@ -129,7 +131,7 @@ class _Folder:
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """``expr`` down to the program's inputs, independent of nodes that may be removed, and those inputs' names."""
+    """``expr`` in terms of the program's inputs alone, and their names: other nodes it reads may be removed."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 
