@@ -1,9 +1,10 @@
-"""The operator to blame: what lies between an up-projection and the source at which the walk from K or V ended."""
+"""Finding the operator to blame: what stands between an up-projection and the node where the walk from K or V ended."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import fx
@@ -13,24 +14,23 @@ from mla_compile.passes.decide.residual import shortcut
 from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, is_tensor, packet, shape
 from mla_compile.passes.ir.operators import CONTRACTIONS
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.linear.stops import unexplained
 
 aten = torch.ops.aten
 
-# Codes behind which there may be a cause that says more.
 SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
-
-_REACH = 48  # operators between an up-projection and the scores: a rotation is a dozen
+"""Codes that say what the rows look like, not why: an operator further back may be the cause, and says more."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """What up-projections are looked for behind a source.
+    """Which projections count as up-projections when one is looked for behind a source.
 
-    ``own``: what the queries are made of, which is no latent. ``rows``: what the site, or the rest of it, is projected
-    from: what is projected from those, too, was meant to be absorbed, though it is no wider.
+    Usually a projection that makes rows wider. ``own`` are the nodes that the queries are computed from: a projection
+    from one of those starts at the hidden state, not at a latent. ``rows`` are the latent rows already known for this
+    site: any projection from them counts, even one that makes nothing wider.
     """
 
     maps: Maps
@@ -39,19 +39,17 @@ class Search:
 
 
 def explained(source: fx.Node, search: Search) -> Stop | None:
+    """The operator to blame for a walk that ended at ``source``; None where no up-projection lies behind it."""
     return _behind(source, search) or _blocked_projection(source, search)
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
-    """What lies between ``source`` and an up-projection behind it; None where there is none.
-
-    ``rows``: what the rest of the site is projected from.
-    """
+    """:func:`explained` for ``site``, of which the rest is projected from ``rows``."""
     return explained(source, Search(maps, of_queries(site), rows))
 
 
 def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
-    """Why ``source``, a product of rows and a weight, is none that a map can be drawn through."""
+    """Why ``source``, a product of rows with a weight, has no linear map; None where it is no such product."""
     maps = search.maps
     stop = maps.reasons.get(source)
     if stop is None or packet(source) not in CONTRACTIONS:
@@ -64,42 +62,43 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a projection by computed weights makes rows wider than those it reads."""
+    """Whether a linear layer, its weight perhaps computed from inputs, makes rows wider than those it reads."""
     rows = args_of(node)[0]
     return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
 def of_queries(site: AttentionSite) -> set[fx.Node]:
-    """What the queries are computed from: rows that are among it are the model's hidden state, not a latent."""
+    """What the queries are computed from. Rows among those nodes are the model's hidden state, not a latent."""
     return {a for p in site.products for a in (p.q.node, *ancestors(p.q.node))}
 
 
 def _behind(source: fx.Node, search: Search) -> Stop | None:
-    """An up-projection among the nearest ancestors of ``source`` that something follows, or that is none itself."""
-    parent: dict[fx.Node, fx.Node] = {}
-    queue = [source]
-    while queue and len(parent) < _REACH:
-        node = queue.pop(0)
-        for child in _inputs(node, search.rows):
-            if child in parent or child is source or search.maps.is_weight(child):
-                continue
-            parent[child] = node
-            if is_tensor(child):
-                if child in search.rows or _is_expansion(child, search):
-                    return _blame(child, parent, source, search.maps)
-                blocked = _blocked_projection(child, search)
-                if blocked is not None:
-                    return blocked
-                queue.append(child)
-            elif isinstance(child.meta.get("val"), (tuple, list)):
-                queue.append(child)
+    """What follows the nearest up-projection behind ``source``, or why the nearest projection is not a usable one."""
+    reader: dict[fx.Node, fx.Node] = {}  # of the nodes seen, the one by which each was reached: the way back to source
+
+    def inputs(node: fx.Node) -> Iterable[fx.Node]:
+        if not is_tensor(node) and not isinstance(node.meta.get("val"), (tuple, list)):
+            return
+        for n in _inputs(node, search.rows):
+            if not search.maps.is_weight(n):
+                reader.setdefault(n, node)
+                yield n
+
+    for node in islice(reachable([source], inputs, REACH), 1, None):
+        if not is_tensor(node):
+            continue
+        if node in search.rows or _is_expansion(node, search):
+            return _blame(node, reader, source, search.maps)
+        blocked = _blocked_projection(node, search)
+        if blocked is not None:
+            return blocked
     return None
 
 
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
-    """What ``node`` is computed from; of a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` is the rows.
+    """What ``node`` is computed from; for a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` are the rows.
 
-    Inside ``f``, a feed-forward network or an attention, rows are widened and something follows, but no latent.
+    Inside ``f``, a feed-forward network or another attention, projections widen rows too, but not a latent.
     """
     inputs = list(node.all_input_nodes)
     through = None if any(n in rows for n in inputs) else shortcut(node)
@@ -107,6 +106,7 @@ def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _is_expansion(node: fx.Node, search: Search) -> bool:
+    """Whether ``node`` is an up-projection: wider than some row tensor before its last projection."""
     for piece in search.maps.map(node).pieces:
         if not piece.path or not piece.path[-1].contractions:
             continue
@@ -118,13 +118,13 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
     return False
 
 
-def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps: Maps) -> Stop:
-    """The first node after the up-projection that has no linear map; an operator that says more goes before a view."""
+def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, maps: Maps) -> Stop:
+    """The first node after the up-projection that has no linear map, preferably one whose code says why."""
     stops: list[Stop] = []
-    node = child
+    node = expansion
     walked: set[fx.Node] = set()
     while node is not source:
-        node = parent[node]
+        node = reader[node]
         walked.add(node)
         if node in maps.reasons:
             stops.append(maps.reasons[node])
@@ -133,9 +133,9 @@ def _blame(child: fx.Node, parent: dict[fx.Node, fx.Node], source: fx.Node, maps
     if _joins_heads(node, maps):
         return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")
     if (
-        node in walked  # what goes into a sum beside the rows is no cache of them
+        node in walked  # a node beside the way, such as the other term of a sum, holds no cache of these rows
         and stop.code == "token_mixing"
-        and any(_is_input(n) and n is not child and not maps.is_weight(n) for n in node.all_input_nodes)
+        and any(_is_input(n) and n is not expansion and not maps.is_weight(n) for n in node.all_input_nodes)
     ):
         return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
     return stop
@@ -146,7 +146,7 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _joins_heads(node: fx.Node, maps: Maps) -> bool:
-    """Whether tensors are joined along an axis that the weights of one of them make."""
+    """Whether ``node`` joins tensors along an axis, such as the heads, that a weight of one of them makes."""
     if packet(node) not in (aten.cat, aten.stack):
         return False
     parts = [n for n in args_of(node)[0] if not maps.is_weight(n)]

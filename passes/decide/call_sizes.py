@@ -1,4 +1,4 @@
-"""The sizes of the calls that a rewritten attention will see, as the cost model is asked about them."""
+"""The sizes of the calls that a rewritten attention will see, in the form the cost model asks for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mla_compile.passes.ir.sizes import hint, size
 class CallSizes:
     """B, S, T as representative numbers (T ``None``: a long context), and what is known of S.
 
-    ``prefill``: the queries of a call are all of its keys. ``symbolic``: each call may have another number of them.
-    ``made``: of how many tokens K and V are made, where those T are cut out of them.
+    ``symbolic``: the number of queries may differ from call to call. ``prefill``: it does, and is always that of the
+    keys, as in a prompt. ``made``: the number of tokens that K and V are made for, where T of them are then cut out.
     """
 
     B: int

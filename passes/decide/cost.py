@@ -1,4 +1,4 @@
-"""Which form of an MLA site is cheapest: the numbers of ``formulas``, a device, and a choice."""
+"""Which form of an MLA site is cheapest: the counts of :mod:`~mla_compile.passes.decide.formulas` on a given device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ Fold = Literal["auto", "never", "always"]
 ChosenForm = Literal["expanded", "chained", "folded"]
 
 LONG_CONTEXT = 32768
-"""The T that stands for "not known": a symbolic context, of which only long ones are expensive."""
+"""The T assumed where it is not known. The choice of a form matters most for a long context, and there the ratio of the
+two forms hardly depends on T any more."""
+
+_REMEMBERED = 4096
+"""Estimates kept by each cache: the layers of a model, and all of its calls, ask about a few sizes over and over."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,14 @@ def choose(
     can_fold_output: bool = False,
     made: int | None = None,
 ) -> Choice:
-    """Pick the cheapest form for S queries against T cached tokens (``None``: not known, taken as long) in B sequences.
+    """Picks the cheapest form for B sequences of S queries against T cached tokens (``None``: not known, so many).
 
-    ``made``: of how many tokens K and V are made, where those that are attended to are cut out of more.
+    ``made``: how many tokens K and V are made for, where the T attended to are cut out of more.
 
-    Time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. Expanded is compared with
-    chained first (both take as many launches); each side is then folded or not for itself, which is where launches
-    count. A side is folded only when the caller says that it may be and the width it needs (Q, D) is known. Raises
-    :class:`OptionError` for an unknown ``forms`` or ``fold``.
+    Time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. Expanded is first compared with
+    chained, which takes as many launches; then each side is folded or not by itself, and there launches count. A side
+    is folded only when the caller allows it and the width it needs (Q, D) is known. Raises :class:`OptionError` for an
+    unknown ``forms`` or ``fold``.
     """
     _check_option("forms", forms, get_args(Forms))
     _check_option("fold", fold, get_args(Fold))
@@ -98,7 +102,7 @@ def choose(
     return _choose(dims, B, S, context, max(context, made or 0), element_bytes, device, forms, fold, *legal)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def _choose(
     dims: Dims,
     B: int,
@@ -117,14 +121,13 @@ def _choose(
 
     expanded, chained = time_of("expanded"), time_of("chained")
     estimates = {"expanded": expanded, "chained": chained}
-    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(T, made)} on {device.name}"
-    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    told = _told(S, T, made, device, chained, expanded)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
-        return Choice("expanded", False, False, MappingProxyType(estimates), f"{why}: {shown}, {times}")
+        return Choice("expanded", False, False, MappingProxyType(estimates), f"{why}: {told}")
 
     why = 'forms="absorbed"' if forms == "absorbed" else "absorbing is cheaper"
-    reason = f"{why}: {shown}, {times}"
+    reason = f"{why}: {told}"
     fold_query = can_fold_query and _folds(fold, time_of("folded_query"), chained)
     fold_output = can_fold_output and _folds(fold, time_of("folded_output"), chained)
     if not (fold_query or fold_output):
@@ -147,15 +150,19 @@ def seconds(
         operations, values = everything if stage.makes_kv else attended
         if stage.projection is not None and getattr(dims, stage.projection) is None:
             continue
-        total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
-        total += stage.launches * device.launch_s
+        total += _roofline(stage, operations, values, element_bytes, device)
     return total
 
 
-def absorbed_pays(dims: Dims, B: int, S: int, T: int) -> bool:
-    """Whether the absorbed form needs fewer FLOPs than the expanded one: the runtime's picker, without sympy per call.
+def _roofline(stage: formulas.Stage, operations: float, values: float, element_bytes: int, device: Device) -> float:
+    busy = max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
+    return busy + stage.launches * device.launch_s
 
-    B takes no part (it cancels); it is accepted so that a call can be described in the usual letters.
+
+def absorbed_pays(dims: Dims, B: int, S: int, T: int) -> bool:
+    """Whether the absorbed form needs fewer FLOPs than the expanded one. Asked in every call, so compiled from sympy.
+
+    B makes no difference (it cancels); it is accepted so that a call can be described in the usual letters.
     """
     return _gain()(S, T, dims.L, dims.N, dims.V) > 0
 
@@ -169,7 +176,7 @@ def break_even_S(dims: Dims, T: int | None = None) -> float:
     numerator, denominator = sympy.fraction(sympy.together(formula))
     letters: dict[str, float] = {} if T is None else {"T": T}
     below, above = formulas.evaluate(denominator, dims, **letters), formulas.evaluate(numerator, dims, **letters)
-    if below < 0:  # sympy is free to write the fraction with both signs turned
+    if below < 0:  # sympy may write the fraction with both signs flipped
         below, above = -below, -above
     return above / below if below != 0 and above > 0 else math.inf
 
@@ -194,7 +201,7 @@ def decode_bytes(dims: Dims, form: Form, element_bytes: int) -> int:
 
 
 def saves_cache(dims: Dims) -> bool:
-    """Whether latent rows are narrower than the K and V they stand for; False: absorbing such a site saves nothing."""
+    """Whether latent rows are narrower than the K and V they stand for; if not, absorbing the site saves nothing."""
     return dims.latent_values < dims.expanded_values
 
 
@@ -202,8 +209,8 @@ def saves_cache(dims: Dims) -> bool:
 class AbsorbedColumns:
     """A side of an attention, or some columns of it, that weights make from narrow rows.
 
-    ``columns`` per head, for ``heads`` heads of which ``made`` have columns of their own, from rows of ``width``
-    values, of which a token has ``rows`` (1 where all heads share one row).
+    ``columns`` is per head. Of the ``heads`` heads ``made`` have columns of their own (with GQA, as many as there are
+    groups). They come from rows of ``width`` values, of which a token has ``rows`` (1 where all heads share one row).
     """
 
     side: Literal["keys", "values"]
@@ -244,7 +251,7 @@ def choose_parts(
 ) -> Choice:
     """Whether absorbing ``parts`` is cheaper than expanding them; what both forms have in common is left out.
 
-    ``writes``: the attention is fused, and has to be written out for it. ``made`` as in :func:`choose`.
+    ``writes``: the attention is a fused one that has to be written out first. ``made`` as in :func:`choose`.
     """
     context = LONG_CONTEXT if T is None else T
     whole = max(context, made or 0)
@@ -256,15 +263,14 @@ def choose_parts(
         chained += _write_seconds(parts[0].heads, B, S, context, device)
     estimates = MappingProxyType({"expanded": expanded, "chained": chained})
     sides = " and ".join(dict.fromkeys(p.side for p in parts))
-    shown = f"{S} {'query' if S == 1 else 'queries'} against {_tokens(context, whole)} on {device.name}"
-    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    told = _told(S, context, whole, device, chained, expanded)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
-        return Choice("expanded", False, False, estimates, f"expanding the {sides} is cheaper: {shown}, {times}")
+        return Choice("expanded", False, False, estimates, f"expanding the {sides} is cheaper: {told}")
     why = 'forms="absorbed"' if forms == "absorbed" else f"absorbing the {sides} is cheaper"
-    return Choice("chained", False, False, estimates, f"{why}: {shown}, {times}")
+    return Choice("chained", False, False, estimates, f"{why}: {told}")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def _part_seconds(
     part: AbsorbedColumns, absorbed: bool, B: int, S: int, T: int, made: int, element_bytes: int, device: Device
 ) -> float:
@@ -272,7 +278,7 @@ def _part_seconds(
     return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def _write_seconds(heads: int, B: int, S: int, T: int, device: Device) -> float:
     return _stage_seconds(formulas.written_stages(), {"B": B, "S": S, "T": T, "H": heads}, 4, device)
 
@@ -289,9 +295,14 @@ def _stage_seconds(
         own = {**letters, "T": made} if stage.makes_kv and made is not None else letters
         operations = 2 * formulas.evaluate(stage.multiply_adds, None, **own)
         values = formulas.evaluate(stage.weights + stage.activations, None, **own)
-        total += max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
-        total += stage.launches * device.launch_s
+        total += _roofline(stage, operations, values, element_bytes, device)
     return total
+
+
+def _told(S: int, context: int, made: int, device: Device, chained: float, expanded: float) -> str:
+    queries = "1 query" if S == 1 else f"{S} queries"
+    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    return f"{queries} against {_tokens(context, made)} on {device.name}, {times}"
 
 
 def _tokens(context: int, made: int) -> str:

@@ -1,8 +1,7 @@
 """Why an attention that looks like MLA cannot be absorbed: the operator to blame, not just a no.
 
-The walk of the linear maps ended somewhere. If behind that node there is an up-projection from rows narrower than what
-it makes, then this is MLA with something in the way, and the node where the walk ended is the explanation. If there is
-none, the attention is plain MHA, GQA or MQA.
+The walk back from K or V ended at some node. If an up-projection lies behind that node, this is MLA with something in
+the way, and what the walk ended at is the explanation. If none does, the attention is plain MHA, GQA or MQA.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ aten = torch.ops.aten
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
     """The best explanation for ``site``, whose plan failed with ``failed``.
 
-    In this order: only too wide; broken by weights or views, where no walk ends; an operator behind the side that is
-    illegal by itself; nothing that is known.
+    Tried in this order: the rows are merely too wide; weights or views mix tokens, so that no walk ended and there is
+    no operator to blame; an operator behind the side that could not be absorbed by itself either; ``failed`` as it is.
     """
     if failed.code not in SYMPTOMS:
         return failed
@@ -65,29 +64,29 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
 
 
 def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
-    """Of the whole, of the keys alone, and of the values alone."""
+    """The plans for the whole, for the keys alone, and for the values alone."""
     keys, values = [maps.map(p.k.node) for p in site.products], maps.map(site.v.node)
     return [make_plan(site, keys, values), make_part_plan(site, keys, None), make_part_plan(site, None, values)]
 
 
 def _shared(plan: AbsorbPlan | Stop) -> bool:
-    """Whether a side can be absorbed, all of it from rows that the heads share."""
+    """Whether there is a plan that needs only rows which all heads share."""
     return not isinstance(plan, Stop) and not any(rows.heads for rows in plan.rows)
 
 
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
-    """Whether tokens are mixed or treated differently where no walk ends: by weights, or views."""
+    """Whether weights or views mix tokens, or treat them differently: no walk ends at those."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
 
 
 def _made_outside(site: AttentionSite, maps: Maps) -> bool:
-    """Whether no weight of this graph has a part in K and V."""
+    """Whether K and V are computed without any weight of this graph."""
     operands = (*(p.k.node for p in site.products), site.v.node)
     return not any(maps.is_weight(a) for node in operands for a in (node, *ancestors(node)) if a.op != "get_attr")
 
 
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:
-    """Whether several heads of the queries read the same rows as keys and as values: no head has rows of its own."""
+    """Whether no head has keys or values of its own, as in MQA: several heads of the queries read the same rows."""
     operands = (*(p.k for p in site.products), site.v)
     own = [a for a in site.lead if not all(_repeats(o, a, maps) for o in operands)]
     return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
@@ -110,7 +109,7 @@ def _more_axes(product: Product) -> bool:
 
 
 def _stretched(product: Product) -> bool:
-    """Whether an axis of the keys, of size 1, is met by one of the queries that is longer."""
+    """Whether the keys are broadcast along an axis of the queries: size 1 in the keys, longer in the queries."""
     labelled = None if product.node is None else product_labels(product.node)
     if labelled is None:
         return False

@@ -1,4 +1,4 @@
-"""Which projections could be multiplied with W_kc and W_v: what the query is projected from, what reads the output."""
+"""Which projections could be multiplied ahead of time: W_q, which makes the query, with W_kc, and W_v with W_o."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.graph import bytes_hint, shape
+from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import Maps, Piece
 
 aten = torch.ops.aten
-_REACH = 12  # views and casts between the attention and the output projection
 _PROJECTIONS = (aten.linear.default, aten.mm.default, aten.matmul.default, aten.addmm.default)
 
 
 def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
-    """Q and D, each None where something lies in between (a norm, a gate, a second reader).
+    """Q, the width of the rows that the unrotated queries are projected from, and D, that of the output projection.
 
-    Q is the width of the rows that the unrotated queries are projected from, D that of the output projection's result.
+    Each is None where something stands between the two weights: a norm, a gate, a second reader.
     """
     widths = {
         _query_width(plan.site.products[t.product].q.node, range(t.start, t.stop), maps)
@@ -33,7 +33,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
 
 
 def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
-    """Width of the rows that ``columns`` of a query tensor are projected from (the letter Q); None if they are not."""
+    """Q: the width of the rows that ``columns`` of a query tensor are projected from; None where they are not."""
     for segment in maps.map(node).segments:
         stop = segment.stop or columns.stop
         if segment.start <= columns.start and columns.stop <= stop:
@@ -43,8 +43,11 @@ def _query_width(node: fx.Node, columns: range, maps: Maps) -> int | None:
 
 
 def output_projection(node: fx.Node) -> fx.Node | None:
-    """The projection that alone reads an attention's output, through views and casts."""
-    for _ in range(_REACH):
+    """The projection that is the only reader of an attention's output, through operators with one reader each.
+
+    What those operators are is not asked here: the linear map of the projection has to reach the attention.
+    """
+    for _ in range(REACH):
         if len(node.users) != 1:
             return None
         (node,) = node.users
@@ -59,7 +62,10 @@ def _width(node: fx.Node) -> int | None:
 
 
 def narrowest_cut(piece: Piece, after: int) -> fx.Node | None:
-    """The narrowest tensor with more than ``after`` projections between it and the piece."""
+    """The narrowest tensor on the way to ``piece`` that lies more than ``after`` projections before its end.
+
+    Of equally narrow ones the one with the fewest scalings after it, so that the weight of a norm is not folded too.
+    """
     last = piece.path[-1] if piece.path else None
     found = [v for v in piece.path if last is not None and last.contractions - v.contractions > after]
     return min(found, key=lambda v: (bytes_hint(v.node), last.scalings - v.scalings)).node if found and last else None

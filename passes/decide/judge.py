@@ -1,14 +1,15 @@
-"""Analysis: what to do with each attention: absorb it, keep it, or refuse it, always with a reason.
+"""Analysis: whether each attention is absorbed, kept or refused, always with a reason.
 
 For every attention the sources of its keys and values are chosen (the narrowest rows that weights expand), the proof
-obligations of :mod:`mla_compile.passes.decide.plan` are checked, and the cost model picks a form. What cannot be
-absorbed as a whole may be in part (:mod:`mla_compile.passes.decide.partial`). Last, sites whose expanded keys or values
-are computed anyway because someone else reads them are taken back, or keep that side: absorbing it saves nothing.
+obligations of :mod:`mla_compile.passes.decide.plan` are checked, and the cost model picks a form. An attention that
+cannot be absorbed as a whole may be in part (:mod:`mla_compile.passes.decide.partial`). Last come expanded keys and
+values that are computed anyway, because something else reads them: absorbing that side would save nothing, so the site
+keeps it or is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,14 +24,14 @@ from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.decide.plan import make_plan
+from mla_compile.passes.decide.readers import narrower_readers
 from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import is_tensor, packet, val
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.linear.records import Maps, Term
-from mla_compile.passes.rewrite.narrow import readers
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ class _Judge:
     fold: Fold
 
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
-        """The verdict on one site; ``computed``: nodes that are there anyway, behind which no source is looked for."""
+        """The verdict on one site; no source is looked for behind ``computed``, nodes that are computed anyway."""
         maps = self.maps.with_stops(computed) if computed else self.maps
         keys = [maps.map(p.k.node) for p in site.products]
         values = maps.map(site.v.node)
@@ -85,7 +86,7 @@ class _Judge:
         return _choose_form(plan, self.device, self.forms, self.fold)
 
     def part(self, refused: Verdict, stop: Stop, maps: Maps, keep: Collection[Side] = ()) -> Verdict:
-        """The verdict where the whole is ``refused``: absorbed in part where that is legal and pays."""
+        """The verdict where the whole is ``refused`` for ``stop``: absorbed in part where that is legal and pays."""
         if self.forms == "expanded":
             return refused
         found = partial(refused.site, maps, stop, self.device, self.forms, keep)
@@ -108,12 +109,14 @@ class _Judge:
         )
 
     def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
-        """Takes back every site whose expansion stays alive although the site no longer reads it.
+        """Changes the verdict on every site whose K or V would still be expanded for another reader.
 
-        Unless it is alive because the latent comes from it: a rotary key from the projection that also makes the
-        latent, where the hidden state before it happens to be narrower. Then those rows are the source. Or unless the
-        other side can be absorbed without this one.
+        What is tried first: to make alone what the other reader needs; to start from the rows that are computed anyway
+        (the projection that makes the latent may make the rotary key too, from a hidden state that happens to be
+        narrower); to absorb the other side only. A site for which none of these works stays as it is.
         """
+        # Every change of a verdict changes what is alive, so all sites are looked at again. This ends: a site's nodes
+        # in `computed` only grow, and `options` holds the few verdicts left to try, each taken once.
         computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
         options: dict[fx.Node, list[Verdict]] = {}
         while True:
@@ -133,16 +136,15 @@ class _Judge:
                 return verdicts
 
     def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
-        """What to make alone so that nothing is expanded that only this site read; None where that cannot be."""
+        """The nodes to make alone so that no expanded column is computed in vain; None where that cannot be done."""
         assert verdict.plan is not None
         if not verdict.plan.part:
             return None
-        terms = (*verdict.plan.keys, *verdict.plan.vals)
-        paths = {v.node for t in terms for v in (*t.piece.path, *t.piece.before)}
+        paths = {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
-                found = readers(node, source, self.maps, alive.reads, alive.nodes, paths)
+                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths)
                 if found is None:
                     return None
                 made.update(((f, source), None) for f in found)
@@ -156,7 +158,7 @@ class _Judge:
         computed: set[fx.Node],
         options: dict[fx.Node, list[Verdict]],
     ) -> Verdict:
-        """The next best verdict on a site whose ``node``, an expansion of ``which``, is computed anyway."""
+        """The next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway."""
         site = verdict.site
         assert verdict.plan is not None
         if not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
@@ -175,22 +177,22 @@ class _Judge:
 
 
 def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
-    """Whether the queries are projected from the very rows that K and V are: MHA without RoPE, which has no latent."""
+    """Whether Q, K and V are all projected from the same rows: plain MHA without RoPE, which has no latent."""
     rows = {plan.latent.node}
     for piece in maps.map(plan.latent.node).pieces:
-        if not piece.projected:  # some of the rows of the hidden state, where an attention is local
+        if not piece.projected:  # a local attention slices the hidden state before it projects it
             rows |= {node for visit in piece.path for node in _whole(visit.node)}
-    queue = [p.q.node for p in plan.site.products]
-    for node in queue:
-        for piece in pieces_of([maps.map(node)]):
-            if any(one in rows for visit in piece.path for one in _whole(visit.node)):
-                return True
-            queue += _unscaled(piece.source) if piece.source is not None else []
-    return False
+
+    def unscaled(node: fx.Node) -> Iterable[fx.Node]:
+        return (n for p in pieces_of([maps.map(node)]) if p.source is not None for n in _unscaled(p.source))
+
+    made_of = reachable((p.q.node for p in plan.site.products), unscaled)
+    visited = (visit.node for node in made_of for p in pieces_of([maps.map(node)]) for visit in p.path)
+    return any(one in rows for node in visited for one in _whole(node))
 
 
 def _whole(node: fx.Node) -> list[fx.Node]:
-    """``node``, and what it is some of the rows of."""
+    """``node`` and, where it selects rows of another tensor, that tensor too, and so on."""
     found = [node]
     while packet(found[-1]) in (aten.slice, aten.narrow, aten.select, aten.index_select):
         found.append(found[-1].args[0])  # type: ignore[arg-type]  # the tensor
@@ -198,7 +200,7 @@ def _whole(node: fx.Node) -> list[fx.Node]:
 
 
 def _unscaled(node: fx.Node) -> list[fx.Node]:
-    """The rows that ``node`` multiplies by one number, where it does: a scale may be known at run time only."""
+    """The rows that ``node`` multiplies by a single number, known at run time only; nothing where it does not."""
     if packet(node) not in (aten.mul, aten.div):
         return []
     rows = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dim()]
@@ -216,34 +218,28 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
         return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
+    # As many queries as keys is a prompt: the estimate for the one length that was traced says nothing of the others.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
     reason = "a prompt: as many queries as keys, whatever their number" if choice.absorbed else choice.reason
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 
 class _Alive:
-    """Every node still needed when the chosen sites are absorbed, and what nodes read then."""
+    """Which nodes are still needed when the chosen sites are absorbed, and what each reads then."""
 
     def __init__(self, graph: fx.Graph, verdicts: Sequence[Verdict]) -> None:
         self._reads: dict[fx.Node, list[fx.Node]] = {}
         for verdict in verdicts:
             if verdict.absorb and verdict.plan is not None:
                 self._reads.update(_reads(verdict.plan))
-        output = graph.output_node()
-        self.nodes: set[fx.Node] = {output}
-        queue = [output]
-        while queue:
-            for i in self.reads(queue.pop()):
-                if i not in self.nodes:
-                    self.nodes.add(i)
-                    queue.append(i)
+        self.nodes = frozenset(reachable([graph.output_node()], self.reads))
 
     def reads(self, node: fx.Node) -> Collection[fx.Node]:
         return self._reads.get(node, node.all_input_nodes)
 
 
 def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
-    """What the nodes of a site read when it is rewritten, where that is not what they read now."""
+    """What nodes of a site will read once it is rewritten, for those that will not read what they read now."""
     site = plan.site
     keys = [p.k.node for p in site.products] if not plan.keys else _sources(plan.keys)
     values = [site.v.node] if not plan.vals else _sources(plan.vals)
@@ -266,15 +262,14 @@ def _sources(terms: Sequence[Term]) -> list[fx.Node]:
 
 
 def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
-    """The projections that make K and V from the sources: whose it is, the node, the source."""
+    """The projections that make K and V from the sources: the side, the node, the source."""
     assert verdict.plan is not None
     found: list[tuple[Side, fx.Node, fx.Node]] = []
-    sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", verdict.plan.keys), ("values", verdict.plan.vals))
-    for which, terms in sides:
+    for which, terms in verdict.plan.sides:
         for piece in (t.piece for t in terms if t.piece.source is not None):
             for path in (piece.path, piece.before):
                 for before, visit in pairwise(path):
-                    # One before the last may make rows that others read too.
+                    # Only the last projection on the way: one before it may make rows that others read too.
                     last = visit.contractions == path[-1].contractions
                     if visit.contractions > before.contractions and last:
                         found.append((which, visit.node, path[0].node))
@@ -282,7 +277,7 @@ def _expansions(verdict: Verdict) -> list[tuple[Side, fx.Node, fx.Node]]:
 
 
 def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | None:
-    """The projection that makes K or V, where it is still computed: whose it is, and the node."""
+    """A projection that makes K or V and is still computed: the side, and the node."""
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
 
 

@@ -1,43 +1,46 @@
 """Analysis: what can be absorbed of an attention that cannot be absorbed as a whole.
 
-Both products of an attention are rewritten for themselves: ``P V = (P c) W_v`` needs nothing of the keys, and
-``q K^T`` nothing of the values. So V can be absorbed where K is rotated after its up-projection, K where V is not a
-linear image, and of K those columns that come from rows all heads share; the others keep a product of their own. What
-stays as it is keeps its graph, and the report says why it stayed.
+Each product of an attention can be rewritten by itself: ``P V = (P c) W_v`` needs nothing of the keys, and ``q K^T``
+nothing of the values. So V can be absorbed where K is rotated after its up-projection, and K where V is no linear image
+of any rows. Of K it may be some columns, those that come from rows which all heads share, while the others keep a
+product of their own. What is not absorbed keeps its nodes, and the report says why.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import fx
 
+from mla_compile.codes import Code
+from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, Forms, choose_parts
 from mla_compile.passes.decide.plan import make_part_plan
-from mla_compile.passes.decide.records import AbsorbPlan, LeftPart, Rows, Side, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources, cut
 from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.records import Maps, Term
+from mla_compile.passes.linear.records import Maps
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A part of a site that can be absorbed, what it saves, and what stays.
+    """A part of a site that can be absorbed, what it costs in both forms, and what stays.
 
-    ``pays``: the choice says so; ``by_call``: each call decides by its number of queries.
+    ``pays``: it is to be absorbed; ``by_call``: each call decides that by its number of queries.
     """
 
     plan: AbsorbPlan
     parts: tuple[AbsorbedColumns, ...]
     choice: Choice
-    kept: tuple[LeftPart, ...]
+    kept: tuple[KeptPart, ...]
     pays: bool
     by_call: bool
 
@@ -50,9 +53,9 @@ def partial(
     forms: Forms,
     keep: Collection[Side] = (),
 ) -> Partial | None:
-    """The most of ``site`` that can be absorbed and pays, else the most that could be absorbed; None for nothing.
+    """The largest part of ``site`` that pays, else the largest that could be absorbed; None where there is none.
 
-    ``failed``: why the whole cannot be; ``keep``: sides that stay as they are.
+    ``failed``: why the whole cannot be absorbed; ``keep``: sides that have to stay as they are.
     """
     if site.problem is not None:
         return None
@@ -61,6 +64,7 @@ def partial(
 
 
 def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
+    """The legal plans for parts of ``site``, both sides first, then the values (no rotation ever hinders those)."""
     own = of_queries(site)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:
@@ -81,23 +85,18 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
         )
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
-        if not any(is_hidden_state(rows.node) for rows in plan.rows if _expanded(plan, rows)):
+        if not any(is_hidden_state(rows.node) for rows in plan.rows if plan.expands(rows)):
             yield plan
-
-
-def _expanded(plan: AbsorbPlan, rows: Rows) -> bool:
-    return any(t.piece.source is rows.node and t.piece.projected for t in (*plan.keys, *plan.vals))
 
 
 def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
     """The columns that are absorbed, by side and by the rows they come from.
 
-    What a weight makes once for all heads (a shared rotary key from its hidden state) is no expansion, and not counted.
+    Columns that a weight makes once for all heads, such as a shared rotary key, are no expansion and do not count.
     """
     heads = axis_size(plan.heads)
     parts: dict[tuple[Side, Rows, int], int] = {}
-    sides: tuple[tuple[Side, Sequence[Term]], ...] = (("keys", plan.keys), ("values", plan.vals))
-    for side, terms in sides:
+    for side, terms in plan.sides:
         for t in terms:
             if t.piece.projected and t.piece.source is not None:
                 made = axis_size(tuple(a for a in plan.heads if t.kind(a) != "broadcast"))
@@ -128,8 +127,8 @@ def _weighed(
     return Partial(plan, parts, choice, tuple(_kept(plan, maps, failed, keep)), pays, by_call)
 
 
-def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[LeftPart]:
-    """The sides and columns that stay, each with the operator that is to blame."""
+def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) -> Iterator[KeptPart]:
+    """The sides and columns that stay, each with the operator to blame."""
     site = plan.site
     read = [rows.node for rows in plan.rows]
     sides: tuple[tuple[Side, bool, list[fx.Node]], ...] = (
@@ -138,10 +137,10 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
     )
     for side, absorbed, nodes in sides:
         if side in keep:
-            yield LeftPart(side, failed)
+            yield _kept_part(side, failed)
             continue
         if not absorbed:
-            yield LeftPart(side, _why(site, nodes, maps, failed, read))
+            yield _kept_part(side, _why(site, nodes, maps, failed, read))
             continue
         terms = plan.keys if side == "keys" else plan.vals
         own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
@@ -150,11 +149,16 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
                 own_stop = maps.reasons.get(rows.node)
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
-                yield LeftPart(f"some columns of the {side}", explain_source(rows.node, site, maps, read) or own_stop)
+                stop = explain_source(rows.node, site, maps, read) or own_stop
+                yield _kept_part(f"some columns of the {side}", stop)
+
+
+def _kept_part(what: str, stop: Stop) -> KeptPart:
+    return KeptPart(what, Code(stop.code), stop.detail, locate(stop.node))
 
 
 def _why(site: AttentionSite, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]) -> Stop:
-    """Why the side made by ``nodes`` stays: what the whole failed for, where that is a cause and no symptom."""
+    """Why the side made by ``nodes`` stays: why the whole failed, unless a better reason is found behind this side."""
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         return failed
     pieces = pieces_of([maps.map(n) for n in nodes])

@@ -1,15 +1,15 @@
 """From an attention whose keys and values are linear images of narrow rows to the recipe for its absorbed form.
 
-The proof obligations, checked here one by one on the aligned maps:
+The proof obligations, checked here one by one on the refined maps:
 
 * every key-token atom is a token of every source (else tokens are mixed);
 * no weight or bias depends on a token or batch atom (else it depends on the position);
-* a column of the rows or of the values is not another one repeated;
+* no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
 * the keys come from at most two row tensors, the values from one.
 
-A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) is held to the first two. A side may be
-left as it is, a row tensor may have rows of its own for every head, and there may be any number of them.
+A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two: each head may
+have rows of its own, there may be any number of row tensors, and a side may be left as it is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import fx
 
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.align import align
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, pieces_of
+from mla_compile.passes.decide.refine import refine
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Term
@@ -59,8 +59,9 @@ def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: Li
         latent = _latent(key_terms, shared, of_values[0])
         rope = next((found.rows[n] for n in shared if n is not latent), None)
     else:
-        expanded = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
-        latent = next((n for n in expanded if n is not None and not found.rows[n].heads), None) or _some(expanded)
+        sources = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
+        expanded = [n for n in sources if n is not None]
+        latent = next((n for n in expanded if not found.rows[n].heads), expanded[0])
         value = rope = None
     vals = None if value is None or value is latent else found.rows[value]
     named = {latent, value, None if rope is None else rope.node}
@@ -73,15 +74,9 @@ def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: Li
     )
 
 
-def _some(sources: Sequence[fx.Node | None]) -> fx.Node:
-    found = next(n for n in sources if n is not None)
-    assert isinstance(found, fx.Node)
-    return found
-
-
 @dataclass(frozen=True)
 class _Found:
-    """What the obligations leave to be arranged: aligned terms, the roles of the lead atoms, the rows by source."""
+    """What the obligations establish: the refined terms, the roles of the lead atoms, and the rows of each source."""
 
     site: AttentionSite
     keys: tuple[Term, ...]
@@ -99,10 +94,10 @@ def _obligations(
 ) -> _Found | Stop:
     if not any(p.projected for p in pieces_of([*(keys or ()), *([] if values is None else [values])])):
         return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
-    aligned = align(site, keys, values)
-    if isinstance(aligned, Stop):
-        return aligned
-    site, key_terms, value_terms = aligned
+    refined = refine(site, keys, values)
+    if isinstance(refined, Stop):
+        return refined
+    site, key_terms, value_terms = refined
     terms = [t for t in (*key_terms, *value_terms) if t.piece.source is not None]
     roles = _roles(site, terms, part)
     if isinstance(roles, Stop):

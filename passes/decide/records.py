@@ -9,11 +9,11 @@ from torch import fx
 
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
+from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
 from mla_compile.passes.ir.axes import Axis, axis_size
 from mla_compile.passes.ir.sizes import Size
-from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Piece, Term
 
 Side = Literal["keys", "values"]
@@ -21,9 +21,10 @@ Side = Literal["keys", "values"]
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one source: ``node`` as [batch, keys, width]; ``axes`` are its axes in the site's and own atoms.
+    """The rows of one source: ``node``, read as [batch, keys, width].
 
-    ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
+    ``axes``, one for each dimension of ``node``, are written in the site's atoms for batch and keys and in the source's
+    own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
     """
 
     node: fx.Node
@@ -40,13 +41,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class AbsorbPlan:
-    """Everything a rewrite needs; it decides nothing any more.
+    """Everything a rewrite needs; the rewrite itself decides nothing.
 
-    ``latent`` are the rows that a weight expands (and the values' rows where they are the same), ``rope`` the rows that
-    all heads share as they are, ``values`` the values' rows where they are not the latent.
+    ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
+    the rows of the values where those are not the latent.
 
-    Of a plan for a part, ``keys`` or ``vals`` are empty where that side stays as it is, ``extra`` are further rows, and
-    ``fits_op`` tells whether the operator takes it (``extra`` then are keys, whose scores join the mask).
+    In a plan for a part, ``keys`` or ``vals`` is empty where that side stays as it is, and ``extra`` holds further
+    rows. ``fits_op`` says whether the attention operator can be used all the same: ``extra`` then belong to keys, and
+    their scores are added to the mask.
     """
 
     site: AttentionSite
@@ -63,6 +65,14 @@ class AbsorbPlan:
     part: bool = False
 
     @property
+    def sides(self) -> tuple[tuple[Side, tuple[Term, ...]], tuple[Side, tuple[Term, ...]]]:
+        return ("keys", self.keys), ("values", self.vals)
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return (*self.keys, *self.vals)
+
+    @property
     def value_rows(self) -> Rows:
         return self.values or self.latent
 
@@ -70,12 +80,16 @@ class AbsorbPlan:
     def rows(self) -> tuple[Rows, ...]:
         return tuple(r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
 
+    def expands(self, rows: Rows) -> bool:
+        """Whether a weight makes some of K or V from ``rows``; shared rotary keys are read as they are."""
+        return any(t.piece.source is rows.node and t.piece.projected for t in self.terms)
+
     def rows_of(self, source: fx.Node) -> Rows:
         return next(r for r in self.rows if r.node is source)
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What the rewritten site reads besides queries, masks and weights."""
+        """What the rewritten site reads besides queries, masks and weights: rows, and K or V where it stays."""
         kept = [] if self.keys else [p.k.node for p in self.site.products]
         kept += [] if self.vals else [self.site.v.node]
         return (*(r.node for r in self.rows), *kept)
@@ -86,21 +100,14 @@ class AbsorbPlan:
 
 
 @dataclass(frozen=True)
-class LeftPart:
-    """What of an absorbed attention stays as it was, and why."""
-
-    what: str
-    stop: Stop
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
 
-    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks. Of a site that is
-    absorbed in part, ``parts`` are what is, ``kept`` what is not and why, ``instead`` the verdict without it, and
-    ``narrowed`` the nodes that are to be made alone, each with its source, because the rest of their projection is not
-    read any more.
+    ``by_call``: the number of queries is symbolic, so both forms are kept and every call picks one.
+
+    For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` what is not and why, and ``instead``
+    the verdict that stands if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be made
+    alone because the rest of their projection is no longer read.
     """
 
     site: AttentionSite
@@ -111,7 +118,7 @@ class Verdict:
     choice: Choice | None = None
     by_call: bool = False
     parts: tuple[AbsorbedColumns, ...] = ()
-    kept: tuple[LeftPart, ...] = ()
+    kept: tuple[KeptPart, ...] = ()
     instead: Verdict | None = None
     narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
     notes: tuple[str, ...] = ()

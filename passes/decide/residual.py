@@ -1,56 +1,48 @@
-"""What tells a model's hidden states from a latent: residual connections, ``h = x + f(x)``, and convolutions."""
+"""Telling hidden states from a latent, by the residual connection ``h = x + f(x)`` or the convolution behind them.
+
+A latent is projected from hidden states, and is what a cache should hold. K and V that are projected from the hidden
+states themselves are plain multi-head attention. Widths cannot tell the two apart: a latent may be the wider one.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import bytes_hint, is_tensor, packet, val, whole_rows
 from mla_compile.passes.ir.operators import CONTRACTIONS
+from mla_compile.passes.ir.walk import leads_to, reachable
 
 aten = torch.ops.aten
 _CONVOLUTIONS = (aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d)
 
 
 def shortcut(node: fx.Node) -> fx.Node | None:
-    """``x`` where ``node`` is ``x + f(x)``. The halves of a rotation are no such sum: neither is made of the other."""
+    """``x`` where ``node`` is ``x + f(x)``, else None.
+
+    A rotation ``x cos + rotated(x) sin`` is a sum as well, but neither of its terms is computed from the other.
+    """
     inputs = node.all_input_nodes
     if packet(node) is not aten.add or len(inputs) != 2:
         return None
     first, second = sorted(inputs)
-    return first if is_tensor(first) and _leads_to(first, second) else None
+    return first if is_tensor(first) and leads_to(first, second) else None
 
 
 def is_hidden_state(rows: fx.Node) -> bool:
-    """Whether ``rows`` are what a residual connection or a convolution made, normed perhaps, not projected since."""
+    """Whether ``rows`` come out of a residual connection or a convolution, perhaps through a norm, unprojected."""
     rows = whole_rows(rows)
     count = _elements(rows)
-    queue, seen = [rows], {rows}
-    while queue:
-        node = queue.pop()
-        if packet(node) in _CONVOLUTIONS or shortcut(node) is not None:
-            return True
-        if packet(node) in CONTRACTIONS:
-            continue
-        for source in node.all_input_nodes:
-            if source not in seen and is_tensor(source) and _elements(source) == count:
-                seen.add(source)
-                queue.append(source)
-    return False
+
+    def same_rows(node: fx.Node) -> Iterable[fx.Node]:
+        # A norm or a gate keeps the number of elements; its weights, means and variances have others.
+        inputs = () if packet(node) in CONTRACTIONS else node.all_input_nodes
+        return (n for n in inputs if is_tensor(n) and _elements(n) == count)
+
+    return any(packet(n) in _CONVOLUTIONS or shortcut(n) is not None for n in reachable([rows], same_rows))
 
 
 def _elements(node: fx.Node) -> int:
     return bytes_hint(node) // val(node).element_size()
-
-
-def _leads_to(first: fx.Node, last: fx.Node) -> bool:
-    """Whether ``last`` is computed from ``first``; looks at no node before ``first``."""
-    queue, seen = [last], {last}
-    while queue:
-        for node in queue.pop().all_input_nodes:
-            if node is first:
-                return True
-            if first < node and node not in seen:
-                seen.add(node)
-                queue.append(node)
-    return False

@@ -1,4 +1,8 @@
-"""Where the walk back from K and V should end: the narrowest rows that weights expand into them."""
+"""Where the walk back from K and V should end: at the narrowest rows that weights expand into them.
+
+Candidates are compared by the bytes they hold, not by their role: the narrowest tensor before the last projection is
+what a cache would best hold, whatever the model calls it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,10 @@ class Cut:
 
 
 def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | None:
-    """The narrowest tensor on the way from the source to the piece, before (proper) or after its last projection."""
+    """The narrowest tensor on the way to the piece, before its last projection (``proper``) or after it.
+
+    Of equally narrow ones, the one with the fewest scalings after it: the weight of a norm stays on the rows' side.
+    """
     last = piece.path[-1]
     best: tuple[int, int, int] | None = None
     where: fx.Node | None = None
@@ -37,9 +44,9 @@ def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | 
 def choose_sources(
     pieces: Sequence[Piece], without: Collection[fx.Node] = (), any_width: bool = False
 ) -> tuple[set[fx.Node], fx.Node | None]:
-    """Where the walks should end, and a source that was passed over because its rows are no narrower.
+    """Where the walks should end, and a source that was passed over because it is no narrower than what it makes.
 
-    ``without``: nodes that are not to be the source of a projection; ``any_width``: none is passed over.
+    ``without``: nodes that may not be the source of a projection; ``any_width``: no source is passed over.
     """
     proper: dict[fx.Node, list[Piece]] = {}
     as_they_are: list[Cut] = []
@@ -54,6 +61,7 @@ def choose_sources(
     chosen: set[fx.Node] = set()
     for node, using in proper.items():
         cuts = [c for c in (cut(p, proper=False) for p in using) if c is not None]
+        # K and V may be two tensors made of the same rows: together they are what the rows stand for.
         if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
             chosen.add(node)
         else:
@@ -63,9 +71,9 @@ def choose_sources(
 
 
 def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
-    """The nodes of ``cuts``, parts that are joined again further on replaced by what they are joined to.
+    """The nodes of ``cuts``, where those that are joined further on are replaced by the tensor they are joined into.
 
-    A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources that nothing expands, but one row.
+    A rotary key is often ``cat(a cos - b sin, b cos + a sin)``: two sources, but one row to cache.
     """
     chosen = {c.node: c.bytes for c in cuts}
     after = [(c.node, _after(c)) for c in cuts]

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Atom, Axes, Axis, flatten
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, T, flatten, letters, placed
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.ir.sizes import hint, size
 
@@ -67,25 +67,37 @@ def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: S
 
     Views where strides allow, one copy where they do not.
     """
-    wanted = flatten(target)
     own = flatten(axes)
-    assert set(own) <= set(wanted), "an atom would be lost"
+    assert set(own) <= set(flatten(target)), "an atom would be lost"
     if any(len(a) > 1 for a in axes):
         node = builder.call(aten.reshape.default, node, sizes.shape([(a,) for a in own]))
     else:
         empty = [k for k, a in enumerate(axes) if not a]
         if empty:
             node = builder.call(aten.squeeze.dims, node, empty)
-    order = [own.index(a) for a in wanted if a in own]
-    if order != sorted(order):
-        node = builder.call(aten.permute.default, node, order)
     present = [tuple(a for a in axis if a in own) for axis in target]
     if any(len(a) > 1 for a in present):
+        node = aligned(builder, node, own, flatten(present))
         return builder.call(aten.reshape.default, node, sizes.shape(present))
-    for k, axis in enumerate(present):
-        if not axis:
-            node = builder.call(aten.unsqueeze.default, node, k)
+    return aligned(builder, node, own, [axis[0] if axis else None for axis in present])
+
+
+def aligned(builder: Builder, node: fx.Node, own: Sequence[T], order: Sequence[T | None]) -> fx.Node:
+    """``node``, with dimensions called ``own``, as a tensor with dimensions ``order``: size 1 for those it lacks."""
+    permutation, missing = placed(own, order)
+    if permutation != sorted(permutation):
+        node = builder.call(aten.permute.default, node, permutation)
+    for k in missing:
+        node = builder.call(aten.unsqueeze.default, node, k)
     return node
+
+
+def einsum(
+    builder: Builder, a: fx.Node, a_atoms: Sequence[Atom], b: fx.Node, b_atoms: Sequence[Atom], out: Sequence[Atom]
+) -> fx.Node:
+    """``a b`` summed over every atom that is not in ``out``; operands and result have one dimension for each atom."""
+    la, lb, lo = letters(a_atoms, b_atoms, out)
+    return builder.call(aten.einsum.default, f"{la},{lb}->{lo}", [a, b])
 
 
 def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:

@@ -8,9 +8,12 @@ a size-1 axis is the empty product. Atoms are compared by identity, never by siz
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from string import ascii_letters
+from typing import TypeAlias, TypeVar
 
 from mla_compile.passes.ir.sizes import Size, quotient, same
+
+T = TypeVar("T")
 
 
 class Atom:
@@ -43,6 +46,17 @@ def fresh_axes(shape: Iterable[Size]) -> Axes:
 
 def flatten(axes: Iterable[Axis]) -> Axis:
     return tuple(atom for one in axes for atom in one)
+
+
+def letters(*groups: Sequence[Atom]) -> list[str]:
+    """Einsum subscripts: one letter for each distinct atom, the same letter wherever it occurs."""
+    names: dict[Atom, str] = {}
+    return ["".join(names.setdefault(a, ascii_letters[len(names)]) for a in group) for group in groups]
+
+
+def placed(own: Sequence[T], order: Sequence[T | None]) -> tuple[list[int], list[int]]:
+    """How dimensions ``own`` are put in ``order``: a permutation of them, then the places that need one of size 1."""
+    return [own.index(a) for a in order if a in own], [k for k, a in enumerate(order) if a not in own]
 
 
 def substitute(axis: Axis, split: Mapping[Atom, tuple[Atom, ...]]) -> Axis:

@@ -1,7 +1,8 @@
-"""Tensors computed from weights only, described before anything is added to the graph.
+"""Tensors computed from weights alone, described before anything is added to the graph.
 
 An analysis must not change the graph, yet needs products and slices of weights ("the rows of W_kc that make head 3's
-keys"). An :class:`Expr` is such a tensor: an operator over graph nodes, with its fake value known. A rewrite emits it.
+keys"). An :class:`Expr` describes such a tensor: an operator over graph nodes, with its fake value known. A rewrite
+adds it to the graph.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Expr:
-    """``op(*args)``, or the value of ``node`` where ``op`` is None. Compared by identity."""
+    """``op(*args)``, or the value of ``node`` where ``op`` is None. Compared by identity, so that it can be a key."""
 
     value: torch.Tensor
     fake_mode: FakeTensorMode | None
     node: fx.Node | None = None
-    op: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    op: Callable[..., object] | None = None
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
 
     @staticmethod
     def leaf(node: fx.Node, fake_mode: FakeTensorMode | None) -> Expr:
@@ -39,11 +40,12 @@ class Expr:
     def shape(self) -> tuple[int, ...]:
         return tuple(int(d) for d in self.value.shape)
 
-    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Expr:
-        """A further operator; ``self`` is its first argument unless it is among ``args`` already."""
+    def call(self, op: Callable[..., object], *args: object, **kwargs: object) -> Expr:
+        """``op`` of this expression, which is its first argument unless it is among ``args`` already."""
         everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
         with self.fake_mode or torch.no_grad(), torch.no_grad():
-            value = op(*_map(everything, lambda e: e.value), **kwargs)
+            value = op(*_each(everything, lambda e: e.value), **kwargs)
+        assert isinstance(value, torch.Tensor)
         return Expr(value, self.fake_mode, None, op, everything, kwargs)
 
     def view(self, shape: Sequence[int]) -> Expr:
@@ -71,45 +73,44 @@ class Expr:
             if expr.node is not None:
                 found[expr.node] = None
             else:
-                _map(expr.args, visit)
+                _each(expr.args, visit)
 
         visit(self)
         return tuple(found)
 
     def emit(self, builder: Builder, memo: dict[Expr, fx.Node]) -> fx.Node:
-        """Adds the expression to the graph; parts already in ``memo`` are used again."""
+        """Adds the expression to the graph; parts that are in ``memo`` already are used again."""
         if self.node is not None:
             return self.node
         if self not in memo:
             assert self.op is not None
-            args = _map(self.args, lambda e: e.emit(builder, memo))
+            args = _each(self.args, lambda e: e.emit(builder, memo))
             memo[self] = builder.call(self.op, *args, **self.kwargs)
         return memo[self]
 
     def with_leaves(self, fn: Callable[[fx.Node], Expr]) -> Expr:
-        """The same expression over what ``fn`` makes of its leaves."""
+        """The same expression with ``fn(leaf)`` in the place of each leaf."""
         if self.node is not None:
             return fn(self.node)
-        args = _map(self.args, lambda e: e.with_leaves(fn))
+        args = _each(self.args, lambda e: e.with_leaves(fn))
         return Expr(self.value, self.fake_mode, None, self.op, args, self.kwargs)
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The number itself, from the values of its leaves by node name; floating arithmetic in ``dtype`` if given."""
-        memo: dict[Expr, Any] = {}
+        """The tensor itself, from the values of its leaves by node name; computed in ``dtype`` if that is given."""
+        memo: dict[Expr, object] = {}
 
-        def visit(expr: Expr) -> Any:
+        def visit(expr: Expr) -> object:
             if expr not in memo:
                 memo[expr] = one(expr)
             return memo[expr]
 
-        def one(expr: Expr) -> Any:  # a tensor, or several where the weight was split
+        def one(expr: Expr) -> object:  # a tensor, or several where the weight was split
             if expr.node is not None:
                 leaf = values[expr.node.name]
                 return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             assert expr.op is not None
             kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
-            args = tuple(widened(a, dtype) for a in _map(expr.args, visit))
-            return expr.op(*args, **kwargs)
+            return expr.op(*(widened(a, dtype) for a in _each(expr.args, visit)), **kwargs)
 
         result = visit(self)
         assert isinstance(result, torch.Tensor)
@@ -125,7 +126,7 @@ class Factor:
 
 
 def widened(value: Any, dtype: torch.dtype | None) -> Any:
-    """A floating dtype argument of a cast, as the dtype the arithmetic is done in."""
+    """An argument of an operator, with a floating dtype (that of a cast) replaced by ``dtype`` where that is given."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value
 
@@ -134,10 +135,12 @@ def _holds(value: object, expr: Expr) -> bool:
     return isinstance(value, (list, tuple)) and any(v is expr for v in value)
 
 
-def _map(args: Any, fn: Callable[[Expr], Any]) -> Any:
-    """``args`` with every expression in it replaced by ``fn`` of it."""
-    if isinstance(args, Expr):
-        return fn(args)
-    if isinstance(args, (list, tuple)):
-        return type(args)(_map(a, fn) for a in args)
-    return args
+def _each(args: tuple[object, ...], fn: Callable[[Expr], object]) -> tuple[object, ...]:
+    """``args`` with every expression in them replaced by ``fn`` of it."""
+
+    def one(value: object) -> object:
+        if isinstance(value, Expr):
+            return fn(value)
+        return type(value)(map(one, value)) if isinstance(value, (list, tuple)) else value
+
+    return tuple(map(one, args))

@@ -6,17 +6,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from mla_compile.passes.ir.axes import Atom, Axis
+from mla_compile.passes.ir.axes import Atom, Axis, letters, placed
 from mla_compile.passes.ir.expr import Expr, Factor
 
 aten = torch.ops.aten
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def letters(*groups: Sequence[Atom]) -> list[str]:
-    """Einsum subscripts: one letter for each distinct atom, the same letter wherever it occurs."""
-    names: dict[Atom, str] = {}
-    return ["".join(names.setdefault(a, _LETTERS[len(names)]) for a in group) for group in groups]
 
 
 def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
@@ -39,11 +32,14 @@ def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
     return Factor(left.call(aten.einsum.default, f"{la},{lb}->{lo}", [left, right]), out)
 
 
-def aligned(f: Factor, atoms: Axis) -> Expr:
-    """``f`` with its dimensions in the order of ``atoms``, size 1 where it does not depend on one."""
-    own = [a for a in atoms if a in f.atoms]
-    expr = f.expr.permute([f.atoms.index(a) for a in own])
-    return expr.view([expr.shape[own.index(a)] if a in own else 1 for a in atoms])
+def aligned(f: Factor, atoms: Sequence[Atom]) -> Expr:
+    """``f`` with a dimension for each of ``atoms``, in their order: of size 1 where it does not depend on it."""
+    order, missing = placed(f.atoms, atoms)
+    expr = f.expr.permute(order)
+    sizes = list(expr.shape)
+    for k in missing:
+        sizes.insert(k, 1)
+    return expr.view(sizes)
 
 
 def total(a: Factor | None, b: Factor | None, alpha: float = 1.0) -> Factor | None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import argument, packet
+
+REACH = 48
+"""How many nodes a search for something near an attention looks at before it gives up.
+
+Between an up-projection and the scores lie a norm, a rotation and the joins around them: two dozen nodes at most in the
+models we know. Much farther back is the layer below, whose projections would be mistaken for those of this one."""
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
@@ -21,16 +28,39 @@ def remove_dead_code(graph: fx.Graph) -> None:
     graph.eliminate_dead_code(stays)
 
 
+def reachable(
+    start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], most: int | None = None
+) -> Iterator[fx.Node]:
+    """``start`` and every node that ``step`` leads to from there, each once, nearest first.
+
+    With ``most``, the walk goes no further once it has come across that many nodes besides ``start``.
+    """
+    queue = deque(dict.fromkeys(start))
+    seen = set(queue)
+    limit = None if most is None else most + len(seen)
+    while queue:
+        node = queue.popleft()
+        yield node
+        if limit is None or len(seen) < limit:
+            for n in step(node):
+                if n not in seen:
+                    seen.add(n)
+                    queue.append(n)
+
+
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:
     """Every node that ``node``'s numbers depend on, nearest first; a tensor it only takes a size from is none."""
-    seen: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    while queue:
-        current = queue.pop(0)
-        if current not in seen and not isinstance(current.meta.get("val"), (int, torch.SymInt)):
-            seen.add(current)
-            yield current
-            queue.extend(current.all_input_nodes)
+    return reachable(_computed_from(node), _computed_from)
+
+
+def _computed_from(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
+
+
+def leads_to(first: fx.Node, last: fx.Node) -> bool:
+    """Whether ``last`` is computed from ``first``, be it only from its sizes."""
+    # Nodes before `first` in the graph cannot read it: without this bound each question would walk the whole model.
+    return first in reachable([last], lambda node: (n for n in node.all_input_nodes if not n < first))
 
 
 def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:

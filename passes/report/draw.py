@@ -19,9 +19,9 @@ from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import is_tensor, packet, shape, val, whole_rows
+from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
-from mla_compile.passes.report.site import locate
 from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten

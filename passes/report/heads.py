@@ -12,8 +12,9 @@ from mla_compile.codes import CODES, Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart, SiteReport
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.linear.records import Maps
-from mla_compile.passes.report.site import locate, site_report
+from mla_compile.passes.report.site import site_report
 from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.rewrite.split_heads import Group, HeadGroups, SplitSite, head_groups
 from mla_compile.passes.verify.check import Check

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from mla_compile.codes import CODES, Code
-from mla_compile.core.records import KeptPart, Location, SiteReport
+from mla_compile.core.records import SiteReport
 from mla_compile.passes.decide import cost
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
-from mla_compile.passes.ir.graph import packet, val
+from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.verify.check import Check
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def site_report(
@@ -67,13 +65,12 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
 
     What is cached and computed for a side that stays is not known, so only sites whose rows are all known have figures.
     """
-    kept = (KeptPart(k.what, Code(k.stop.code), k.stop.detail, locate(k.stop.node)) for k in verdict.kept)
     report = replace(
         report,
         form="chained",
         dims=plan.dims,
         parts=tuple(dict.fromkeys(p.side for p in verdict.parts)),
-        kept=tuple(kept),
+        kept=verdict.kept,
         break_even_S=cost.part_break_even(verdict.parts),
     )
     if not (plan.keys and plan.vals):
@@ -94,29 +91,3 @@ def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
         fix="write the scores with mul, add, masked_fill, where, softmax, view and transpose",
         blame=locate(stop.node),
     )
-
-
-def locate(node: fx.Node) -> Location:
-    """The node, its module path and the user's source line, as far as the trace recorded them."""
-    op = packet(node)
-    name = getattr(op, "__name__", None) or str(node.target)
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    file, line, code = frames[-1] if frames else (None, None, None)
-    modules = list((node.meta.get("nn_module_stack") or {}).values())
-    return Location(
-        node=node.name,
-        op=f"aten.{name}" if op is not None else node.op,
-        module=_module_path(modules[-1][0]) if modules else "",
-        file=file,
-        line=int(line) if line is not None else None,
-        code=code.strip() if code else None,
-    )
-
-
-def _module_path(name: str) -> str:
-    """``L['self'].model.layers.0.self_attn`` and its variants as ``model.layers.0.self_attn``."""
-    name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
-    name = re.sub(
-        r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name
-    )
-    return re.sub(r"^(self\.)+|slice\(None, [^)]*\)", "", name).strip(".")

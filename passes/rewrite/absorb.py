@@ -13,10 +13,11 @@ After::
 
 because q . (W c) = (W^T q) . c and sum_i p_i (W c_i) = W (sum_i p_i c_i) (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
 A bias on the keys adds the same number to every score of a row, which the softmax cancels; a bias on the values comes
-back once, because the weights of a row sum to 1. Where the part between the products is not a plain softmax
-(``open_core``), or only a part of the attention can be absorbed, each product is replaced by itself and everything
-between them stays (:mod:`mla_compile.passes.rewrite.products`). Keys that only differ from this by columns with rows of
-their own for every head stay one operator: the scores of those columns are added to the mask.
+back once, because the probabilities of a row sum to 1.
+
+Where something other than a softmax stands between the products (``open_core``), or only a part of the attention can be
+absorbed, each product is replaced by itself (:mod:`mla_compile.passes.rewrite.products`). One such part still becomes
+the operator: where some columns of the keys come from rows of each head's own, their scores are added to the mask.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ from mla_compile.passes.rewrite.sides import Sides
 aten = torch.ops.aten
 
 HIDDEN = -1e30
-"""Added where scores were set to a large negative number: any score vanishes beside it, in float64 too, so that a row
-without a visible key weighs all its keys alike, as it did."""
+"""What is added to scores that the model set to a large negative number.
+
+Any score vanishes beside it, in float64 too. So a row without a visible key weighs all its keys alike, as it did when
+all of its scores were one and the same number."""
 
 
 def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
@@ -77,20 +80,21 @@ class Whole(Sides):
         )
         out = self.builder.call(operator.getitem, result, 0)
         axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
+        # The operator gives zero for a row without a visible key. Two things can make that wrong.
         if site.masks and (site.empty == "nan" or self._value_bias()):
             lse = self.builder.call(operator.getitem, result, 1)
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
-            if site.empty == "nan":
+            if site.empty == "nan":  # a plain softmax gives NaN
                 nothing = self.builder.call(aten.unsqueeze.default, nothing, -1)
                 out = self.builder.call(aten.masked_fill.Scalar, out, nothing, float("nan"))
-            else:  # a row without a visible key is zero, the values' bias included
+            else:  # the fused attention gives zero, so the bias of the values must not be added
                 some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         return self._values({plan.value_rows.node: (out, axes)})
 
     def _mask(self) -> fx.Node | None:
-        """All mask terms as one: boolean while only -inf is filled in, additive (float32) otherwise."""
+        """All mask terms as one: boolean where they only fill in minus infinity, else additive, in float32."""
         keep: fx.Node | None = None
         added: fx.Node | None = None
         extra = self._extra_scores()
@@ -101,7 +105,7 @@ class Whole(Sides):
                 mask = self.builder.cast(mask, dtype)
                 if term.scale != 1.0:
                     mask = self.builder.call(aten.mul.Tensor, mask, term.scale)
-                if term.dtype is not None:
+                if term.dtype is not None:  # the model added it in a smaller dtype, where it may become infinite
                     mask = self.builder.cast(self.builder.cast(mask, term.dtype), wide(term.dtype))
                 added = mask if added is None else self.builder.call(aten.add.Tensor, added, mask)
                 continue
@@ -111,7 +115,8 @@ class Whole(Sides):
             keep = mask if keep is None else self.builder.call(aten.logical_and.default, keep, mask)
         if keep is None:
             return self._plus(added, extra)
-        (fill,) = {term.fill for term in self.site.masks if term.kind != "add"}  # several, and the core is open
+        # One number: with several, the attention has an open core and is not rewritten here.
+        (fill,) = {term.fill for term in self.site.masks if term.kind != "add"}
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:
@@ -122,7 +127,7 @@ class Whole(Sides):
         return a or b if a is None or b is None else self.builder.call(aten.add.Tensor, a, b)
 
     def _extra_scores(self) -> fx.Node | None:
-        """Scaled scores of the keys' columns that the operator's rows do not hold: [batch, heads, queries, keys]."""
+        """Scaled scores of the columns of the keys that the operator does not get: [batch, heads, queries, keys]."""
         outside = {rows.node for rows in self.plan.extra}
         order = (*self.plan.batch, *self.plan.heads, *self.site.queries, *self.site.keys)
         total: fx.Node | None = None
@@ -149,5 +154,6 @@ class Whole(Sides):
         atoms = flatten(axis for axis in target if own & set(axis))
         each = tuple((a,) for a in atoms)
         node = arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, each)
-        node = spread(self.builder, self.sizes, node, atoms)  # a mask for some of the heads' factors stands for all
+        # The heads may be a product of atoms of which the mask has one: it is repeated along the others.
+        node = spread(self.builder, self.sizes, node, atoms)
         return arrange(self.builder, self.sizes, node, each, target)

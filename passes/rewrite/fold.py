@@ -8,9 +8,9 @@ After::
 
     q~ = einsum(c', fold)  with fold = W_q W_kc        y = einsum(o~, fold)  with fold = W_v W_o
 
-The products are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; who
-runs the program keeps them up to date (:class:`mla_compile.core.program.Fold`). Finding what may be folded needs no
-pattern: the linear map of q~ over c' *is* the folded weight.
+The folds are extra inputs of the program, computed in float32 at least and rounded once to the model's dtype; whoever
+runs the program keeps them up to date (:class:`mla_compile.core.program.Fold`). No pattern is needed to find what can
+be folded: the linear map of q~ over c' *is* the folded weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import fx
 from mla_compile.core.program import Fold, Program
 from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projection
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
+from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.graph import Builder, args_of, val
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 def fold(
     program: Program, maps: Maps, sites: Sequence[Absorbed], verdicts: Sequence[Verdict]
 ) -> dict[str, list[Folded]]:
-    """Folds what the verdicts' choices ask for; returns what was folded, by the name of the site's original node."""
+    """Folds what the verdicts ask for; returns what was folded, by the name of each site's original node."""
     done: dict[str, list[Folded]] = {}
     if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in verdicts):
         return done
@@ -60,10 +60,11 @@ class _Folder:
     def __init__(self, program: Program, maps: Maps) -> None:
         self.program = program
         self.maps = maps
+        # Layers of one shape are measured once: their errors are alike, and a fold in float64 takes its time.
         self.measured: dict[tuple[object, ...], float | None] = {}
 
     def query(self, node: fx.Node, dtype: torch.dtype) -> Folded | None:
-        """``node`` = q W_kc becomes one product with the rows that q is projected from."""
+        """``node``, which is q W_kc, becomes one product with the rows that q is projected from."""
         (piece, *others) = self.maps.map(node).pieces
         cut = None if others else narrowest_cut(piece, 1)
         return None if cut is None else self._replace(node, cut, "query", dtype)
@@ -79,6 +80,7 @@ class _Folder:
         (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
+        # The size of a symbolic atom can only be read where it has an axis to itself.
         if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):
             return None
         builder = Builder(node, self.program.fake_mode)
@@ -93,19 +95,11 @@ class _Folder:
             new = builder.call(aten.mul.Tensor, new, piece.scale)
         if piece.bias is not None:
             bias, _ = self._input(piece.bias, dtype)
-            bias = self._aligned(builder, bias, piece.bias, out)
+            bias = aligned(builder, bias, piece.bias.atoms, out)
             new = builder.call(aten.add.Tensor, new, bias)
         new = arrange(builder, sizes, new, tuple((a,) for a in out), piece.axes)
         node.replace_all_uses_with(same_layout(builder, new, node))
         return Folded(side, error)
-
-    def _aligned(self, builder: Builder, node: fx.Node, factor: Factor, out: Sequence[Atom]) -> fx.Node:
-        order = [factor.atoms.index(a) for a in out if a in factor.atoms]
-        node = builder.call(aten.permute.default, node, order)
-        for k, a in enumerate(out):
-            if a not in factor.atoms:
-                node = builder.call(aten.unsqueeze.default, node, k)
-        return node
 
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
         """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""
@@ -137,7 +131,7 @@ class _Folder:
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:
-    """``expr`` down to the program's inputs, independent of nodes that may be removed, and those inputs' names."""
+    """``expr`` in terms of the program's inputs alone, and their names: other nodes it reads may be removed."""
     names: dict[str, None] = {}
     memo: dict[fx.Node, Expr] = {}
 

@@ -1,65 +1,29 @@
-"""An up-projection that makes K and V in one product, of which only one is still read, makes only that.
+"""Where only K or only V of an up-projection that makes both is still read, that one is made alone.
 
 Before: ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed. After: ``k = view(linear(c, W[rows of k]))``.
 
-The weight's rows are the ones the linear map of ``k`` names, so the numbers are those of the same dot products.
+The rows of the weight are those that the linear map of ``k`` names, so every number is the same dot product as before.
+Which nodes qualify was decided before (:mod:`mla_compile.passes.decide.readers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.core.program import view_source
+from mla_compile.passes.decide.readers import projection_of
 from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
-from mla_compile.passes.ir.axes import Atom, flatten
-from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.graph import Builder, bytes_hint, is_tensor, packet, val
+from mla_compile.passes.ir.axes import Atom
+from mla_compile.passes.ir.expr import Expr, Factor
+from mla_compile.passes.ir.factors import aligned
+from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.linear.records import Maps, Piece
 
 aten = torch.ops.aten
-_VIEWS = {aten.slice, aten.reshape, aten.view, aten.permute, aten.transpose, aten.t, aten.select, aten.split,
-          aten.split_with_sizes, aten.chunk, aten.unsqueeze, aten.squeeze, aten.detach, aten.alias}  # fmt: skip
-
-
-def readers(
-    expansion: fx.Node,
-    source: fx.Node,
-    maps: Maps,
-    reads: Callable[[fx.Node], Collection[fx.Node]],
-    alive: Collection[fx.Node],
-    absorbed: Collection[fx.Node],
-) -> tuple[fx.Node, ...] | None:
-    """The narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
-
-    None where there is a reader of all of it, or of columns that were ``absorbed`` (nodes on their way to the site):
-    then nothing is saved. ``reads``: what a node reads once all sites are rewritten.
-    """
-    found: dict[fx.Node, None] = {}
-    at_source = maps.with_stops([source])
-    queue = [expansion]
-    while queue:
-        node = queue.pop()
-        for user in node.users:
-            if user not in alive or node not in reads(user):
-                continue
-            if isinstance(user.meta.get("val"), (tuple, list)):
-                queue.append(user)
-            elif not is_tensor(user) or (user in absorbed and bytes_hint(user) < bytes_hint(expansion)):
-                return None
-            elif bytes_hint(user) >= bytes_hint(expansion):
-                if _piece(user, source, at_source) is None:
-                    return None
-                queue.append(user)
-            elif not _can_be_made_alone(user, source, at_source):
-                return None
-            else:
-                found[user] = None
-    return tuple(found)
 
 
 def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
@@ -68,54 +32,11 @@ def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     for node, source in dict.fromkeys(nodes):
         if not node.users:
             continue
-        piece = _piece(node, source, maps.with_stops([source]))
+        piece = projection_of(node, source, maps.with_stops([source]))
         assert piece is not None
         node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
         done += 1
     return done
-
-
-def _piece(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
-    pieces = maps.map(node).pieces
-    return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
-
-
-def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
-    """Whether one product with a part of the weight, in the dtype it has, gives what ``node`` is."""
-    piece = _piece(node, source, maps)
-    if piece is None or piece.weight is None or piece.scale != 1.0:
-        return False
-    if _strides_show(node):
-        return False
-    tokens = [a for a in flatten(piece.axes) if a in piece.source_atoms]
-    features = [a for a in flatten(piece.axes) if a not in piece.source_atoms]
-    if set(piece.weight.atoms) != {*features, *piece.contracted}:
-        return False
-    if set(tokens) | set(piece.contracted) != piece.source_atoms:
-        return False
-    exact = val(node).dtype.itemsize >= 4 or all(_is_view(f.expr) for f in (piece.weight, piece.bias) if f is not None)
-    return exact and val(source).dtype == val(node).dtype == piece.weight.expr.value.dtype
-
-
-def _strides_show(node: fx.Node) -> bool:
-    """Whether someone sees how ``node`` lies in memory: the caller, to whom a view of it is returned."""
-    queue = [node]
-    while queue:
-        for user in queue.pop().users:
-            if user.op == "output" or packet(user) is aten.as_strided:
-                return True
-            if view_source(user) is not None:
-                queue.append(user)
-    return False
-
-
-def _is_view(expr: Expr) -> bool:
-    """Whether an expression only picks rows of a weight: a product of weights would be rounded again."""
-    while expr.node is None:
-        if getattr(expr.op, "overloadpacket", None) not in _VIEWS and getattr(expr.op, "__name__", "") != "getitem":
-            return False
-        expr = next(a for a in expr.args if isinstance(a, Expr))
-    return True
 
 
 def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -> fx.Node:
@@ -128,10 +49,10 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     tokens = [a for a in order if a in piece.source_atoms]
     features = [a for a in order if a not in piece.source_atoms]
     x = arrange(builder, sizes, piece.source, piece.source_axes, [*((a,) for a in tokens), piece.contracted])
-    weight = _flat(piece.weight.expr, piece.weight.atoms, features, piece.contracted)
+    weight = _matrix(piece.weight, features, piece.contracted)
     bias = None
     if piece.bias is not None:
-        bias = _spread(piece.bias.expr, piece.bias.atoms, features).emit(builder, memo)
+        bias = _vector(piece.bias, features).emit(builder, memo)
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)
     new = arrange(builder, sizes, new, (*((a,) for a in tokens), tuple(features)), [(a,) for a in order])
     new = arrange(builder, sizes, new, tuple((a,) for a in order), piece.axes)
@@ -153,9 +74,9 @@ def _same_order(new: fx.Node, old: fx.Node) -> bool:
     return order(new) == order(old) and val(new).dtype == val(old).dtype
 
 
-def _flat(expr: Expr, atoms: Sequence[Atom], rows: Sequence[Atom], columns: Sequence[Atom]) -> Expr:
+def _matrix(factor: Factor, rows: Sequence[Atom], columns: Sequence[Atom]) -> Expr:
     """A weight as [rows, columns]."""
-    ordered = expr.permute([atoms.index(a) for a in (*rows, *columns)])
+    ordered = factor.expr.permute([factor.atoms.index(a) for a in (*rows, *columns)])
     width = 1
     for a in columns:
         assert isinstance(a.size, int)
@@ -163,10 +84,7 @@ def _flat(expr: Expr, atoms: Sequence[Atom], rows: Sequence[Atom], columns: Sequ
     return ordered.view([-1, width])
 
 
-def _spread(expr: Expr, atoms: Sequence[Atom], features: Sequence[Atom]) -> Expr:
+def _vector(factor: Factor, features: Sequence[Atom]) -> Expr:
     """A bias as one row over all ``features``, also those it does not depend on."""
-    own = [a for a in features if a in atoms]
     sizes = [int(a.size) for a in features if isinstance(a.size, int)]
-    expr = expr.permute([atoms.index(a) for a in own])
-    expr = expr.view([s if a in atoms else 1 for a, s in zip(features, sizes, strict=True)])
-    return expr.call(aten.expand.default, sizes).view([-1])
+    return aligned(factor, features).call(aten.expand.default, sizes).view([-1])

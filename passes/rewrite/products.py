@@ -1,10 +1,10 @@
-"""The rewrite of each product by itself: everything between them stays as it was written.
+"""Rewrites each product of an attention by itself; everything between the two stays as it was written.
 
 Before: ``scores = q K^T; out = P V`` with K = W_k c, V = W_v c. After: ``scores = (q W_k) c^T; out = (P c) W_v``.
 
-For attentions whose core is not a plain softmax, and for those of which only a part can be absorbed: one side, or some
-columns of the keys, the others keeping a product of their own. A fused attention is written out first. What only a part
-is absorbed of is computed in float32, because the form it replaces rounded less often.
+This is for attentions whose core is not a plain softmax, and for those of which only a part can be absorbed: one side,
+or some columns of the keys while the others keep a product of their own. A fused attention is written out first. An
+attention absorbed in part is computed in float32, because the form it replaces rounds less often.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.arrange import arrange, same_layout
+from mla_compile.passes.ir.arrange import arrange, einsum, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
-from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import wide
@@ -31,7 +30,7 @@ aten = torch.ops.aten
 
 
 class Products(Sides):
-    """Replaces the query-key products and the value product, or one of the two sides."""
+    """Replaces the query-key products, the value product, or both."""
 
     def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
         if plan.site.probs is None:
@@ -44,8 +43,9 @@ class Products(Sides):
         site = self.site
         if self.plan.keys:
             assert site.probs is not None
+            # In the order of the graph, so that a weight emitted for one product stands before the next that uses it.
             order = {node: k for k, node in enumerate(site.probs.node.graph.nodes)}
-            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # one may be read twice
+            for product in sorted(set(site.products), key=lambda p: order[p.node]):  # a set: one may be added twice
                 self._replace_scores(product)
         if not self.plan.vals:
             return site.node
@@ -56,20 +56,18 @@ class Products(Sides):
     def _weighted_values(self) -> fx.Node:
         builder, plan, site = self.builder, self.plan, self.site
         assert site.probs is not None
-        outer = (*plan.batch, *site.queries, *plan.heads)
+        outer = self.outer
         p_axes = [*outer, *site.keys]
         p = arrange(builder, self.sizes, site.probs.node, site.probs.axes, [(a,) for a in p_axes])
         p = builder.cast(p, self.dtype)
-        if self._value_bias():  # with a sink, or rescaled, the weights of a row do not sum to 1
+        if self._value_bias():  # with a sink, or rescaled, the probabilities of a row do not sum to 1
             over = list(range(len(outer), len(p_axes)))
             self.mass = builder.call(aten.sum.dim_IntList, p, over) if over else p
         attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]] = {}
         for source in dict.fromkeys(t.piece.source for t in plan.vals if t.piece.source is not None):
             width = plan.rows_of(source).width
             rows, r_atoms = self.row_atoms(plan.rows_of(source))
-            lp, lr, lo = letters(p_axes, r_atoms, (*outer, *width))
-            operands = [p, builder.cast(rows, self.dtype)]
-            node = builder.call(aten.einsum.default, f"{lp},{lr}->{lo}", operands)
+            node = einsum(builder, p, p_axes, builder.cast(rows, self.dtype), r_atoms, (*outer, *width))
             attended[source] = node, tuple((a,) for a in (*outer, *width))
         return self._values(attended)
 
@@ -80,6 +78,7 @@ class Products(Sides):
         self.builder = Builder(product.node, outer.fake_mode)
         self.sizes.builder = self.builder
         atoms = list(flatten(product.out))
+        # New nodes go before the product itself: what reads the scores stands before the attention's output.
         total: fx.Node | None = None
         index = self.site.products.index(product)
         terms = [t for t in self.plan.keys if t.product == index]
@@ -105,9 +104,10 @@ class Products(Sides):
         return total
 
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
-        """What scores are computed in: the rows' dtype, so that the long operand is not converted, where that will do.
+        """The dtype that scores are computed in: that of the rows where possible, so that no long tensor is converted.
 
-        float16 queries may be out of its range, scores that were computed in float32 stay that precise.
+        Scores that were computed in float32 stay so. float16 rows are the exception: q W may overflow it where
+        q . (W c) does not.
         """
         assert product.node is not None
         rows = torch.promote_types(val(source).dtype, val(product.node).dtype)

@@ -1,8 +1,8 @@
-"""Applying a weight to an activation, at the precision that an absorbed form owes its original.
+"""Applying a weight to an activation, as precisely as the form that the absorbed one replaces.
 
-Half-precision models keep what is between W_kc and the scores, and between the values' rows and W_v, in float32: one
-rounding more on either side would make the absorbed form up to 1.4 times less accurate than the original, and float16
-overflows in q W where q . (W c) does not.
+In half-precision models, what lies between W_kc and the scores, and between the values' rows and W_v, is kept in
+float32: one more rounding on either side would make the absorbed form up to 1.4 times less accurate than the original,
+and float16 overflows in q W where q . (W c) does not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.ir.arrange import aligned, einsum
 from mla_compile.passes.ir.axes import Atom
-from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
 from mla_compile.passes.ir.sizes import hint, size
 
 aten = torch.ops.aten
+
 FEW_ROWS = 4
+"""How many rows a product may have to be computed as a multiply and a sum, with a weight of two bytes a value.
+
+Converting such a weight first moves ten bytes a value in every call: two are read, four written, and those four read
+again by the product. A fused multiply and sum reads two bytes a value for each row, which is less for up to four rows.
+"""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -30,10 +36,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def project(
     builder: Builder, x: fx.Node, x_atoms: Sequence[Atom], weight: fx.Node, w_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:
-    """``einsum(x, weight -> out)`` in the dtype of ``x``; axes are one atom each."""
-    weight = builder.cast(weight, val(x).dtype)
-    lx, lw, lo = letters(x_atoms, w_atoms, out)
-    return builder.call(aten.einsum.default, f"{lx},{lw}->{lo}", [x, weight])
+    """``x`` times ``weight`` in the dtype of ``x``, summed over what is not in ``out``; one dimension for each atom."""
+    return einsum(builder, x, x_atoms, builder.cast(weight, val(x).dtype), w_atoms, out)
 
 
 def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
@@ -66,17 +70,6 @@ def _rows(x: fx.Node, lx: str, lw: str) -> int:
 
 def _multiply_and_sum(builder: Builder, x: fx.Node, lx: str, weight: fx.Node, lw: str, out: str) -> fx.Node:
     order = out + "".join(c for c in lx if c not in out)
-    product = builder.call(aten.mul.Tensor, _aligned(builder, x, lx, order), _aligned(builder, weight, lw, order))
+    product = builder.call(aten.mul.Tensor, aligned(builder, x, lx, order), aligned(builder, weight, lw, order))
     summed = list(range(len(out), len(order)))
     return builder.call(aten.sum.dim_IntList, product, summed) if summed else product
-
-
-def _aligned(builder: Builder, node: fx.Node, own: str, order: str) -> fx.Node:
-    """``node`` with its axes in ``order``, size 1 where it has none."""
-    present = [own.index(c) for c in order if c in own]
-    if present != sorted(present):
-        node = builder.call(aten.permute.default, node, present)
-    for k, letter in enumerate(order):
-        if letter not in own:
-            node = builder.call(aten.unsqueeze.default, node, k)
-    return node

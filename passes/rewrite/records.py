@@ -11,7 +11,7 @@ from mla_compile.passes.decide.records import AbsorbPlan
 
 @dataclass(frozen=True)
 class Absorbed:
-    """A rewritten site: the node that stands for its output, the queries after W_kc, and the latent before W_v.
+    """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
 
     ``latent`` is None where the values stay expanded. ``views`` are rows of virtual sources, added to the graph.
     """

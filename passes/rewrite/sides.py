@@ -1,8 +1,8 @@
-"""The two sides of an attention as a rewrite sees them: queries in the space of the rows, values out of it.
+"""The two sides of an absorbed attention: queries brought into the space of the rows, values brought out of it.
 
-What both rewrites share (:mod:`mla_compile.passes.rewrite.absorb`, the whole as one operator, and
-:mod:`mla_compile.passes.rewrite.products`, each product by itself): where nodes go, and the algebra q (W c) = (W^T q)
-c, P (W c) = W (P c).
+Two rewrites share this: :mod:`mla_compile.passes.rewrite.absorb`, which makes the whole attention one operator, and
+:mod:`mla_compile.passes.rewrite.products`, which replaces each product by itself. Both rest on q . (W c) = (W^T q) . c
+for the keys and P (W c) = W (P c) for the values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan, Rows
-from mla_compile.passes.ir.arrange import Sizes, arrange, spread
+from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.factors import letters
 from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
@@ -28,7 +27,7 @@ aten = torch.ops.aten
 
 
 class Sides:
-    """The state of one rewrite: where nodes go, and what was emitted already."""
+    """The state of one rewrite: where new nodes go, and which weight expressions are in the graph already."""
 
     def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
         self.plan = plan
@@ -41,9 +40,13 @@ class Sides:
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
         self.sizes = Sizes(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
+        # What folding asks for later: the products q W_kc, and the attended latent before W_v.
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
-        self.mass: fx.Node | None = None  # what the weights of a row sum to, [batch, queries, heads], where not 1
+        # What the probabilities of a row sum to, [batch, queries, heads], where that may not be 1: a bias on the values
+        # comes back that many times.
+        self.mass: fx.Node | None = None
+        self.outer: Axis = (*plan.batch, *self.site.queries, *plan.heads)
 
     def _value_bias(self) -> bool:
         return any(term.piece.bias is not None for term in self.plan.vals)
@@ -58,62 +61,55 @@ class Sides:
         total = parts[0]
         for part in parts[1:]:
             total = self.builder.call(aten.add.Tensor, total, part)
-        axes = self._query_axes(rows)
+        atoms = (*self.outer, *rows.width)
         target = (self.plan.batch, self.site.queries, self.plan.heads, rows.width)
-        return arrange(self.builder, self.sizes, spread(self.builder, self.sizes, total, flatten(axes)), axes, target)
-
-    def _query_axes(self, rows: Rows) -> tuple[Axis, ...]:
-        return tuple((a,) for a in (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width))
+        total = spread(self.builder, self.sizes, total, atoms)
+        return arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), target)
 
     def _absorbed(self, product: Product, term: Term, rows: Rows) -> fx.Node:
-        """Q W for one term, one axis per atom: batch, queries, heads, width of the rows."""
-        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
+        """``q W`` for one term, one axis per atom: batch, queries, heads, width of the rows."""
         q, own = self._query_columns(product, term)
         piece = term.piece
-        if piece.weight is None:
-            q = self._in_order(q, (*own, *term.features), outer, rows.width)
+        if piece.weight is None:  # a rotary key that all heads share: its columns are those of the rows
+            axes = tuple((a,) for a in (*own, *term.features))
+            q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*self.outer, *rows.width)])
         else:
             weight = piece.weight.expr.emit(self.builder, self.memo)
+            # The weight calls a head by the atom of the piece, the query by that of the site.
             inner = [term.at.get(a, a) for a in own]
-            known = {*inner, *piece.weight.atoms}
-            out = [b for b in (*(term.at.get(a, a) for a in outer), *rows.width) if b in known or b in rows.width]
+            order = [*(term.at.get(a, a) for a in self.outer), *rows.width]
+            known = {*inner, *piece.weight.atoms, *rows.width}
+            out = [a for a in order if a in known]
             q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
             self.queries.append(q)
-            for k, a in enumerate(outer):
-                if term.at.get(a, a) not in known:
-                    q = self.builder.call(aten.unsqueeze.default, q, k)
+            q = aligned(self.builder, q, out, order)
         if piece.scale != 1.0:
             q = self.builder.call(aten.mul.Tensor, q, piece.scale)
         return q
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
-        """Q . b, the same for every key: what a bias on the keys adds to the scores."""
+        """``q . b``, the same for every key: what a bias on the keys adds to the scores."""
         assert term.piece.bias is not None
         q, own = self._query_columns(product, term)
         bias = term.piece.bias.expr.cast(val(q).dtype).emit(self.builder, self.memo)
         inner = [term.at.get(a, a) for a in own]
-        lq, lb, lo = letters(
-            (*inner, *term.features), term.piece.bias.atoms, [term.at.get(a, a) for a in atoms if a in own]
-        )
-        q = self.builder.call(aten.einsum.default, f"{lq},{lb}->{lo}", [q, bias])
-        for k, a in enumerate(atoms):
-            if a not in own:
-                q = self.builder.call(aten.unsqueeze.default, q, k)
-        return q
-
-    def _in_order(self, q: fx.Node, own: Sequence[Atom], outer: Axis, width: Axis) -> fx.Node:
-        return arrange(self.builder, self.sizes, q, tuple((a,) for a in own), [(a,) for a in (*outer, *width)])
+        out = [a for a in atoms if a in own]
+        q_atoms = (*inner, *term.features)
+        q = einsum(self.builder, q, q_atoms, bias, term.piece.bias.atoms, [term.at.get(a, a) for a in out])
+        return aligned(self.builder, q, out, atoms)
 
     def _query_columns(self, product: Product, term: Term) -> tuple[fx.Node, list[Atom]]:
-        """The columns of q that meet this term's columns of K, one axis per atom; its atoms besides the features."""
+        """The columns of q that meet this term's columns of K, one axis per atom, and its atoms besides the features.
+
+        In float32 at least: see :mod:`mla_compile.passes.rewrite.project`.
+        """
         q, axes = product.q.node, product.q.axes
         where = next((k for k, a in enumerate(axes) if a and set(a) == set(product.features)), None)
         if where is not None:
             if size(val(q).shape[where]) != term.stop - term.start:
                 q = self.builder.call(aten.slice.Tensor, q, where, term.start, term.stop)
             axes = (*axes[:where], term.features, *axes[where + 1 :])
-        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
-        own = [a for a in outer if a in flatten(product.q.axes)]
+        own = [a for a in self.outer if a in flatten(product.q.axes)]
         q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*own, *term.features)])
         return self.builder.cast(q, wide(val(q).dtype)), own
 
@@ -128,7 +124,7 @@ class Sides:
         return materialize(rows.node, self.builder, self.views)
 
     def row_atoms(self, rows: Rows) -> tuple[fx.Node, tuple[Atom, ...]]:
-        """The rows with one axis per atom, and those: batch, heads with rows of their own, keys, width."""
+        """The rows with one axis per atom, and the atoms: batch, heads with rows of their own, keys, width."""
         atoms = (*self.plan.batch, *rows.heads, *self.site.keys, *rows.width)
         return arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, [(a,) for a in atoms]), atoms
 
@@ -138,21 +134,16 @@ class Sides:
         rows = self.plan.rows_of(term.piece.source)
         q = self.builder.cast(self._absorbed(product, term, rows), dtype)
         r, r_atoms = self.row_atoms(rows)
-        q_atoms = (*self.plan.batch, *self.site.queries, *self.plan.heads, *rows.width)
-        lq, lr, lo = letters(q_atoms, r_atoms, atoms)
-        return self.builder.call(aten.einsum.default, f"{lq},{lr}->{lo}", [q, self.builder.cast(r, dtype)])
-
-    # Values: from the latent to the output.
+        return einsum(self.builder, q, (*self.outer, *rows.width), self.builder.cast(r, dtype), r_atoms, atoms)
 
     def _values(self, attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]]) -> fx.Node:
         """W_v applied to the attended rows of each source, in the layout of the site's output."""
-        outer = (*self.plan.batch, *self.site.queries, *self.plan.heads)
         found: dict[fx.Node, fx.Node] = {}
         for source, (node, axes) in attended.items():
-            target = [(a,) for a in (*outer, *self.plan.rows_of(source).width)]
+            target = [(a,) for a in (*self.outer, *self.plan.rows_of(source).width)]
             found[source] = self.builder.cast(arrange(self.builder, self.sizes, node, axes, target), wide(self.dtype))
         self.latent = next(iter(found.values()))
-        parts = [self._value_part(found, term, outer) for term in self.plan.vals]
+        parts = [self._value_part(found, term) for term in self.plan.vals]
         layout = self._out_layout()
         out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))
         features = self._value_features()
@@ -160,26 +151,24 @@ class Sides:
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
-        """The output's atoms in order, None for its feature axis."""
-        outer = {*self.plan.batch, *self.site.queries, *self.plan.heads}
+        """The output's atoms in order, None for its feature axis; last where the output has a single feature."""
         layout: list[Atom | None] = []
         for axis in self.site.out.axes:
-            layout += [a for a in axis if a in outer]
-            if any(a not in outer for a in axis):
+            layout += [a for a in axis if a in self.outer]
+            if any(a not in self.outer for a in axis):
                 layout.append(None)
         return layout if None in layout else [*layout, None]
 
     def _value_features(self) -> Axis:
-        outer = {*self.plan.batch, *self.site.queries, *self.plan.heads}
-        return tuple(a for a in flatten(self.site.out.axes) if a not in outer)
+        return tuple(a for a in flatten(self.site.out.axes) if a not in self.outer)
 
-    def _value_part(self, attended: dict[fx.Node, fx.Node], term: Term, outer: Axis) -> fx.Node:
+    def _value_part(self, attended: dict[fx.Node, fx.Node], term: Term) -> fx.Node:
         """One segment of the output's features, axes as in ``_out_layout``."""
         piece, layout = term.piece, self._out_layout()
-        inner = [term.at.get(a, a) for a in outer]
+        inner = [term.at.get(a, a) for a in self.outer]
         order = [x for a in layout for x in (term.features if a is None else (term.at.get(a, a),))]
         size = term.stop - term.start
-        if piece.source is None:
+        if piece.source is None:  # columns of zeros, or of a bias alone
             shape = [size if a is None else self.sizes.of(a) for a in layout]
             assert self.latent is not None
             out = self.builder.call(aten.new_zeros.default, self.latent, shape)
@@ -194,21 +183,13 @@ class Sides:
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)
         if piece.bias is not None:
-            bias = self._aligned(piece.bias.expr, piece.bias.atoms, order)
+            bias = piece.bias.expr.cast(wide(self.dtype)).emit(self.builder, self.memo)
+            bias = aligned(self.builder, bias, piece.bias.atoms, order)
             if self.mass is not None:
                 mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
                 bias = self.builder.call(aten.mul.Tensor, bias, mass)
             out = self.builder.call(aten.add.Tensor, out, bias)
-        if len(term.features) != 1:
+        if len(term.features) != 1:  # to be joined with other segments, the features have to be one axis
             features = [size if a is None else self.sizes.of(a) for a in layout]
             out = self.builder.call(aten.reshape.default, out, features)
         return out
-
-    def _aligned(self, expr: Expr, atoms: Axis, order: Sequence[Atom]) -> fx.Node:
-        """A bias as a tensor that broadcasts against axes ``order``."""
-        own = [a for a in order if a in atoms]
-        node = expr.cast(wide(self.dtype)).permute([atoms.index(a) for a in own]).emit(self.builder, self.memo)
-        for k, a in enumerate(order):
-            if a not in own:
-                node = self.builder.call(aten.unsqueeze.default, node, k)
-        return node

@@ -1,32 +1,30 @@
-"""The fused attention written out as two products and a softmax between them, for rewrites of one product.
+"""A fused attention written out as two products with a softmax between them, so that one product can be rewritten.
 
 Before: ``out = scaled_dot_product_attention(q, K, V, mask, scale)``
 
 After: ``scores = q K^T; P = softmax(scale * scores + mask); out = P V``, all of it in float32 or wider, as the fused
-kernels compute it inside. Rows without a visible key are zero, as there.
+kernels compute it inside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.flex import Flex, flex_of
-from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand
-from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout, spread
-from mla_compile.passes.ir.axes import Atom, flatten
-from mla_compile.passes.ir.factors import letters
+from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.ir.arrange import Sizes, arrange, einsum, same_layout, spread
+from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, probabilities
 from mla_compile.passes.rewrite.project import wide
-
-aten = torch.ops.aten
 
 
 def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> AttentionSite:
-    """Replaces the fused attention of ``site``; the same site over the nodes that now compute it."""
+    """Replaces the fused attention of ``site``; returns the same site over the nodes that now compute it."""
     writer = _Writer(site, fake_mode)
     scores = writer.scores()
     probs = writer.probabilities(scores)
@@ -43,9 +41,9 @@ def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> Attent
 
 
 class _Writer:
-    """The nodes of one attention, with one axis for each of ``atoms``: lead, queries, keys.
+    """The nodes of one attention; scores and probabilities have one axis for each of ``atoms``: lead, queries, keys.
 
-    The product of q and K has those it depends on (``present``); the values may have a lead axis of their own.
+    The product of q and K has only those it depends on (``present``): the values may have a lead axis of their own.
     """
 
     def __init__(self, site: AttentionSite, fake_mode: FakeTensorMode | None) -> None:
@@ -62,44 +60,36 @@ class _Writer:
     def scores(self) -> fx.Node:
         """The plain product: what a rewrite of the keys replaces."""
         (q, q_atoms), (k, k_atoms) = self._by_atoms(self.product.q), self._by_atoms(self.product.k)
-        lq, lk, lo = letters(q_atoms, k_atoms, self.present)
-        return self.builder.call(aten.einsum.default, f"{lq},{lk}->{lo}", [q, k])
+        return einsum(self.builder, q, q_atoms, k, k_atoms, self.present)
 
     def probabilities(self, scores: fx.Node) -> fx.Node:
-        call, site = self.builder.call, self.site
-        if (flex := flex_of(site.node)) is not None and flex.score_mod is not None:
+        if (flex := flex_of(self.site.node)) is not None and flex.score_mod is not None:
             return self._modified(flex, scores)
-        own = tuple((a,) for a in self.present)
-        scores = arrange(self.builder, self.sizes, scores, own, [(a,) for a in self.atoms])
-        scores = call(aten.mul.Tensor, scores, site.scale)
-        for mask in site.masks:
-            scores = self._masked(scores, mask)
+        site, each = self.site, [(a,) for a in self.atoms]
+        scores = self._arranged(scores, [(a,) for a in self.present], each)
+        masks = (self._arranged(m.operand.node, m.operand.axes, each) for m in site.masks)
+        scores = masked_scores(self.builder, scores, site.scale, masks)
         if site.causal:
-            scores = call(aten.masked_fill.Scalar, scores, self._future(), float("-inf"))
+            # Queries and keys are the last axis but one of q and k.
+            s, t = ((o.node, val(o.node).dim() - 2) for o in (self.product.q, self.product.k))
+            later = self._arranged(future(self.builder, s, t), (site.queries, site.keys), each)
+            scores = hidden(self.builder, scores, later)
         # One axis for the keys, however many factors its size has.
-        long = self._joined(scores)
-        probs = call(aten.softmax.int, long, -1)
-        if site.masks:
-            empty = call(aten.eq.Scalar, call(aten.amax.default, long, [-1], True), float("-inf"))
-            probs = call(aten.masked_fill.Scalar, probs, empty, 0.0)
-        outer = (*site.lead, *site.queries)
-        axes = (*((a,) for a in outer), site.keys)
-        probs = arrange(self.builder, self.sizes, probs, axes, [(a,) for a in self.atoms])
-        return spread(self.builder, self.sizes, probs, self.atoms)
+        joined = [*((a,) for a in (*site.lead, *site.queries)), site.keys]
+        scores = self._arranged(scores, each, joined)
+        probs = probabilities(self.builder, scores, some_empty=bool(site.masks))
+        return spread(self.builder, self.sizes, self._arranged(probs, joined, each), self.atoms)
 
     def _modified(self, flex: Flex, scores: fx.Node) -> fx.Node:
         """The weights where ``score_mod`` makes something else of the scores [B,H,S,T] before the softmax."""
-        call, site = self.builder.call, self.site
-        batch, heads = site.out.axes[:2]
-        target = (batch, heads, site.queries, site.keys)
-        each = [(a,) for a in self.atoms]
-        own = tuple((a,) for a in self.present)
-        scores = arrange(self.builder, self.sizes, scores, own, each)
-        scores = arrange(self.builder, self.sizes, scores, tuple(each), target)
-        scores = call(aten.mul.Tensor, scores, site.scale)
-        scores = self.builder.trace(flex.modified, [scores, *flex.buffers])
-        probs = call(aten._safe_softmax.default, scores, -1)
-        return arrange(self.builder, self.sizes, probs, target, each)
+        site, each = self.site, [(a,) for a in self.atoms]
+        target = (*site.out.axes[:2], site.queries, site.keys)
+        scores = self._arranged(scores, [(a,) for a in self.present], each)
+        scores = self._arranged(scores, each, target)
+        scores = masked_scores(
+            self.builder, scores, site.scale, modify=lambda s: self.builder.trace(flex.modified, [s, *flex.buffers])
+        )
+        return self._arranged(probabilities(self.builder, scores, some_empty=True), target, each)
 
     def output(self, probs: fx.Node) -> tuple[Operand, fx.Node]:
         site = self.site
@@ -107,37 +97,14 @@ class _Writer:
         node, v_atoms = self._by_atoms(v)
         inner = set(self.atoms)
         out_atoms = [*site.lead, *site.queries, *(a for a in flatten(site.out.axes) if a not in inner)]
-        lp, lv, lo = letters(self.atoms, v_atoms, out_atoms)
-        out = self.builder.call(aten.einsum.default, f"{lp},{lv}->{lo}", [probs, node])
-        out = arrange(self.builder, self.sizes, out, tuple((a,) for a in out_atoms), site.out.axes)
-        out = same_layout(self.builder, out, site.node)
+        out = einsum(self.builder, probs, self.atoms, node, v_atoms, out_atoms)
+        out = same_layout(self.builder, self._arranged(out, [(a,) for a in out_atoms], site.out.axes), site.node)
         site.node.replace_all_uses_with(out)
         return v, out
 
     def _by_atoms(self, operand: Operand) -> tuple[fx.Node, tuple[Atom, ...]]:
         atoms = flatten(operand.axes)
-        node = arrange(self.builder, self.sizes, operand.node, operand.axes, [(a,) for a in atoms])
-        return self.builder.cast(node, self.dtype), atoms
+        return self.builder.cast(self._arranged(operand.node, operand.axes, [(a,) for a in atoms]), self.dtype), atoms
 
-    def _joined(self, scores: fx.Node) -> fx.Node:
-        outer = (*self.site.lead, *self.site.queries)
-        target = (*((a,) for a in outer), self.site.keys)
-        return arrange(self.builder, self.sizes, scores, tuple((a,) for a in self.atoms), target)
-
-    def _masked(self, scores: fx.Node, mask: MaskTerm) -> fx.Node:
-        target = [(a,) for a in self.atoms]
-        node = arrange(self.builder, self.sizes, mask.operand.node, mask.operand.axes, target)
-        if mask.kind == "add":
-            return self.builder.call(aten.add.Tensor, scores, self.builder.cast(node, self.dtype))
-        hidden = self.builder.call(aten.logical_not.default, node)
-        return self.builder.call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
-
-    def _future(self) -> fx.Node:
-        """True where a key lies after the query; there are as many of the one as of the other."""
-        call, device = self.builder.call, val(self.site.node).device
-        # Queries and keys are the last axis but one of q and k.
-        s, t = (self.builder.size(o.node, val(o.node).dim() - 2) for o in (self.product.q, self.product.k))
-        rows = call(aten.unsqueeze.default, call(aten.arange.default, s, device=device), 1)
-        future = call(aten.gt.Tensor, call(aten.arange.default, t, device=device), rows)
-        axes = (self.site.queries, self.site.keys)
-        return arrange(self.builder, self.sizes, future, axes, [(a,) for a in self.atoms])
+    def _arranged(self, node: fx.Node, axes: Sequence[Axis], target: Sequence[Axis]) -> fx.Node:
+        return arrange(self.builder, self.sizes, node, tuple(axes), target)

@@ -370,7 +370,7 @@ def test_tokens_that_are_expanded_and_not_attended_to():
 
 
 def test_parts_that_are_expanded_and_not_attended_to():
-    part = cost.Part("values", ODD.H, ODD.L, ODD.V, ODD.H)
+    part = cost.AbsorbedColumns("values", ODD.H, ODD.L, ODD.V, ODD.H)
     call = {"writes": False, "B": 2, "S": 20, "T": 20, "element_bytes": 8, "device": ARITHMETIC}
     expanded, cut = (cost.choose_parts([part], **call, made=made) for made in (None, 50))
     more = cut.seconds["expanded"] - expanded.seconds["expanded"]

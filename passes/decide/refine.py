@@ -1,4 +1,4 @@
-"""Writing a site and its linear maps in the same atoms.
+"""The common refinement of a site and its linear maps: both written in the same atoms.
 
 The site knows that an axis of K is "batch, then head"; the map of K knows which factors of that axis are tokens of its
 source and which are columns of a weight. Both are split until every factor of one is a factor of the other.
@@ -12,17 +12,18 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Term
 
 
-def align(
+def refine(
     site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None
 ) -> tuple[AttentionSite, tuple[Term, ...], tuple[Term, ...]] | Stop:
     """The site with atoms split as far as needed, the terms of its keys and the terms of its values.
 
     A side without maps (None) has no terms.
     """
-    for _ in range(32):  # every round splits at least one atom; shapes have few factors
+    wanted: list[tuple[Operand, Axis, LinearMap, int | None]]
+    while True:  # ends: every round splits an atom of the site at a boundary that some map has and the site had not
         terms: list[Term] = []
         split: Split = {}
-        wanted: list[tuple[Operand, Axis, LinearMap, int | None]] = []
+        wanted = []
         if keys is not None:
             wanted += [(p.k, p.features, m, n) for n, (p, m) in enumerate(zip(site.products, keys, strict=True))]
         if values is not None:
@@ -38,7 +39,6 @@ def align(
         if not split:
             return site, tuple(t for t in terms if t.product is not None), tuple(t for t in terms if t.product is None)
         site = site.split(split)
-    return Stop(site.node, "unsupported_op", "axes whose factors do not line up")
 
 
 def _value_axis(site: AttentionSite) -> Axis:
@@ -48,6 +48,7 @@ def _value_axis(site: AttentionSite) -> Axis:
 
 
 def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | None) -> list[Term] | Split | Stop:
+    """The terms of one operand, or the atoms of the site that have to be split first."""
     at = [k for k, own in enumerate(operand.axes) if own and set(own) == set(features)]
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
@@ -66,7 +67,7 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
         for k, own in enumerate(operand.axes):
             if k == feature_axis:
                 continue
-            if not piece.axes[k]:  # the piece broadcasts along the whole axis
+            if not piece.axes[k]:  # the piece has size 1 here, and broadcasts along the whole axis
                 continue
             splits = common_factors(own, piece.axes[k])
             if splits is None:

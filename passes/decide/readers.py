@@ -1,0 +1,107 @@
+"""Who still reads an up-projection that makes K and V in one product, and whether each of them can have its own.
+
+``k, v = split(view(linear(c, W)))`` with ``v`` absorbed still computes all of ``linear(c, W)``, and nothing is saved,
+unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compile.passes.rewrite.narrow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import view_source
+from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.graph import bytes_hint, is_tensor, packet, val
+from mla_compile.passes.ir.walk import reachable
+from mla_compile.passes.linear.records import Maps, Piece
+
+aten = torch.ops.aten
+_VIEWS = {aten.slice, aten.reshape, aten.view, aten.permute, aten.transpose, aten.t, aten.select, aten.split,
+          aten.split_with_sizes, aten.chunk, aten.unsqueeze, aten.squeeze, aten.detach, aten.alias}  # fmt: skip
+
+
+def narrower_readers(
+    expansion: fx.Node,
+    source: fx.Node,
+    maps: Maps,
+    reads: Callable[[fx.Node], Collection[fx.Node]],
+    alive: Collection[fx.Node],
+    absorbed: Collection[fx.Node],
+) -> tuple[fx.Node, ...] | None:
+    """The narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
+
+    None where some reader needs all of it, or needs columns that were ``absorbed`` (nodes on their way to the site):
+    then nothing is saved. ``reads`` says what a node reads, and ``alive`` which nodes are needed, once all sites are
+    rewritten.
+    """
+    at_source = maps.with_stops([source])
+    whole = bytes_hint(expansion)
+
+    def users(node: fx.Node) -> Iterable[fx.Node]:
+        """The readers of ``expansion``, of views of all of it, and of the tuples that a split makes."""
+        if _is_tuple(node) or (is_tensor(node) and bytes_hint(node) >= whole):
+            return (u for u in node.users if u in alive and node in reads(u))
+        return ()
+
+    found: list[fx.Node] = []
+    for node in reachable([expansion], users):
+        if node is expansion or _is_tuple(node):
+            continue
+        if not is_tensor(node):
+            return None
+        if bytes_hint(node) >= whole:
+            if projection_of(node, source, at_source) is None:
+                return None
+        elif node in absorbed or not _can_be_made_alone(node, source, at_source):
+            return None
+        else:
+            found.append(node)
+    return tuple(found)
+
+
+def projection_of(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
+    """The linear map of ``node`` where it is a single projection of ``source``."""
+    pieces = maps.map(node).pieces
+    return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (tuple, list))
+
+
+def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
+    """Whether one product with some rows of the weight, in the dtype it has, gives exactly the numbers of ``node``."""
+    piece = projection_of(node, source, maps)
+    if piece is None or piece.weight is None or piece.scale != 1.0:
+        return False
+    if _strides_show(node):
+        return False
+    tokens = [a for a in flatten(piece.axes) if a in piece.source_atoms]
+    features = [a for a in flatten(piece.axes) if a not in piece.source_atoms]
+    if set(piece.weight.atoms) != {*features, *piece.contracted}:
+        return False
+    if set(tokens) | set(piece.contracted) != piece.source_atoms:
+        return False
+    exact = val(node).dtype.itemsize >= 4 or all(_is_view(f.expr) for f in (piece.weight, piece.bias) if f is not None)
+    return exact and val(source).dtype == val(node).dtype == piece.weight.expr.value.dtype
+
+
+def _strides_show(node: fx.Node) -> bool:
+    """Whether the layout of ``node`` in memory can be seen: by the caller, or by an operator that is given strides."""
+
+    def views(node: fx.Node) -> Iterable[fx.Node]:
+        return (u for u in node.users if view_source(u) is not None)
+
+    return any(u.op == "output" or packet(u) is aten.as_strided for n in reachable([node], views) for u in n.users)
+
+
+def _is_view(expr: Expr) -> bool:
+    """Whether an expression only picks rows of a weight: a product of weights would be rounded once more."""
+    while expr.node is None:
+        if getattr(expr.op, "overloadpacket", None) not in _VIEWS and getattr(expr.op, "__name__", "") != "getitem":
+            return False
+        expr = next(a for a in expr.args if isinstance(a, Expr))
+    return True

@@ -1,0 +1,38 @@
+"""Where a node of the graph comes from: its module and the line of the user's source."""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from mla_compile.core.records import Location
+from mla_compile.passes.ir.graph import packet
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def locate(node: fx.Node) -> Location:
+    """The node, its module path and the user's source line, as far as the trace recorded them."""
+    op = packet(node)
+    name = getattr(op, "__name__", None) or str(node.target)
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    file, line, code = frames[-1] if frames else (None, None, None)
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return Location(
+        node=node.name,
+        op=f"aten.{name}" if op is not None else node.op,
+        module=_module_path(modules[-1][0]) if modules else "",
+        file=file,
+        line=int(line) if line is not None else None,
+        code=code.strip() if code else None,
+    )
+
+
+def _module_path(name: str) -> str:
+    """``L['self'].model.layers.0.self_attn`` and its variants as ``model.layers.0.self_attn``."""
+    name = re.sub(r"^L\[['\"]\w+['\"]\]", "", name)  # the local variable that holds the model
+    name = re.sub(
+        r"\.?_modules\[['\"](\w+)['\"]\]|\[['\"]?(\w+)['\"]?\]", lambda m: f".{m.group(1) or m.group(2)}", name
+    )
+    return re.sub(r"^(self\.)+|slice\(None, [^)]*\)", "", name).strip(".")
