@@ -179,7 +179,7 @@ def test_json_round_trip():
 def test_json_schema():
     """Programs read these keys: adding one is fine, losing or renaming one needs a new schema."""
     record = json.loads(REPORT.to_json())
-    assert record["schema"] == SCHEMA == "mla_compile.report.report/1"
+    assert record["schema"] == SCHEMA == "mla_compile.report/1"
     assert sorted(record) == ["counts", "graph", "messages", "passes", "schema", "sites"]
     assert record["counts"] == {"absorbed": 3, "kept": 0, "refused": 1, "not_mla": 1}
     assert record["passes"][0] == {"name": "normalize", "changes": 12, "seconds": 0.25}
@@ -231,8 +231,8 @@ def test_json_is_strict_where_the_break_even_is_infinite():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "schema is None, expected 'mla_compile.report.report/1'"),
-        ({"schema": "mla_compile.report.report/2"}, "schema is 'mla_compile.report.report/2'"),
+        ({}, "schema is None, expected 'mla_compile.report/1'"),
+        ({"schema": "mla_compile.report/2"}, "schema is 'mla_compile.report/2'"),
         ({"schema": SCHEMA}, r"does not follow it: KeyError\('sites'\)"),
         ({**REPORT.to_dict(), "sites": [{"where": {}}]}, "does not follow it: TypeError"),
         ({**REPORT.to_dict(), "sites": [{**REFUSED.to_dict(), "code": "no_such"}]}, "'no_such' is not a valid Code"),

@@ -20,7 +20,7 @@ from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.graph import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
-from mla_compile.runtime.calls import compute
+from mla_compile.runtime.folds import compute
 
 OP = "mla_compile.decode_attention.default"
 

@@ -17,7 +17,7 @@ from mla_compile.core.dims import Dims
 from mla_compile.passes.decide import formulas
 from mla_compile.passes.decide.cost import DEVICES, Part, break_even_S, choose_parts, part_break_even, part_gain
 from mla_compile.report.report import Report
-from mla_compile.runtime.calls import pays_as_traced, picker
+from mla_compile.runtime.choice import pays_as_traced, picker
 from tests.passes.decide.test_negatives import rotate, spoiled
 from tests.passes.rewrite.test_absorb import no_expansion, softcap
 from tests.support import modules
