@@ -20,8 +20,8 @@ from common import DTYPES, MODELS, build, machine, names, table, words, write
 
 import torch  # isort: skip  # after common, which sets the environment
 
-from mla_compile.backend import Compiler
 from mla_compile.capture import capture
+from mla_compile.dynamo.compiler import Compiler
 from mla_compile.options import Options
 
 CONTEXT = 100

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile import pipeline
-from mla_compile.capture import capture
+from mla_compile.capture import capture, emit
 from mla_compile.core.dims import Dims
 from mla_compile.options import Options
-from mla_compile.runtime import calls as runtime
+from mla_compile.runtime.folds import folded_values
 
 MEDIAN, WORST = 1.0, 1.2  # what is required of the ratio
 SCALES = ("plain", "sharp", "outlier", "offset")
@@ -108,7 +108,7 @@ def compiled(module: Attention, inputs: tuple[Tensor, ...], lowering: str, fold:
         raise SystemExit(f"not absorbed: {outcome.report.summary()}")
     if fold == "always" and not outcome.program.folds:
         raise SystemExit("nothing was folded: folds need the projections beside the attention, --level layer")
-    return capture.to_plain_graph_module(outcome.program, runtime.folded_values(outcome.program))
+    return emit.to_plain_graph_module(outcome.program, folded_values(outcome.program))
 
 
 def error(value: Tensor, truth: Tensor) -> float:

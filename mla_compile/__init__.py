@@ -14,8 +14,9 @@ nothing at import. Importing the package registers its ops, so that a saved grap
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mla_compile.core.lazy import lazy
 from mla_compile.errors import (
     CaptureError,
     ExportError,
@@ -30,9 +31,10 @@ from mla_compile.version import __version__
 
 if TYPE_CHECKING:
     from mla_compile.api import explain, migrate_cache, optimize
+    from mla_compile.core.records import SiteReport
     from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
-    from mla_compile.report.report import Report, SiteReport
+    from mla_compile.report.report import Report
 
 __all__ = [
     "CaptureError",
@@ -55,25 +57,15 @@ __all__ = [
 
 import_module("mla_compile.ops")
 
-_OWNERS = {
-    "Options": "mla_compile.options",
-    "Report": "mla_compile.report.report",
-    "SiteReport": "mla_compile.report.report",
-    "explain": "mla_compile.api",
-    "export_onnx": "mla_compile.onnx.export",
-    "migrate_cache": "mla_compile.api",
-    "optimize": "mla_compile.api",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that owns a public name when the name is first used (PEP 562)."""
-    if name not in _OWNERS:
-        raise AttributeError(f"module 'mla_compile' has no attribute {name!r}")
-    value = getattr(import_module(_OWNERS[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Options": "mla_compile.options",
+        "Report": "mla_compile.report.report",
+        "SiteReport": "mla_compile.core.records",
+        "explain": "mla_compile.api",
+        "export_onnx": "mla_compile.onnx.export",
+        "migrate_cache": "mla_compile.api",
+        "optimize": "mla_compile.api",
+    },
+)

@@ -1,33 +1,20 @@
-"""``torch.compile(model, backend="mla")``: absorb what can be absorbed, give everything to Inductor.
+"""``torch.compile(model, backend="mla")``: the function that the entry point names, and what it has compiled so far.
 
-A graph that is not rewritten (no attention, gradients wanted, nothing to absorb, or a failure) reaches Inductor exactly
-as it came, with the mode and the Inductor options of the user. This module is what the entry point loads: it imports
-nothing heavy until a graph arrives.
+torch imports this module as soon as the backend is named, so the passes are imported only when a graph arrives.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, WeightError
 from mla_compile.options import Options
 
 if TYPE_CHECKING:
     from torch import fx
 
-    from mla_compile.capture.capture import Program
-    from mla_compile.pipeline import Outcome
     from mla_compile.report.report import Report
-    from mla_compile.runtime.calls import FoldedWeights
-    from mla_compile.runtime.recompiles import Recompiles
-
-logger = logging.getLogger("mla_compile")
 
 _KEPT = 64
 _recent: deque[Report] = deque(maxlen=_KEPT)
@@ -42,6 +29,8 @@ def mla(
     **more: Any,
 ) -> Callable[..., Any]:
     """The backend. ``options`` and other keyword arguments are those of :class:`mla_compile.Options` or of Inductor."""
+    from mla_compile.dynamo.compiler import Compiler  # on use: it brings all passes with it
+
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode)
     call = compiler(gm, example_inputs)
     _recent.extend(compiler.reports)
@@ -51,272 +40,3 @@ def mla(
 def reports() -> tuple[Report, ...]:
     """Reports of the graphs compiled through ``backend="mla"`` in this process, oldest first, at most 64."""
     return tuple(_recent)
-
-
-@dataclass(frozen=True)
-class _Rewritten:
-    captured: Program
-    outcome: Outcome
-    folds: FoldedWeights | None
-
-
-class Compiler:
-    """A backend with fixed options that remembers the report of every graph with attention in it."""
-
-    __name__ = "mla"  # what Dynamo shows in its messages
-
-    def __init__(
-        self,
-        options: Options,
-        mode: str | None = None,
-        *,
-        explain_only: bool = False,
-        on_report: Callable[[], None] | None = None,
-        recompiles: Recompiles | None = None,
-    ) -> None:
-        self.options = replace(options, cache="latent") if options.cache == "auto" else options
-        self.explain_only = explain_only
-        self.on_report = on_report
-        self.recompiles = recompiles
-        self.graphs = 0
-        self.reports: list[Report] = []
-        self.failures: list[Exception] = []
-        self.patches = _inductor_patches(mode, options)
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The compiled graph. A failure of ours leaves it only with ``strict``; else the original graph is compiled."""
-        self.graphs += 1
-        if self.recompiles is not None:
-            self.recompiles.add(gm, example_inputs)
-        latents = _latents(gm, example_inputs)
-        if not latents:
-            return self._compile(gm, example_inputs, latents)
-        from mla_compile.runtime.latent_calls import plain_examples
-
-        return self._compile(gm, plain_examples(gm, example_inputs), latents)
-
-    def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], latents: Mapping[str, Any]
-    ) -> Callable[..., Any]:
-        """``latents``: inputs that carry latent rows; ``example_inputs`` has plain tensors for them."""
-        done = self._rewrite(gm, example_inputs, latents) if self._is_ours(gm, example_inputs) else None
-        call = self._generate(gm, example_inputs) if done is None else self._assemble(gm, example_inputs, done)
-        if not latents or (done is not None and done.outcome.base.cache is not None):
-            return call
-        from mla_compile.runtime.latent_calls import expanding
-
-        return expanding(call)
-
-    def _is_ours(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-        from mla_compile.runtime.monitor import watch_current_function
-
-        attention = has_attention(gm)
-        watch_current_function(gm, attention=attention)
-        if not attention:
-            return False
-        if wants_gradients(gm, example_inputs):
-            logger.info("graph left as it is: gradients are enabled")
-            return False
-        return True
-
-    def _rewrite(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], latents: Mapping[str, Any]
-    ) -> _Rewritten | None:
-        """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
-        try:
-            from mla_compile import pipeline
-            from mla_compile.capture import capture
-
-            program = capture.from_dynamo(gm, example_inputs)
-            program.latents.update(latents)
-            name = str(gm.meta.get("dynamo_compile_id", ""))
-            outcome = pipeline.run(program, self.options, name, draw=self.explain_only)
-            try:
-                folds = self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
-            except WeightError:
-                if self.options.fold == "always":
-                    raise
-                outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
-        except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
-            if self.options.strict and not self.explain_only:
-                raise
-            logger.debug("a graph could not be rewritten", exc_info=error)
-            self.failures.append(_without_frames(error))
-            if not self.explain_only:
-                kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
-                _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
-            return None
-        self.reports.append(outcome.report)
-        if self.explain_only:
-            return None
-        tell(outcome.report)
-        _trace(outcome.report)
-        if self.on_report is not None:
-            self.on_report()
-        return _Rewritten(program, outcome, folds) if outcome.absorbed or outcome.base is not program else None
-
-    def _fold(self, program: Program, example_inputs: Sequence[Any]) -> FoldedWeights | None:
-        """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
-        from mla_compile.runtime.calls import FoldedWeights
-
-        if not program.folds or self.explain_only:
-            return None
-        folds = FoldedWeights(program)
-        folds.values(example_inputs)
-        return folds
-
-    def _assemble(self, gm: fx.GraphModule, example_inputs: Sequence[Any], done: _Rewritten) -> Callable[..., Any]:
-        import torch
-
-        from mla_compile.capture import capture
-        from mla_compile.kernels.cpu import native as cpu_native
-        from mla_compile.runtime import calls as runtime
-
-        if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
-            cpu_native.load()  # built while everything else is, not in the first decode step
-        program, base = done.outcome.program, done.outcome.base
-
-        def generate(one: Program) -> Callable[..., Any]:
-            if one is done.captured:
-                return self._generate(gm, example_inputs)
-            return self._generate(capture.to_graph_module(one), _inputs_of(one, done.captured, example_inputs))
-
-        # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
-        with torch.no_grad():
-            call = generate(program)
-            if done.folds is not None:
-                call = runtime.with_folds(call, done.folds)
-            if done.outcome.variants:
-                pays = runtime.picker(base, done.outcome.variants)
-                call = runtime.choose_by_call(pays, call, generate(base))
-        if base.cache is not None:
-            from mla_compile.runtime.latent_calls import with_rows
-
-            call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
-        return torch.no_grad()(call) if torch.is_grad_enabled() else call
-
-    def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Code for one graph: Inductor's, or the graph itself."""
-        if self.explain_only or self.options.codegen == "eager":
-            return gm
-        from torch._inductor import compile_fx, exc
-
-        try:
-            code: Any = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
-        except exc.InductorError as error:
-            if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
-                raise
-            _warn(
-                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
-                'or ask for that with codegen="eager"'
-            )
-            return gm
-        return cast("Callable[..., Any]", code)
-
-
-def _latents(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """The inputs that carry latent rows, by the name of their placeholder."""
-    import torch
-
-    if all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in example_inputs):
-        return {}
-    from mla_compile.runtime.latent import LatentTensor
-
-    named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    return {node.name: value for node, value in named if isinstance(value, LatentTensor)}
-
-
-def _inputs_of(program: Program, captured: Program, example_inputs: Sequence[Any]) -> list[Any]:
-    """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
-    given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
-    return [given.get(node.name, node.meta["val"]) for node in program.placeholders]
-
-
-def has_attention(gm: fx.GraphModule) -> bool:
-    """Whether a graph (or one nested in it) calls something that could be the core of an attention. Cheap."""
-    from torch import fx
-
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                name = type(module.get_submodule(node.target)).__name__
-            else:
-                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention"))
-            if node.op.startswith("call_") and known:
-                return True
-    return False
-
-
-def wants_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
-    """Whether the graph is to be differentiated: as AOTAutograd decides it, by its outputs where they are known."""
-    import torch
-
-    if not torch.is_grad_enabled():
-        return False
-    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
-        return False
-    returned = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
-    tensors = [value for value in returned if isinstance(value, torch.Tensor)]
-    return len(tensors) < len(returned) or any(value.requires_grad for value in tensors)
-
-
-def tell(report: Report) -> None:
-    """One INFO line about a graph, all of it for DEBUG; a warning where it has attention and nothing was absorbed."""
-    logger.info("%s", report.summary())
-    logger.debug("%s", report)
-    if report.sites and not report.absorbed and not _all_kept_by_choice(report):
-        _warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
-
-
-def _trace(report: Report) -> None:
-    """The report as an artifact of this compilation, for tlparse; nothing unless torch writes a trace."""
-    from torch._logging._internal import trace_structured
-
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
-        payload_fn=lambda: json.dumps(report.to_dict(), indent=1),
-    )
-
-
-def _all_kept_by_choice(report: Report) -> bool:
-    """Every site was left alone because that is cheaper here, or because the user asked for it."""
-    from mla_compile.codes import Code
-
-    return all(
-        site.code in (Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING)
-        for site in report.sites
-    )
-
-
-def _without_frames(error: Exception) -> Exception:
-    """The error without its tracebacks, whose frames would keep the model: torch keeps a backend until it is reset."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
-
-
-def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
-    """The Inductor settings of a mode, overridden by explicit Inductor options."""
-    patches: dict[str, Any] = {}
-    if mode is not None and not isinstance(mode, str):
-        raise OptionError(f"mode is {mode!r}, expected a string")
-    if mode is not None and mode != "default":
-        from torch._inductor import list_mode_options
-
-        try:
-            patches.update(list_mode_options(mode))
-        except RuntimeError as error:
-            raise OptionError(str(error)) from error
-    patches.update({name.replace("-", "_"): value for name, value in options.inductor.items()})
-    return patches
-
-
-def _warn(message: str) -> None:
-    # A warning and not a log line: it is shown by default, once per message, and can be filtered or made an error.
-    warnings.warn(message, MlaCompileWarning, stacklevel=4)

@@ -1,7 +1,7 @@
-"""The exceptions and warnings of mla_compile: one family, so that one ``except`` catches all of it.
+"""The exceptions and warnings of mla_compile: one family, so that one ``except`` catches them all.
 
-Every message says what was got, what was expected and what to do next. Raising any of them leaves the user's model,
-tensors and files as they were.
+Every message says what was given, what was expected and what to do next. Raising one leaves the user's model, tensors
+and files as they were.
 """
 
 from __future__ import annotations
@@ -55,10 +55,20 @@ class NothingToCompareError(MlaCompileError):
 
 
 class MlaCompileWarning(UserWarning):
-    """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: results are right, speed is not."""
+    """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: right results, but slow ones."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error that somebody else raised, for a message of one line."""
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+def brief(error: BaseException) -> str:
+    """The same after the kind of error: ``ValueError: no such axis``."""
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -55,4 +55,4 @@ def explained_tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     path = tmp_path_factory.mktemp("tiny") / "config.json"
     path.write_text(json.dumps(TINY))
-    return explained(survey(str(path)), "bf16", 2)
+    return explained(survey(str(path)).facts, "bf16", 2)

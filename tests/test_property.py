@@ -19,8 +19,10 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile import backend, pipeline
-from mla_compile.capture import capture
+from mla_compile import pipeline
+from mla_compile.capture import capture, emit
+from mla_compile.core.program import Program
+from mla_compile.dynamo.compiler import Compiler
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.options import Options
 from mla_compile.report.report import Report
@@ -153,7 +155,7 @@ def _options(case: Case) -> Options:
 def _dynamo(module: GeneratedMLA, case: Case) -> Stepper:
     """torch.compile with our backend: static shapes first, symbolic ones from the second decode step on."""
     torch._dynamo.reset()
-    compiler = backend.Compiler(_options(case))
+    compiler = Compiler(_options(case))
     call = torch.compile(module, backend=compiler)
 
     def step(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Report | None]:
@@ -184,7 +186,7 @@ def _traced(module: GeneratedMLA, case: Case) -> Stepper:
         traced = make_fx(call, tracing_mode=mode, pre_dispatch=True, _allow_non_fake_inputs=True)(*flat)
         outcome = pipeline.run(capture.from_graph_module(traced), _options(case))
         folded = {f.placeholder: f.compute(_live(outcome.program, f.weights)) for f in outcome.program.folds}
-        run = capture.to_plain_graph_module(outcome.program, folded)
+        run = emit.to_plain_graph_module(outcome.program, folded)
         known.append((traced, traced.graph.find_nodes(op="placeholder"), run, outcome.report))
         return run(*flat), outcome.report
 
@@ -199,7 +201,7 @@ def _guards_hold(traced: fx.GraphModule, inputs: list[fx.Node], values: list[Ten
     return bool(env.evaluate_guards_for_args(fakes, values, ignore_static=False))
 
 
-def _live(program: capture.Program, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _live(program: Program, names: tuple[str, ...]) -> dict[str, Tensor]:
     live = {}
     for name in names:
         tensor = program.weights[name]

@@ -1,1 +1,1 @@
-"""The way into a graph and out of it: a model or a program becomes a ``Program``, and one of its own kind again."""
+"""The way in and out: what a user hands over becomes a ``Program``, and a ``Program`` becomes one of its kind again."""

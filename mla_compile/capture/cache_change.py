@@ -1,18 +1,15 @@
-"""A program whose cache inputs and outputs became latent rows: its new signature, and caches that exist already."""
+"""What became of a program's cache: the inputs and outputs that were K and V and are latent rows now."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from mla_compile.core.program import Program
 from mla_compile.errors import InputError
-from mla_compile.passes.cache.recipe import ColumnBlock, Recipe, at_once, evaluate, expand
-
-aten = torch.ops.aten
+from mla_compile.passes.cache.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -20,11 +17,11 @@ class CachedTensor:
     """One K or V of the old signature.
 
     Attributes:
-        name: of the input, or of the input that this output grows; ``output N`` where there is none.
-        recipe: how it is made from its rows.
-        leaves: the weights that takes.
-        rows: numbers of the program's row tensors that make it; K and V of one attention share some.
-        holds: positions in ``rows`` of those that stand at its place in the new signature; others stand elsewhere.
+        name: of the input, or of the input that this output extends; ``output N`` where there is none.
+        recipe: how it is computed from its rows.
+        leaves: the weights that this takes.
+        rows: which of the program's row tensors it is computed from, by number; K and V of one attention share some.
+        holds: positions in ``rows`` of those that took its place in the new signature; the others are held elsewhere.
     """
 
     name: str
@@ -43,7 +40,7 @@ class CachedTensor:
 
     @property
     def kept(self) -> int:
-        """Values per token in the new cache, rows that stand elsewhere left out."""
+        """Values per token in the new cache, without rows that are held elsewhere."""
         return sum(self.recipe.widths[i] for i in self.holds)
 
 
@@ -51,8 +48,8 @@ class CachedTensor:
 class CacheChange:
     """The inputs and outputs that became rows: each is now a tuple of tensors ``[batch..., tokens, width]``.
 
-    ``dtypes`` are those of the row tensors, by number; ``written`` the names of the inputs that the program writes to,
-    buffers of full length. Rows of such a buffer are zeros where nothing was written yet.
+    ``dtypes`` are those of the row tensors, by number. ``written`` names the inputs that the program writes to: buffers
+    of full length, whose rows are zeros where nothing has been written yet.
     """
 
     inputs: tuple[CachedTensor, ...]
@@ -62,7 +59,7 @@ class CacheChange:
 
     @property
     def results(self) -> tuple[CachedTensor, ...]:
-        """What the program leaves for another one: its outputs, and the buffers that it writes to."""
+        """What the program leaves for the next one: its outputs, and the buffers that it writes to."""
         return (*self.outputs, *(t for t in self.inputs if t.name in self.written))
 
     def __str__(self) -> str:
@@ -85,13 +82,6 @@ class CacheChange:
                     f"the cache input {mine.name} is expanded in another way, or with other weights, than "
                     f"{theirs.name} of the other program: give both programs the same weights and the same code"
                 )
-
-
-class Migrated(NamedTuple):
-    """A converted cache: for each cache input, in order, the tuple of rows that now stands there; and its error."""
-
-    inputs: tuple[tuple[torch.Tensor, ...], ...]
-    error: float
 
 
 def of_program(program: Program, values: Mapping[str, torch.Tensor | None]) -> CacheChange:
@@ -123,92 +113,3 @@ def of_program(program: Program, values: Mapping[str, torch.Tensor | None]) -> C
         outputs.append(tensor(index, name, rows, holds))
     dtypes = tuple(program.node(name).meta["val"].dtype for name in cache.rows)
     return CacheChange(tuple(inputs.values()), tuple(outputs), dtypes, tuple(cache.written))
-
-
-def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
-    """The rows behind K and V that a cache holds already, recovered by the weights that expand them.
-
-    Least squares in float64 over everything that is made from the same rows. The error is the largest relative
-    difference (2-norm) between a given tensor and what its rows make again. Raises :class:`InputError` where it is
-    above ``tolerance`` (64 roundings of the tensor's dtype by default): then these weights did not make the tensor.
-    """
-    if len(cached) != len(change.inputs):
-        names = ", ".join(t.name for t in change.inputs)
-        raise InputError(f"got {len(cached)} tensors, expected one for each cache input: {names}")
-    for tensor, given in zip(change.inputs, cached, strict=True):
-        _check_shape(tensor, given)
-    rows = [
-        _solve([_equations(t, i, given) for t, given in zip(change.inputs, cached, strict=True)
-                for i, row in enumerate(t.rows) if row == number]).to(dtype)
-        for number, dtype in enumerate(change.dtypes)
-    ]  # fmt: skip
-    error = 0.0
-    for tensor, given in zip(change.inputs, cached, strict=True):
-        again = expand(tensor.recipe, [rows[r] for r in tensor.rows], tensor.leaves, at_once)
-        one = _relative(again.double() - given.double(), given.double())
-        allowed = tolerance if tolerance is not None else 64 * torch.finfo(given.dtype).eps
-        if not one <= allowed:
-            raise InputError(
-                f"the cache {tensor.name} is no image of rows by the weights of this program: its best rows miss it by "
-                f"{one:.1e}, allowed {allowed:.1e}; fill the cache with this program, or give a larger tolerance"
-            )
-        error = max(error, one)
-    return Migrated(tuple(tuple(rows[t.rows[i]] for i in t.holds) for t in change.inputs), error)
-
-
-def _check_shape(tensor: CachedTensor, given: torch.Tensor) -> None:
-    kinds = tensor.recipe.kinds
-    if given.dim() != len(kinds) or any(
-        kind not in ("row", size) for kind, size in zip(kinds, given.shape, strict=True)
-    ):
-        expected = ", ".join("*" if kind == "row" else str(kind) for kind in kinds)
-        raise InputError(f"the cache {tensor.name} has shape {list(given.shape)}, expected [{expected}]")
-
-
-def _equations(tensor: CachedTensor, index: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``A`` [unknowns of one token, width] and ``b`` [..., unknowns] with ``A rows = b``, from the parts of one K."""
-    recipe = tensor.recipe
-    heads = [k for k, kind in enumerate(recipe.kinds) if kind != "row" and k != recipe.columns]
-    outer = [k for k, kind in enumerate(recipe.kinds) if kind == "row"]
-    sizes = [int(recipe.kinds[k]) for k in heads]
-    matrices: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    start = 0
-    for part in recipe.parts:
-        matrix = _matrix(part, sizes, tensor.leaves)
-        columns = matrix.shape[-2]
-        if part.rows == index:
-            b = given.double()
-            if part.bias is not None:
-                own = evaluate(part.bias, tensor.leaves, at_once, {}).double()
-                whole = [own.shape[k] if k != recipe.columns else columns for k in range(own.dim())]
-                b = b.narrow(recipe.columns, start, columns) - own.expand(whole)
-            else:
-                b = b.narrow(recipe.columns, start, columns)
-            matrices.append(matrix.reshape(-1, part.width) * part.scale)
-            targets.append(b.permute(*outer, *heads, recipe.columns).flatten(len(outer)))
-        start += columns
-    return torch.cat(matrices), torch.cat(targets, -1)
-
-
-def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The part's weight for every head, [heads..., columns, width]."""
-    matrix: torch.Tensor
-    if part.weight is None:
-        matrix = torch.eye(part.width, dtype=torch.float64, device=leaves[0].device if leaves else None)
-        return matrix.expand(*heads, part.width, part.width)
-    matrix = evaluate(part.weight, leaves, at_once, {}).double()
-    for k, there in enumerate(part.heads):
-        if not there:
-            matrix = matrix.unsqueeze(k)
-    return matrix.expand(*heads, *matrix.shape[-2:])
-
-
-def _solve(equations: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    matrix = torch.cat([a for a, _ in equations])
-    inverse: torch.Tensor = torch.linalg.pinv(matrix).mT
-    return torch.cat([b for _, b in equations], -1) @ inverse
-
-
-def _relative(difference: torch.Tensor, of: torch.Tensor) -> float:
-    return float(difference.norm() / of.norm().clamp_min(torch.finfo(torch.float64).tiny))

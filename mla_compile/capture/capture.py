@@ -1,8 +1,8 @@
-"""The doors in: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
+"""The way in: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
 
-All three go through ``aot_export_module(pre_dispatch=True)`` or what ``torch.export`` does with it: in-place writes are
-gone and listed as mutations, composite operations (linear, scaled_dot_product_attention) are still one node each. The
-doors out are in :mod:`mla_compile.capture.emit`.
+All three go through ``aot_export_module(pre_dispatch=True)`` or what ``torch.export`` makes of it: in-place writes are
+removed and listed as mutations, while composite operations (linear, scaled_dot_product_attention) stay one node each.
+The way out is :mod:`mla_compile.capture.emit`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from mla_compile.capture.emit import to_exported, to_graph_module, to_plain_graph_module
 from mla_compile.capture.inline import levels_restored, written_out
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
-from mla_compile.core.program import Fold, Program, copy_graph, view_source
-from mla_compile.errors import CaptureError, InputError
-
-__all__ = [
-    "Fold",
-    "Program",
-    "from_dynamo",
-    "from_exported",
-    "from_graph_module",
-    "to_exported",
-    "to_graph_module",
-    "to_plain_graph_module",
-]
+from mla_compile.core.program import Program, copy_graph, view_source
+from mla_compile.errors import CaptureError, InputError, brief
 
 
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
-    """The program of a graph that Dynamo hands to a backend; to be called inside the backend, before anything else.
+    """The program of a graph that Dynamo hands to a backend; to be called in the backend before anything else.
 
-    Weights are the inputs that Dynamo reached as a parameter or a buffer of a module, unless this graph writes to them
-    or their size is symbolic: a cache is often a buffer. Raises :class:`CaptureError` with the reason.
+    Weights are the inputs that Dynamo reached as a parameter or buffer of a module, unless the graph writes to them or
+    their size is symbolic: caches are often buffers. Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     for node, origin, value in zip(
@@ -61,8 +49,8 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
 def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> Program:
     """The program of any traced module.
 
-    With ``meta["val"]`` on its placeholders its own (possibly symbolic) shapes are kept; otherwise it is captured for
-    the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay its attributes.
+    If its placeholders have ``meta["val"]``, their (possibly symbolic) shapes are kept; otherwise it is captured for
+    the shapes of ``example_inputs``, one value per placeholder. Parameters, buffers and constants stay attributes.
     """
     if not gm.graph.find_nodes(op="output"):
         raise InputError("the graph returns nothing: it has no output node")
@@ -87,7 +75,7 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None =
 
 
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
-    """The program of an ExportedProgram; its ``original`` is that program with in-place writes removed."""
+    """The program of an ExportedProgram; ``original`` is that ExportedProgram with its in-place writes removed."""
     flat = _called_flat(exported)
     try:
         functional = flat.run_decompositions({})
@@ -121,8 +109,8 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
 def _called_flat(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """``exported`` with flat outputs and one flat keyword argument per input.
 
-    ``run_decompositions`` builds the containers of the inputs, and what they compute meanwhile (the DynamicCache of
-    transformers appends to empty tensors) ends in constants that nobody holds.
+    ``run_decompositions`` would build the containers of the inputs, and what those compute as they are built (the
+    DynamicCache of transformers appends to empty tensors) would end up in constants that nothing owns.
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's
@@ -147,7 +135,7 @@ def _called_flat(exported: torch.export.ExportedProgram) -> torch.export.Exporte
 
 
 def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:
-    """Gives ``flat`` the inputs and outputs of ``exported`` again."""
+    """Gives ``flat`` back the inputs and outputs of ``exported``."""
     nested, signature = exported.module_call_graph[0].signature, flat.module_call_graph[0].signature
     assert nested is not None
     assert signature is not None
@@ -157,7 +145,7 @@ def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.Export
 
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
-    """``aot_export_module``, then lifted parameters and buffers put back as get_attr nodes of their old names."""
+    """``aot_export_module``, then parameters and buffers put back as get_attr nodes under their old names."""
     from torch._functorch.aot_autograd import aot_export_module
 
     _refuse_autocast(gm, values)
@@ -246,7 +234,7 @@ def _finish(program: Program) -> Program:
 
 
 def _flat(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of ``gm`` that takes and returns flat tuples and owns its constants as buffers."""
+    """A copy of ``gm`` that takes and returns flat tuples, with its constants as its own buffers."""
     graph = copy_graph(gm.graph)
     output = graph.output_node()
     output.args = (tuple(pytree.tree_leaves(output.args[0])),)
@@ -254,7 +242,7 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _refuse_autocast(gm: fx.GraphModule, values: Sequence[Any]) -> None:
-    """Pre-dispatch graphs do not show the casts of autocast, so nothing can be proved about their dtypes."""
+    """Pre-dispatch graphs do not show autocast's casts, so nothing could be proved about their dtypes."""
     kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     inside = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in gm.graph.nodes)
     if inside or any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind)):
@@ -264,9 +252,10 @@ def _refuse_autocast(gm: fx.GraphModule, values: Sequence[Any]) -> None:
 
 
 def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
-    """Removes the first ``count`` inputs and results, tokens that order side effects, if nothing else touches them.
+    """Removes the tokens that order side effects, the first ``count`` inputs and results; whether that was possible.
 
-    A composite operator that checks its input (linalg_solve) asks for a token; it stands in the graph and checks.
+    A composite operator that checks its input (linalg_solve) asks for a token that nothing else uses; the operator
+    stays in the graph and goes on checking.
     """
     tokens = graph.find_nodes(op="placeholder")[:count]
     output = graph.output_node()
@@ -280,7 +269,7 @@ def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:
 
 
 def _drop_grad_mode(graph: fx.Graph) -> None:
-    """Grad mode switches mean nothing in an inference graph, and would outlive it."""
+    """Switches of grad mode mean nothing in an inference graph, and their effect would outlast it."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
             graph.erase_node(node)
@@ -304,7 +293,7 @@ def _is_module_state(source: Any) -> bool:
 
 
 def _is_resized(node: fx.Node) -> bool:
-    """Whether a tensor was seen in several sizes."""
+    """Whether Dynamo has seen the tensor in several sizes."""
     return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
 
 
@@ -313,5 +302,4 @@ def _with_values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _failure(what: str, error: Exception) -> CaptureError:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return CaptureError(f"{what}: {type(error).__name__}: {lines[0]}")
+    return CaptureError(f"{what}: {brief(error)}")

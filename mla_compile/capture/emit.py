@@ -1,4 +1,4 @@
-"""The doors out: a :class:`Program` becomes what it was captured from, mutations, aliases and signature included."""
+"""The way out: a :class:`Program` becomes what it was captured from, with its mutations, aliases and signature."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ aten = torch.ops.aten
 def to_graph_module(program: Program) -> fx.GraphModule:
     """A graph that Dynamo's caller and Inductor accept in place of the captured one.
 
-    Placeholders carry what Dynamo wrote on the originals (source, static address, example value), so that static
-    inputs, CUDA graphs and freezing work as before. A fold's placeholder has no source and counts as a static address.
-    Constants of the graph are its buffers, and AOTAutograd asks for the source of each.
+    Placeholders keep what Dynamo wrote on the originals (source, static address, example value), so that static inputs,
+    CUDA graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
+    graph's constants are its buffers, and AOTAutograd asks for the source of each of them.
     """
     gm = _with_writes(program)
     original: fx.GraphModule = program.original
@@ -61,8 +61,8 @@ def to_plain_graph_module(
 ) -> fx.GraphModule:
     """A GraphModule called and returning like the original one, with its parameters under their old names.
 
-    ``folded`` holds the values of the program's folds; they become buffers. ``change``: a cache input becomes as many
-    inputs as it brings rows, a cache output a tuple of them.
+    ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
+    one input per tensor of rows that it holds, and each cache output a tuple of such tensors.
     """
     gm = _with_writes(program)
     original: fx.GraphModule = program.original
@@ -98,7 +98,7 @@ def to_plain_graph_module(
 
 
 def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """The original's state dict: also weights that are no longer read, and without buffers that were not saved."""
+    """Gives ``gm`` the original's state dict: weights that are no longer read, too, but no non-persistent buffers."""
     present = {name for name, _ in (*gm.named_parameters(), *gm.named_buffers())}
     for name, tensor in (
         *original.named_parameters(remove_duplicate=False),
@@ -113,7 +113,7 @@ def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:
-    """Keep the original's checks of its inputs; where it was captured for example inputs, refuse any other shape."""
+    """Keep the original's checks of its inputs; where it was captured for example inputs, reject any other shape."""
     by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     known = [node for node in original.graph.find_nodes(op="placeholder") if node.name in by_name]
     inputs = {node: by_name[node.name] for node in known}
@@ -138,10 +138,8 @@ def to_exported(
 ) -> torch.export.ExportedProgram:
     """An ExportedProgram with the inputs, outputs, state and constraints of the captured one.
 
-    ``change`` says which of them are rows instead of K and V.
-
-    Weights that are no longer read stay in the signature. ``folded`` holds the values of the program's folds; they
-    become buffers that are not part of the state dict.
+    ``change`` says which inputs and outputs are rows instead of K and V. Weights that are no longer read stay in the
+    signature. ``folded`` has the values of the program's folds, which become buffers outside of the state dict.
     """
     original: torch.export.ExportedProgram = program.original
     program = program.copy()
@@ -195,8 +193,8 @@ def to_exported(
 def _with_writes(program: Program) -> fx.GraphModule:
     """A copy whose graph writes its mutated inputs just before the output and returns the caller's values only.
 
-    Before: ``return (index_copy, y)``. After: ``copy_ = aten.copy_(cache, index_copy); return (y,)``: Inductor turns
-    the two into one write in place, where returning the new value would copy the whole cache in every call.
+    Before: ``return (index_copy, y)``. After: ``copy_ = aten.copy_(cache, index_copy); return (y,)``. Inductor turns
+    the two into one write in place; returning the new value instead would copy the whole cache in every call.
     """
     program = program.copy()
     _keep_old_values(program)
@@ -222,7 +220,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
 
 
 def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:
-    """The chain of views from ``new`` to ``value``, made on ``written`` instead."""
+    """The chain of views from ``new`` to ``value``, repeated on ``written``."""
     chain = []
     node: fx.Node | None = value
     while node is not None and node is not new:
@@ -238,7 +236,7 @@ def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> 
 
 
 def _keep_old_values(program: Program) -> None:
-    """Copy what shows the memory of an input that is about to be written: it was the old value that was meant."""
+    """Copy every output that is a view of an input about to be overwritten: the old value is what it stands for."""
     graph = program.gm.graph
     output = graph.output_node()
     mutated = {program.node(name) for name in program.mutations}

@@ -1,4 +1,4 @@
-"""The signature of a program whose K and V became rows: where K stood, a tuple of the rows it brings stands."""
+"""The signature of a program whose K and V became rows: where K was, there is now a tuple of the rows it holds."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Leaves = list[Any]
 def rows_in_place(
     program: Program, change: CacheChange, gm: fx.GraphModule
 ) -> tuple[dict[str, list[fx.Node]], list[Any]]:
-    """In ``gm``, made of the program: the row placeholders of each old cache input, and the flat outputs.
+    """In ``gm``, made from the program: the row placeholders of each old cache input, and the flat outputs.
 
-    A list of rows stands among the outputs where K or V stood.
+    Where K or V was among the outputs, there is a list of rows.
     """
     cache = program.cache
     assert cache is not None
@@ -84,7 +84,7 @@ def new_signature(
 
 
 def _with_written_rows(program: Program, signature: ExportGraphSignature) -> list[OutputSpec]:
-    """What the program returns, the new values of rows in the place of those of the buffers they stand for."""
+    """What the program returns, with the new rows in the place of the buffers that they stand for."""
     specs: list[OutputSpec] = []
     for spec in signature.output_specs:
         rows = program.cache.written.get(spec.target) if spec.kind is OutputKind.USER_INPUT_MUTATION else None
@@ -98,7 +98,7 @@ def _with_written_rows(program: Program, signature: ExportGraphSignature) -> lis
 def rows_in_graph_module(
     gm: fx.GraphModule, program: Program, change: CacheChange, original: fx.GraphModule
 ) -> tuple[Any, ...]:
-    """Orders the inputs of ``gm`` and returns its outputs, one for each of the original's; rows stand in tuples."""
+    """Orders the inputs of ``gm`` and returns its outputs, one for each of the original's, with rows in tuples."""
     if type(original.graph._codegen) is not fx.graph.CodeGen:
         raise InputError(
             'cache="latent" changes the inputs of a GraphModule, and this one takes nested ones; '
@@ -119,7 +119,7 @@ def _input(row: fx.Node) -> InputSpec:
 def new_calls(
     entries: Sequence[ModuleCallEntry], user_inputs: Sequence[str], inputs: dict[str, list[fx.Node]], outputs: Leaves
 ) -> list[ModuleCallEntry]:
-    """The call signatures with the trees of inputs and outputs changed for the program as a whole."""
+    """The call signatures, with changed trees of inputs and outputs for the program as a whole."""
     top, *others = entries
     assert top.signature is not None
     in_spec = _with_tuples(top.signature.in_spec, [inputs.get(name) for name in user_inputs])
@@ -132,7 +132,7 @@ def new_calls(
 def new_examples(
     example_inputs: Any, in_spec: Any, user_inputs: Sequence[str], change: CacheChange
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Example inputs of the new signature: empty rows (zeros) where K and V stood."""
+    """Example inputs of the new signature: rows of zeros where K and V were."""
     if example_inputs is None:
         return None
     known = {t.name: t for t in change.inputs}
@@ -156,9 +156,9 @@ def new_examples(
 
 
 def new_guards(guards: Sequence[str], signature: Any, user_inputs: Sequence[str], change: CacheChange) -> list[str]:
-    """The conditions on the sizes of the inputs, as Python code over ``L['argument']...``, read from the rows instead.
+    """The conditions on the sizes of the inputs, Python code over ``L['argument']...``, rewritten to read the rows.
 
-    A condition on a size that rows do not have (the heads of K) is left out: it is a number of the recipe.
+    A condition on a size that rows do not have (the heads of K) is dropped: the recipe fixes that number.
     """
     args, kwargs = pytree.tree_unflatten(list(user_inputs), signature.in_spec)
     arguments = {**dict(zip(signature.forward_arg_names or (), args, strict=False)), **kwargs}
@@ -180,7 +180,7 @@ def new_guards(guards: Sequence[str], signature: Any, user_inputs: Sequence[str]
 
 
 def _with_tuples(spec: Any, rows: Sequence[Sequence[Any] | None]) -> Any:
-    """A tree in which some leaves are tuples of as many leaves as there are rows."""
+    """The tree with each leaf that became rows replaced by a tuple of as many leaves."""
     leaves = [object() if own is None else tuple(object() for _ in own) for own in rows]
     return pytree.tree_structure(_rebuilt(spec, leaves))
 
@@ -191,6 +191,6 @@ def _rebuilt(spec: Any, leaves: Leaves) -> Any:
         return build(leaves, spec)
     except Exception as error:  # containers registered by others rebuild themselves and raise what they like
         raise InputError(
-            f"the cache stands in a container that takes only tensors ({type(error).__name__}: {error}); pass it as "
+            f"the cache is in a container that takes only tensors ({type(error).__name__}: {error}); pass it as "
             "tuples, lists or dicts when exporting"
         ) from error

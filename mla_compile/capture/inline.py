@@ -1,9 +1,9 @@
-"""Graphs within a Dynamo graph, written out where they stand.
+"""Graphs nested in a Dynamo graph, inlined where they are called.
 
-Two kinds are in the way of ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
+Two kinds prevent ``aot_export_module(pre_dispatch=True)``: operators that call one nested graph once
 (``torch.utils.checkpoint``, regions marked for compilation), and the levels of ``torch.func`` (vmap), whose batched
-tensors exist only below the dispatcher. What is written out here is what the original would have computed; a graph that
-is not rewritten is compiled from the original all the same.
+tensors exist only below the dispatcher. The inlined graph computes what the original does; a graph that is not
+rewritten is compiled from the original all the same.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mla_compile.core.program import copy_graph
 from mla_compile.passes.ir.graph import splice
 
-# Operator -> the position of its nested graph among its arguments, and of the first operand.
+# Operator -> the positions of its nested graph and of its first operand among its arguments.
 _CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
-_CALLERS["invoke_subgraph"] = (0, 2)  # between them: the name of the region
+_CALLERS["invoke_subgraph"] = (0, 2)  # in between: the name of the region
 
 
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` itself, or a copy without nested calls and without levels of ``torch.func``."""
+    """``gm`` itself, or a copy of it without nested calls and without levels of ``torch.func``."""
     graph = copy_graph(gm.graph)
     owner = fx.GraphModule(gm, graph)
     calls = 0
@@ -46,7 +46,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def levels_restored() -> Iterator[None]:
-    """Take down the levels of ``torch.func`` that a trace left behind when it failed."""
+    """Pops the levels of ``torch.func`` that a trace leaves behind when it fails."""
     functorch = torch._C._functorch
     before = functorch.get_dynamic_layer_stack_depth()
     try:
@@ -84,7 +84,7 @@ def _write_out_call(
             if own.op in ("get_attr", "call_module"):
                 env[own].target = f"{prefix}.{own.target}"
     results: Any = fx.map_arg(nested.graph.output_node().args[0], lambda n: env[n])
-    for user in list(node.users):  # parts of a tuple: the operators return nothing else
+    for user in list(node.users):  # getitem: these operators return tuples only
         index: Any = user.args[1]
         user.replace_all_uses_with(results[index])
         graph.erase_node(user)
@@ -92,7 +92,7 @@ def _write_out_call(
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes from where a level of ``torch.func`` is entered to where it is left, outermost levels only."""
+    """The nodes from where a level of ``torch.func`` is entered to where it is left; outermost levels only."""
     depth = 0
     region: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -114,7 +114,7 @@ def _is_level(node: fx.Node) -> bool:
 
 
 def _write_out_region(owner: fx.GraphModule, graph: fx.Graph, region: Sequence[fx.Node]) -> None:
-    """The operators that the batched tensors of a region come to, traced below the dispatcher on its fake values."""
+    """Replaces a region by the operators that its batched tensors run, traced below the dispatcher on fake values."""
     inside = set(region)
     inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
     outputs = [node for node in region if any(user not in inside for user in node.users)]
@@ -129,12 +129,12 @@ def _write_out_region(owner: fx.GraphModule, graph: fx.Graph, region: Sequence[f
     operands = [n for n in inputs if n.op != "get_attr"]
 
     def run(*values: Any) -> Any:
-        # The fused operators below the dispatcher are those of a device; written out, they are the same everywhere.
+        # The fused attention operators below the dispatcher depend on the device; written as products they do not.
         with sdpa_kernel(SDPBackend.MATH):
             return fx.Interpreter(module).run(*values)
 
     values = [n.meta["example_value"] for n in operands]
-    # Not the mode of the tracing context: Dynamo makes a new one for what comes after it.
+    # Not the tracing context's mode: Dynamo makes a new one for the compiler that it calls.
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     with next(modes, nullcontext()), torch.no_grad(), fx.traceback.preserve_node_meta():
         traced = make_fx(run)(*values)
@@ -143,6 +143,6 @@ def _write_out_region(owner: fx.GraphModule, graph: fx.Graph, region: Sequence[f
         node.replace_all_uses_with(result)
     for node in reversed(region):
         graph.erase_node(node)
-    for node in graph.nodes:  # a further region may read these
+    for node in graph.nodes:  # a later region may read these
         if "example_value" not in node.meta and "val" in node.meta:
             node.meta["example_value"] = node.meta["val"]

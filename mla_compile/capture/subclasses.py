@@ -1,7 +1,7 @@
-"""Inputs of a graph that are tensor subclasses (quantized weights): the plain tensors in them become visible.
+"""Inputs that are tensor subclasses (quantized weights): the plain tensors inside them become visible to the passes.
 
-A subclass that ``torch.compile`` can trace names its plain tensors and can be made of them again. The graph is traced
-over the plain tensors; afterwards they are read from the input by ``getattr``, so that callers pass what they passed.
+A subclass that ``torch.compile`` can trace names its plain tensors and can be rebuilt from them. The graph is traced
+over the plain tensors; afterwards they are read from the input with ``getattr``, so that callers pass what they did.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mla_compile.errors import CaptureError
 
 @dataclass(frozen=True)
 class Opened:
-    """One input that is a subclass, and the names of the inputs that its plain tensors are while it is traced."""
+    """One input that is a subclass, and its plain tensors under the names that they have while the graph is traced."""
 
     name: str
     value: Any
-    parts: tuple[tuple[str, tuple[str, ...], torch.Tensor], ...]  # name, attributes on the way to it, the tensor
+    parts: tuple[tuple[str, tuple[str, ...], torch.Tensor], ...]  # name, the attributes that lead to it, the tensor
 
 
 class _Rebuild:
-    """Makes the subclass of its plain tensors again, and those in it that are subclasses themselves."""
+    """Rebuilds a subclass from its plain tensors, nested subclasses included."""
 
     __name__ = "rebuild"
 
@@ -49,7 +49,7 @@ class _Rebuild:
 
 
 def open_subclasses(gm: fx.GraphModule, values: Sequence[Any]) -> tuple[list[Any], list[Opened]]:
-    """``gm``, changed to take plain tensors for each subclass among ``values``; the new values and what was opened."""
+    """Changes ``gm`` to take plain tensors for each subclass among ``values``; the new values, and what was opened."""
     plain: list[Any] = []
     opened: list[Opened] = []
     graph = gm.graph
@@ -76,12 +76,12 @@ def open_subclasses(gm: fx.GraphModule, values: Sequence[Any]) -> tuple[list[Any
 
 
 def close_subclasses(graph: fx.Graph, opened: Sequence[Opened], mutated: Sequence[str]) -> None:
-    """The inputs that were opened, and their plain tensors read from them under the names they were traced with."""
+    """Puts the opened inputs back and reads their plain tensors from them, under the names used in the trace."""
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
     body = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for one in opened:
         if any(name in mutated for name, *_ in one.parts):
-            raise CaptureError(f"{one.name} is written to, and is a tensor subclass made of several tensors")
+            raise CaptureError(f"{one.name} is a tensor subclass made of several tensors, and the graph writes to it")
         with graph.inserting_before(nodes[one.parts[0][0]]):
             whole = graph.placeholder(one.name)
         whole.meta["val"] = one.value
@@ -99,7 +99,7 @@ def close_subclasses(graph: fx.Graph, opened: Sequence[Opened], mutated: Sequenc
 
 
 def _plain(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    """The plain tensors in a subclass with the attributes that lead to them."""
+    """The plain tensors in a subclass, with the attributes that lead to them."""
     names, _ = value.__tensor_flatten__()
     found: list[tuple[tuple[str, ...], torch.Tensor]] = []
     for name in names:

@@ -74,7 +74,7 @@ def bench(
         if plot is not None and rows:
             from mla_compile.workbench.plotting import draw_times
 
-            draw_times(f"{run.subject.survey.name}, {settings.dtype}", {r.context: r.times() for r in rows}, plot)
+            draw_times(f"{run.subject.facts.name}, {settings.dtype}", {r.context: r.times() for r in rows}, plot)
         if as_json:
             print_json(run.to_dict())
         else:
@@ -121,7 +121,7 @@ def _dims(text: str) -> Dims:
 
 
 def _show(run: Bench) -> None:
-    settings, model = run.settings, run.subject.survey
+    settings, model = run.settings, run.subject.facts
     about = run.about
     where = about.get("device", f"{about['cpu']}, {about['threads']} threads")
     say(f"{model.name} with {run.subject.dims}, {settings.dtype}, batch {settings.batch}, on {where}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,8 @@ from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
 from mla_compile.report.explained import CONTEXTS, Explained, SiteChoice, explained
 from mla_compile.report.page.write import checked, write_page
+from mla_compile.report.report import Report
+from mla_compile.report.wording import queries
 
 _CONTEXT_NAMES = tuple(f"{T // 1024}k" for T in CONTEXTS)
 
@@ -46,16 +47,17 @@ def explain(
         if target is not None and target.exists() and any(p.exists() and p.samefile(target) for p in own):
             raise InputError(f"{target} is the model's config, which the page would replace; give it another name")
         with err.status("tracing a decode step"):
-            result = explained(survey(source, name), name, cli_values.BYTES[name])
+            facts, report = survey(source, name)
+            result = explained(facts, name, cli_values.BYTES[name])
             if target is not None:
                 write_page(result, target, _title(source))
         if as_json:
-            print_json(result.to_dict())
+            print_json(result.to_dict() | {"report": report.to_dict()})
         else:
-            _show(result)
+            _show(result, report)
         if target is not None:
             say_aside(f"wrote {target}")
-        if not result.survey.report.absorbed:
+        if not report.absorbed:
             raise typer.Exit(NEGATIVE)
 
 
@@ -67,8 +69,8 @@ def _title(source: str) -> str:
     return path.absolute().parent.name if path.name == "config.json" else path.absolute().stem
 
 
-def _show(result: Explained) -> None:
-    model = result.survey
+def _show(result: Explained, report: Report) -> None:
+    model = result.facts
     weights = model.weights
     size = f"{cli_values.amount(weights.total)} parameters"
     active = (
@@ -78,7 +80,7 @@ def _show(result: Explained) -> None:
     for note in result.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True)
     out.print()
-    out.print(model.report)
+    out.print(report)
     out.print()
     if result.cache:
         out.print(_cache_table(result))
@@ -126,8 +128,8 @@ def _cost_table(result: Explained) -> Table:
 
 
 def _choice_lines(choice: SiteChoice) -> list[str]:
-    at = ", ".join(f"{_queries(s)} at {name}" for s, name in zip(choice.break_even, _CONTEXT_NAMES, strict=True))
-    long = _queries(choice.break_even_long)
+    at = ", ".join(f"{queries(s)} at {name}" for s, name in zip(choice.break_even, _CONTEXT_NAMES, strict=True))
+    long = queries(choice.break_even_long)
     lines = [
         f"{choice.count} sites with {choice.dims}",
         f"  break-even: absorbing takes fewer FLOPs below {long} queries per call on a long context ({at})",
@@ -145,7 +147,3 @@ def _choice_lines(choice: SiteChoice) -> list[str]:
     if choice.folded_s is not None:
         times += f", {cli_values.seconds(choice.folded_s)} with both folded"
     return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]
-
-
-def _queries(number: float) -> str:
-    return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"

@@ -67,7 +67,7 @@ def plan(
 
             check(plot)
         with err.status("reading the model's sizes"):
-            model = survey(source)
+            model = survey(source).facts
         result = planning.plan(model, machine, request)
         if plot is not None:
             from mla_compile.workbench.plotting import draw

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+Call = Callable[..., Any]
+"""A graph that can be called: its flat inputs one by one, what it returns as one flat sequence."""
 
 
 @dataclass(frozen=True)

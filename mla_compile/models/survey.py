@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,12 +20,19 @@ import mla_compile
 from mla_compile.core.dims import Dims
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, skeleton, sources
-from mla_compile.report.facts import CachedLayers, Family, Survey, family_of, latent_sites
+from mla_compile.report.facts import CachedLayers, Facts, Family, family_of, latent_sites
 from mla_compile.report.report import Report
 from mla_compile.report.weights import Weights, first_int, text_config, weights_of
 
-# A model in fp8 is traced in bf16: what its code does with scales is its own.
+# A model in fp8 is traced in bf16: how its code applies scales is its own affair.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+class Survey(NamedTuple):
+    """What there is to know about a model, and the report of one decode step of it."""
+
+    facts: Facts
+    report: Report
 
 
 def survey(source: str, dtype: str = "bf16") -> Survey:
@@ -113,8 +120,11 @@ def _assemble(
     config = text_config(model)
     heads = first_int(config, ("num_attention_heads", "n_head"))
     width = next((s.dims.D for s in sites), None) or first_int(config, ("hidden_size", "n_embd"))
-    family = family_of(report) or _without_latent(cached, heads, report)
-    return Survey(type(model).__name__, family, report, sites, cached, weights, heads, width, notes, copies)
+    family = family_of(report.sites) or _without_latent(cached, heads, report)
+    facts = Facts(
+        type(model).__name__, family, report.sites, sites, cached, weights, heads, width, notes, copies, report.messages
+    )
+    return Survey(facts, report)
 
 
 def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: Report) -> Family:

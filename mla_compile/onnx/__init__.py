@@ -7,8 +7,9 @@ package imports neither onnx nor onnxruntime.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mla_compile.core.lazy import lazy
 
 if TYPE_CHECKING:
     from mla_compile.onnx.export import export_onnx
@@ -18,18 +19,6 @@ if TYPE_CHECKING:
     from mla_compile.onnx.sampling import Sampling
     from mla_compile.onnx.session import Session
     from mla_compile.onnx.state import State
-
-_OWNERS = {
-    "Exported": "exported",
-    "Generation": "generation",
-    "Manifest": "manifest",
-    "Sampling": "sampling",
-    "Session": "session",
-    "State": "state",
-    "Verification": "exported",
-    "export_onnx": "export",
-    "generate": "generation",
-}
 
 __all__ = [
     "Exported",
@@ -43,13 +32,17 @@ __all__ = [
     "generate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import the module that owns a public name when the name is first used (PEP 562)."""
-    if name not in _OWNERS:
-        raise AttributeError(f"module 'mla_compile.onnx' has no attribute {name!r}")
-    return getattr(import_module(f"mla_compile.onnx.{_OWNERS[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Exported": "mla_compile.onnx.exported",
+        "Generation": "mla_compile.onnx.generation",
+        "Manifest": "mla_compile.onnx.manifest",
+        "Sampling": "mla_compile.onnx.sampling",
+        "Session": "mla_compile.onnx.session",
+        "State": "mla_compile.onnx.state",
+        "Verification": "mla_compile.onnx.exported",
+        "export_onnx": "mla_compile.onnx.export",
+        "generate": "mla_compile.onnx.generation",
+    },
+)

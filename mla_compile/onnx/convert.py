@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from mla_compile import pipeline
-from mla_compile.capture import capture
+from mla_compile.capture import capture, emit
 from mla_compile.core.program import Program
 from mla_compile.errors import ExportError
 from mla_compile.onnx.bake import bake_projections
@@ -29,7 +29,7 @@ from mla_compile.onnx.tidy import tidy
 from mla_compile.options import Options
 from mla_compile.passes.ir.graph import packet
 from mla_compile.report.report import Report
-from mla_compile.runtime import calls as runtime
+from mla_compile.runtime.folds import folded_values
 
 aten = torch.ops.aten
 _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy, operator.getitem)
@@ -59,7 +59,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
         origins = bake_projections(rewritten)
         split_complex(rewritten)
         names = _names(rewritten, origins)
-        finished = capture.to_exported(rewritten, runtime.folded_values(rewritten))
+        finished = emit.to_exported(rewritten, folded_values(rewritten))
         return Converted(_to_onnx(finished, opset), finished, outcome.report, names, exported.state_dict)
 
 

@@ -1,1 +1,19 @@
-"""What was done to a model and why not more, as records, as text, and as a page."""
+"""What was done to a model, and why not more: as records, as text, and as a page.
+
+``Report`` and ``SiteReport`` are imported on first use. torch imports every package below the one that ``TORCH_LOGS``
+names, at a time when torch itself cannot be used yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mla_compile.core.lazy import lazy
+
+if TYPE_CHECKING:
+    from mla_compile.core.records import SiteReport
+    from mla_compile.report.report import Report
+
+__all__ = ["Report", "SiteReport"]
+
+__getattr__, __dir__ = lazy(__name__, {"Report": "mla_compile.report.report", "SiteReport": "mla_compile.core.records"})

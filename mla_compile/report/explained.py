@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mla_compile.core.dims import Dims
 from mla_compile.passes.decide import cost, formulas
 from mla_compile.passes.decide.formulas import Form
-from mla_compile.report.facts import Survey
+from mla_compile.report.facts import Facts
 
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
@@ -75,7 +75,7 @@ class SiteChoice:
 class Explained:
     """One model, explained."""
 
-    survey: Survey
+    facts: Facts
     dtype: str
     element_bytes: int
     cache: tuple[CacheRow, ...]
@@ -85,18 +85,18 @@ class Explained:
     @property
     def notes(self) -> tuple[str, ...]:
         """What has to be known to read the tables, or why they are not there."""
-        count = self.survey.in_part
+        count = self.facts.in_part
         if not count:
-            return self.survey.notes
+            return self.facts.notes
         which = "1 attention is" if count == 1 else f"{count} attentions are"
         return (
-            *self.survey.notes,
+            *self.facts.notes,
             f"{which} absorbed in part or in parts: there are no tables of cache and costs",
         )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the key ``schema`` names the layout."""
-        model = self.survey
+        model = self.facts
         record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
         record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
         record["weights"] = asdict(model.weights) | {"active": model.weights.active}
@@ -105,10 +105,10 @@ class Explained:
         record["cache"] = [asdict(row) for row in self.cache]
         record["costs"] = [asdict(row) for row in self.costs]
         record["choices"] = [_plain(choice) for choice in self.choices]
-        return record | {"report": model.report.to_dict()}
+        return record
 
 
-def explained(model: Survey, dtype: str, element_bytes: int) -> Explained:
+def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
     """The tables of one model, its weights and its cache at ``element_bytes`` per value."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
@@ -116,7 +116,7 @@ def explained(model: Survey, dtype: str, element_bytes: int) -> Explained:
     )  # fmt: skip
 
 
-def _cache(model: Survey, element: int) -> tuple[CacheRow, ...]:
+def _cache(model: Facts, element: int) -> tuple[CacheRow, ...]:
     """Every layer cached in each way, with its own heads and widths; d is half of what a head's K and V hold."""
     sizes: list[tuple[int, dict[str, float]]]
     own_groups = 1
@@ -152,7 +152,7 @@ def _values(formula: Any, letters: dict[str, float], groups: int) -> int:
     return int(formula.subs({getattr(formulas, name): size for name, size in {**letters, "G": groups}.items()}))
 
 
-def token_costs(model: Survey, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
+def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
     """A decoded token at each context: as it is, or expanded and absorbed. Without weights, of the attentions alone."""
     active = model.weights.active
     if model.in_part or model.family in _UNTOLD:
@@ -186,7 +186,7 @@ def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, 
     )
 
 
-def _all_sites(model: Survey, expression: Any, **letters: float) -> int:
+def _all_sites(model: Facts, expression: Any, **letters: float) -> int:
     return model.over_sites(lambda dims: int(formulas.evaluate(expression, dims, B=1, S=1, **letters)))
 
 

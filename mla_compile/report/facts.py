@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from mla_compile.core.dims import Dims
-from mla_compile.report.report import Report, SiteReport
+from mla_compile.core.records import SiteReport
 from mla_compile.report.weights import Weights
 
 Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "no attention"]
@@ -46,15 +46,15 @@ class CachedLayers:
 
 
 @dataclass(frozen=True)
-class Survey:
+class Facts:
     """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
 
-    ``copies``: how many attentions of the model each site of the report stands for.
+    ``sites`` and ``messages`` are those of its report; ``copies``: how many attentions each of the sites stands for.
     """
 
     name: str
     family: Family
-    report: Report
+    sites: tuple[SiteReport, ...]
     latent: tuple[LatentSites, ...]
     cached: tuple[CachedLayers, ...]
     weights: Weights
@@ -62,6 +62,7 @@ class Survey:
     width: int | None = None
     notes: tuple[str, ...] = ()
     copies: tuple[int, ...] = ()
+    messages: tuple[str, ...] = ()
 
     @property
     def cache_values(self) -> int:
@@ -76,7 +77,7 @@ class Survey:
     @property
     def in_part(self) -> int:
         """Attentions that are absorbed in part, or by groups of heads: how much they cache and compute is not known."""
-        return sum(copies for site, copies in zip(self.report.sites, self.copies, strict=False) if site.parts)
+        return sum(copies for site, copies in zip(self.sites, self.copies, strict=False) if site.parts)
 
     @property
     def head_values(self) -> int:
@@ -88,11 +89,11 @@ class Survey:
         return sum(site.count * what(site.dims) for site in self.latent)
 
 
-def facts_of(report: Report, name: str) -> Survey:
-    """What a report alone tells: its sites, once each; nothing of weights or of what a cache holds."""
-    sites = latent_sites((site, site.dims, 1) for site in report.sites)
-    family = family_of(report) or ("not MLA" if report.sites else "no attention")
-    return Survey(name, family, report, sites, (), Weights(0), copies=(1,) * len(report.sites))
+def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str) -> Facts:
+    """What a report alone tells: its sites, once each; nothing about weights or about what a cache holds."""
+    family = family_of(sites) or ("not MLA" if sites else "no attention")
+    latent = latent_sites((site, site.dims, 1) for site in sites)
+    return Facts(name, family, sites, latent, (), Weights(0), copies=(1,) * len(sites), messages=messages)
 
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
@@ -104,11 +105,12 @@ def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[
     return tuple(LatentSites(dims, count, absorbed, whole) for (dims, absorbed, whole), count in counts.items())
 
 
-def family_of(report: Report) -> Family | None:
-    """What the sites of a report say by themselves; ``None`` where they have no latent, or there are none."""
-    if report.absorbed or any(site.dims is not None for site in report.sites):
+def family_of(sites: Sequence[SiteReport]) -> Family | None:
+    """What the sites say by themselves; ``None`` where they have no latent, or there are none."""
+    verdicts = {site.verdict for site in sites}
+    if "absorbed" in verdicts or any(site.dims is not None for site in sites):
         return "MLA"
-    return "refused" if report.refused else "kept" if report.kept else None
+    return "refused" if "refused" in verdicts else "kept" if "kept" in verdicts else None
 
 
 def _head_values(dims: Dims) -> int:

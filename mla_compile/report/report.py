@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mla_compile.codes import CODES, Verdict, section
-from mla_compile.core.records import VERDICTS, Location, PassRecord, SiteReport
+from mla_compile.codes import Verdict
+from mla_compile.core.records import VERDICTS, PassRecord, SiteReport
 from mla_compile.errors import InputError
-from mla_compile.report.grouping import SiteGroup, grouped
+from mla_compile.report.grouping import grouped
+from mla_compile.report.page.write import write_report
+from mla_compile.report.wording import WORDS, headline, rows_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-__all__ = ["SCHEMA", "Location", "PassRecord", "Report", "SiteReport"]
 
 SCHEMA = "mla_compile.report/1"
 """Written into every JSON report; the number grows when a reader of the old one would misread the new one."""
 
 _STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
-_WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ class Report:
         Raises:
             InputError: the path cannot be written.
         """
-        from mla_compile.report.page.write import write_report
-
-        write_report(self, path, title=title, dtype=dtype)
+        write_report(self.sites, self.messages, path, title=title, dtype=dtype)
 
     @property
     def seconds(self) -> float:
@@ -147,7 +143,7 @@ class Report:
             if sites:
                 # Only these two have reasons that differ from site to site and matter to a reader.
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
-                counts.append(f"{len(sites)} {_WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
+                counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
         line = f"{len(self.sites)} {noun}{place}: {', '.join(counts)}"
         saved = [site for site in self.sites if site.verdict == "absorbed" and _has_cache(site)]
@@ -194,66 +190,6 @@ class Report:
 
     def _count(self, verdict: Verdict) -> int:
         return sum(site.verdict == verdict for site in self.sites)
-
-
-def headline(site: SiteReport) -> str:
-    """The verdict, with the form or the code."""
-    if site.verdict == "absorbed":
-        words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
-        return f"absorbed ({', '.join(words)})" if words else "absorbed"
-    return _WORDS[site.verdict] if site.verdict == "not_mla" else f"{_WORDS[site.verdict]}: {site.code}"
-
-
-def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
-    """Label and value of every line below a headline; what is not known is left out."""
-    site = group.site
-    rows = [("source", _source(site.where)), ("why", site.reason)]
-    if site.blame is not None:
-        rows.append(("because of", _source(site.blame, with_op=True)))
-    for kept in site.kept:
-        rows.append(("stays", f"{kept.part} ({kept.code}): {kept.reason}"))
-        if kept.blame is not None:
-            rows.append(("because of", _source(kept.blame, with_op=True)))
-    if site.verdict != "absorbed":
-        rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
-    explained = [*([site.code] if site.verdict in ("kept", "refused") else []), *(kept.code for kept in site.kept)]
-    rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
-    if site.dims is not None:
-        rows.append(("dims", str(site.dims)))
-    for label, before, after, unit in (
-        ("cache", site.cache_values_expanded, site.cache_values_latent, "values per token"),
-        ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
-        ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
-    ):
-        rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
-    if site.break_even_S is not None:
-        always = math.isinf(site.break_even_S)
-        limit = "for any number of queries" if always else f"below {math.ceil(site.break_even_S)} queries"
-        rows.append(("absorbing pays", f"{limit} per call, in FLOPs on a long context"))
-    if group.precision_ratio is not None:
-        rows.append(("precision", f"error against float64 is {group.precision_ratio:.3g} x the original's"))
-    if group.fold_error is not None:
-        rows.append(("folded weights", f"relative rounding error {group.fold_error:.2g}"))
-    rows += [("note", note) for note in site.notes]
-    return [(label, value) for label, value in rows if value]
-
-
-def _source(where: Location, *, with_op: bool = False) -> str:
-    """File and line, with the code itself on a line of its own; empty when the trace recorded neither."""
-    place = " at ".join(filter(None, [(where.op or where.node) if with_op else None, where.source]))
-    return "\n".join(filter(None, [place, where.code and where.code.strip()]))
-
-
-def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
-    """``a -> b`` for a site that was absorbed, ``a (absorbed: b)`` for one that was not; empty when not known."""
-    if before is None:
-        return ""
-    if after is None:
-        return f"{before:,} {unit}"
-    if not done:
-        return f"{before:,} {unit} (absorbed: {after:,})"
-    gain = f", {before / after:.3g} times less" if 0 < after < before else ""
-    return f"{before:,} -> {after:,} {unit}{gain}"
 
 
 def _has_cache(site: SiteReport) -> bool:

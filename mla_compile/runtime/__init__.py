@@ -1,1 +1,1 @@
-"""What runs in every call of a compiled model, around its graphs: the choice of a form, caches, recompilation."""
+"""What runs in each call around the compiled graphs: the choice of a form, folded weights, caches of latent rows."""

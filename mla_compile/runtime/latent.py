@@ -1,8 +1,8 @@
-"""K or V of a cache as a tensor that holds its latent rows, and makes the rest only for those who ask.
+"""K or V of a cache as a tensor that holds its latent rows, and is expanded only for those who read it.
 
 A compiled graph whose K and V the caller keeps (in a Cache object, a tuple, an attribute) returns them as these. To
 everybody else they are tensors of the shape of K: an operator that reads one gets K, computed from the rows. The next
-compiled graph takes the rows themselves. Nothing is known or assumed of how the caller keeps his cache.
+compiled graph takes the rows themselves. How the caller keeps the cache is neither known nor assumed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.errors import StaleWeightError
 from mla_compile.passes.cache.recipe import Recipe, at_once, expand
+from mla_compile.runtime.folds import version
 
 aten = torch.ops.aten
 
 
 class _Cell:
-    """What one K is made of; shared by everything that is, or is a part of, the same memory.
+    """What one K is computed from; shared by all tensors that are, or show a part of, the same memory.
 
-    ``full`` is K itself, once somebody has written to it or holds a view of it: from then on it is the truth.
+    ``full`` is K itself, once somebody has written to it or holds a view of it. From then on it is what counts.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class _Cell:
         self.rows = tuple(rows)
         self.leaves = tuple(leaves)
         self.full = full
-        self.versions = [_version(leaf) for leaf in leaves]
+        self.versions = [version(leaf) for leaf in leaves]
 
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         self.check()
@@ -47,30 +48,26 @@ class _Cell:
         return made.contiguous()
 
     def settle(self) -> torch.Tensor:
-        """K, kept from now on."""
+        """K itself, which replaces the rows from now on."""
         if self.full is None:
             self.full = self.expand(self.rows)
             self.rows = self.leaves = ()
         return self.full
 
     def check(self) -> None:
-        """The rows were made for the weights as they were."""
-        if any(_version(leaf) != version for leaf, version in zip(self.leaves, self.versions, strict=False)):
+        """Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
+        if any(version(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
             raise StaleWeightError(
                 "a weight was changed after this cache was filled: its rows were made for the old weights; start with "
                 'an empty cache, or compile with the option cache="expanded"'
             )
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class LatentTensor(torch.Tensor):
     """K (or V) of shape ``recipe.shape(rows)``, held as rows of ``recipe.widths`` values per token.
 
     ``rows`` and ``leaves`` (the weights it is expanded with) are tensors in the recipe's order. Tensors of one cell
-    share memory as views do; ``span`` are the tokens of the cell that this one shows, all where it is None.
+    share memory as views do. ``span``: the tokens of the cell that this one shows; ``None`` means all.
     """
 
     _cell: _Cell
@@ -80,7 +77,7 @@ class LatentTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[LatentTensor], cell: _Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
-        """A tensor that shows a cell; :meth:`of` makes one from rows."""
+        """A tensor that shows a cell; :meth:`of` creates one from rows."""
         if cell.full is not None:
             like = cell.full if span is None else cell.full.narrow(tokens, span[0], span[1] - span[0])
             shape: tuple[int, ...] = like.shape
@@ -99,12 +96,12 @@ class LatentTensor(torch.Tensor):
 
     @classmethod
     def of(cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> LatentTensor:
-        """A new tensor, made of ``rows``."""
+        """A new tensor that is computed from ``rows``."""
         return cls(_Cell(recipe, rows, leaves), recipe.tokens)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch asks
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
-    # What compilers ask for.
+    # The protocol of compilers.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self._cell.full is not None:
@@ -133,11 +130,11 @@ class LatentTensor(torch.Tensor):
     def __metadata_guard__(cls, a: Any, b: Any) -> bool:
         return a is b or bool(a == b)
 
-    # What this package asks for.
+    # What this package reads.
 
     @property
     def recipe(self) -> Recipe | None:
-        """How it is made from its rows; None where it no longer is."""
+        """How it is computed from its rows; ``None`` once it no longer is."""
         return None if self._cell.full is not None else self._cell.recipe
 
     @property
@@ -146,12 +143,12 @@ class LatentTensor(torch.Tensor):
         return self._cell.leaves
 
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows; :class:`StaleWeightError` where the weights they were made for have changed."""
+        """The rows. Raises :class:`StaleWeightError` if the weights that they were made for have changed."""
         self._cell.check()
         return self.shown_rows()
 
     def shown_rows(self) -> tuple[torch.Tensor, ...]:
-        """The rows, whatever has become of the weights; K and V of one attention have the same tensors."""
+        """The rows, without a look at the weights. K and V of one attention give the same tensors."""
         cell = self._cell
         if self._span is None or cell.recipe is None:
             return cell.rows
@@ -162,12 +159,12 @@ class LatentTensor(torch.Tensor):
         return self._part
 
     def expanded(self) -> torch.Tensor:
-        """K itself, as a plain tensor that shares no memory with this one unless K is kept already."""
+        """K itself, a plain tensor. It shares memory with this one only if K has replaced the rows already."""
         full = self._cell.full
         return self._cell.expand(self.rows()) if full is None else self._shown(full)
 
     def settled(self) -> torch.Tensor:
-        """K itself, from now on the memory of this tensor and of all its views; the rows are given up."""
+        """K itself, from now on the memory of this tensor and of all its views; the rows are dropped."""
         return self._shown(self._cell.settle())
 
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
@@ -199,9 +196,9 @@ class LatentTensor(torch.Tensor):
         return result
 
     def __getitem__(self, index: Any) -> Any:
-        """Some of the tokens are rows again.
+        """A range of the tokens is again a tensor of rows.
 
-        Done here and not by the dispatcher, whose views autograd remembers and compilers replay.
+        Handled here rather than in the dispatcher, whose views autograd remembers and compilers replay.
         """
         rows = self.recipe is not None and not torch.compiler.is_compiling()
         tokens = _tokens(index, self.dim(), self._tokens) if rows else None
@@ -211,14 +208,14 @@ class LatentTensor(torch.Tensor):
         first = 0 if self._span is None else self._span[0]
         return LatentTensor(self._cell, self._tokens, (first + low, first + max(low, high)))
 
-    # What reads memory without asking the dispatcher.
+    # What reads memory past the dispatcher.
 
     def data_ptr(self) -> int:
-        """The address of K, which is made and kept."""
+        """The address of K, which replaces the rows."""
         return self.settled().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """K, made and kept, as an array that shares its memory."""
+        """K, which replaces the rows, as an array that shares its memory."""
         return self.settled().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -249,7 +246,7 @@ class LatentTensor(torch.Tensor):
 
 
 def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LatentTensor | None:
-    """What caches do to K along tokens and batch, done to its rows: copies, parts, joining, reordering."""
+    """What caches do to K along tokens and batch (copy, slice, join, reorder), done to its rows instead."""
     if func is aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else 0)
     x = args[0] if args else None
@@ -274,8 +271,8 @@ _made: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[
 
 
 def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
-    """``make(*sources, *how)``, or what it made of the same tensors before: what K and V share stays shared."""
-    key = (make, *map(id, sources), *(_version(source) for source in sources), *how)
+    """``make(*sources, *how)``, or its earlier result for the same tensors, so that what K and V share stays shared."""
+    key = (make, *map(id, sources), *(version(source) for source in sources), *how)
     known = _made.get(key)
     if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
         before = known[0]()
@@ -299,7 +296,7 @@ def _cat(*rows_then_axis: Any) -> torch.Tensor:
 
 
 def _tokens(index: Any, rank: int, axis: int) -> slice | None:
-    """The slice of ``axis`` that an index takes, where it takes everything along the others; else None."""
+    """The slice of ``axis`` that an index takes if it takes everything along the other axes; else ``None``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
         return None

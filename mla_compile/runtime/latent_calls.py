@@ -1,4 +1,4 @@
-"""Calls around a compiled graph whose cache is kept as latent rows."""
+"""What runs around a compiled graph whose cache is kept as latent rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.core.program import Program
+from mla_compile.core.program import Call, Program
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.passes.cache.rewrite import LatentCache
-from mla_compile.runtime.calls import Call, weight_reader
+from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
 
 
 def plain_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """The example inputs of a Dynamo graph, what carries rows replaced by plain fake tensors of the same shape."""
+    """The example inputs of a Dynamo graph, with plain fake tensors of the same shape for those that hold rows."""
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if isinstance(values[index], LatentTensor):
@@ -29,7 +29,7 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[An
 
 
 def expanding(call: Call) -> Call:
-    """A callable of plain tensors that may be given tensors that carry rows."""
+    """A callable that accepts tensors of rows, around one that takes plain tensors."""
 
     def plain(*inputs: Any) -> Any:
         return call(*map(_plain, inputs))
@@ -42,11 +42,10 @@ def _plain(value: Any) -> Any:
 
 
 def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Call) -> Call:
-    """A callable of the captured inputs (``names``) around one of the program's.
+    """A callable of the captured inputs (``names``) around one of the program's inputs.
 
-    Takes the rows out of the tensors that carry them and puts the returned rows into such tensors. ``otherwise`` is
-    called, after a warning, for inputs that are made from other weights, or share their rows in another way, than those
-    compiled for.
+    It takes the rows out of the tensors that hold them and returns the new rows in such tensors. For inputs with other
+    weights, or with rows shared in another way, than the program was compiled for, it warns and calls ``otherwise``.
     """
     cache = program.cache
     assert cache is not None
@@ -78,7 +77,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
                 return _otherwise("expanded with other weights")(*inputs)
             for name, row in zip(wanted, tensor.rows(), strict=True):
                 if rows.setdefault(name, row) is not row:
-                    return _otherwise("made from other rows than those it shared so far")(*inputs)
+                    return _otherwise("made from rows that are shared in another way than before")(*inputs)
         given = (_plain(inputs[index]) for index in kept)
         results = list(call(*given, *(rows[name] for name in cache.rows)))
         for index, recipe, leaves, parts in gives:

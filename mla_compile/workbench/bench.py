@@ -17,9 +17,8 @@ from mla_compile.core.dims import Dims
 from mla_compile.core.measuring import Times, available_bytes, in_turns, machine, median_ratio, require_compiler
 from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.models import config_file, skeleton
-from mla_compile.models.survey import survey_config
-from mla_compile.report.facts import Survey
-from mla_compile.report.report import Report
+from mla_compile.models.survey import Survey, survey_config
+from mla_compile.report.facts import Facts
 from mla_compile.workbench.decode_steps import TOLERANCE, WARM_UP, DecodeSteps, differences, variants
 
 SCHEMA = "mla_compile.bench/1"
@@ -92,14 +91,14 @@ class Subject:
     """A model to measure, before any of it is allocated."""
 
     config: Any
-    survey: Survey
+    facts: Facts
     settings: Settings
     notes: tuple[str, ...]
 
     @property
     def dims(self) -> Dims:
         """Of the first site."""
-        return self.survey.latent[0].dims
+        return self.facts.latent[0].dims
 
     def bytes_at(self, tokens: int, *, expanded: bool) -> int:
         """What the weights and a step at ``tokens`` take.
@@ -108,9 +107,9 @@ class Subject:
         with the copies that eager PyTorch makes of them.
         """
         size, d = DTYPES[self.settings.dtype].itemsize, self.dims
-        values = self.survey.weights.total
+        values = self.facts.weights.total
         rows = self.settings.batch * (tokens + 1)
-        values += rows * 3 * self.survey.cache_values
+        values += rows * 3 * self.facts.cache_values
         if expanded:
             values += rows * d.H * (3 * (d.N + d.V) + 2 * d.R)
         return values * size
@@ -168,7 +167,7 @@ def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
     found = survey_config(config, settings.dtype)
     if not found.report.absorbed:
         raise NothingToCompareError(nothing(found))
-    made = Subject(config, found, settings, notes)
+    made = Subject(config, found.facts, settings, notes)
     room = int(_PART_OF_FREE * available_bytes(torch.device(settings.device)))
     longest = max(settings.contexts)
     alone, whole = made.bytes_at(0, expanded=False), made.bytes_at(longest, expanded=False)
@@ -189,9 +188,10 @@ def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
 
 def nothing(found: Survey) -> str:
     """Why there is nothing to compare, and what to do."""
-    if found.family in ("MHA", "GQA", "MQA"):
+    name, family = found.facts.name, found.facts.family
+    if family in ("MHA", "GQA", "MQA"):
         return (
-            f"{found.name} is {found.family}, not Multi-head Latent Attention: there is no latent to absorb and "
+            f"{name} is {family}, not Multi-head Latent Attention: there is no latent to absorb and "
             "nothing to compare; `mla-compile plan` says what it costs to serve"
         )
     return f"nothing is absorbed ({found.report.summary()}), so nothing can be compared; `mla-compile explain` says why"
@@ -203,7 +203,6 @@ class Bench:
     def __init__(self, made: Subject) -> None:
         self.subject, self.settings = made, made.settings
         self.rows: list[Row] = []
-        self.report: Report | None = None
         self.about = machine()
         self._room = 0
         self._steps: DecodeSteps | None = None
@@ -284,10 +283,10 @@ class Bench:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the key ``schema`` names the layout."""
-        found = self.subject.survey
+        facts = self.subject.facts
         return {
             "schema": SCHEMA,
-            "model": found.name,
+            "model": facts.name,
             "notes": list(self.subject.notes),
             "dims": asdict(self.subject.dims),
             "settings": asdict(self.settings),

@@ -25,7 +25,7 @@ from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 from mla_compile.passes.decide import formulas
 from mla_compile.passes.decide.formulas import B, E, G, H, L, R, T
-from mla_compile.report.facts import Survey
+from mla_compile.report.facts import Facts
 from mla_compile.workbench.machines import Machine
 
 SCHEMA = "mla_compile.plan/1"
@@ -194,7 +194,7 @@ def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dty
     )
 
 
-def attentions(model: Survey) -> tuple[Attention, ...]:
+def attentions(model: Facts) -> tuple[Attention, ...]:
     """The attentions of a model: absorbed where they are latent, with the heads of their cache elsewhere."""
     found = [Attention(site.count, site.dims.H, L=site.dims.L, R=site.dims.R) for site in model.latent]
     rows = {v for site in model.latent for v in (site.dims.latent_values, site.dims.expanded_values)}
@@ -212,7 +212,7 @@ def attentions(model: Survey) -> tuple[Attention, ...]:
     return tuple(found)
 
 
-def plan(model: Survey, machine: Machine, request: Request) -> Plan:
+def plan(model: Facts, machine: Machine, request: Request) -> Plan:
     """Every layout that the request's machines allow; one machine has only one. Raises :class:`InputError`."""
     sites = attentions(model)
     _check(sites, machine, request)
@@ -242,7 +242,7 @@ def _check(sites: tuple[Attention, ...], machine: Machine, request: Request) -> 
 
 
 def _layout(
-    layout: Layout, dcp: int, model: Survey, sites: tuple[Attention, ...], machine: Machine, request: Request
+    layout: Layout, dcp: int, model: Facts, sites: tuple[Attention, ...], machine: Machine, request: Request
 ) -> LayoutPlan:
     weights = model.weights
     common = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from mla_compile.core.measuring import Times
 from mla_compile.errors import InputError
-from mla_compile.report.facts import Survey
+from mla_compile.report.facts import Facts
 from mla_compile.report.page.write import checked
 from mla_compile.workbench.machines import Machine
 from mla_compile.workbench.planning import Request, plan
@@ -31,7 +31,7 @@ def check(path: Path) -> None:
         raise InputError('--plot needs matplotlib: pip install "mla-compile[plot]"') from None
 
 
-def draw(model: Survey, machine: Machine, request: Request, path: Path) -> None:
+def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
     """Write the plot; what does not fit in memory is dotted."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -50,7 +50,7 @@ def draw(model: Survey, machine: Machine, request: Request, path: Path) -> None:
 
 
 def _lines(
-    axes: Any, model: Survey, machine: Machine, points: list[tuple[int, Request]], what: str, unit: float
+    axes: Any, model: Facts, machine: Machine, points: list[tuple[int, Request]], what: str, unit: float
 ) -> None:
     plans = [(x, plan(model, machine, request)) for x, request in points]
     for i, first in enumerate(plans[0][1].layouts):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile import pipeline
-from mla_compile.capture import capture
+from mla_compile.capture import capture, emit
 from mla_compile.codes import Code
 from mla_compile.options import Options
 from mla_compile.report.report import SiteReport
@@ -230,7 +230,7 @@ def _compiled(module: Aliased, values: list[Tensor], forms: str) -> tuple[Callab
         program = capture.from_graph_module(traced)
         outcome = pipeline.run(program, Options.parse({"forms": forms, "fold": "never"}, codegen="eager"))
     (site,) = outcome.report.sites
-    return capture.to_plain_graph_module(outcome.program), site
+    return emit.to_plain_graph_module(outcome.program), site
 
 
 def _sides(case: Case, write: Write, sides: Sequence[str]) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from mla_compile.options import Options
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.report.report import SiteReport
-from mla_compile.runtime.calls import compute
+from mla_compile.runtime.folds import compute
 from tests.adversary.bases import Base, verdicts
 from tests.adversary.mutations import Mutation
 from tests.adversary.obligations import Obligations, check_codes, said

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_said_before_it_is_built(surveyed, monkeypatch, arg
 
 def test_expanded_forms_that_do_not_fit_are_left_out(surveyed, monkeypatch):
     """Room for the keys and values of 150 tokens, and for the latent rows of many more."""
-    made = bench.Subject(None, _surveyed(), bench.Settings(dtype="fp32"), ())
+    made = bench.Subject(None, _surveyed().facts, bench.Settings(dtype="fp32"), ())
     room = (made.bytes_at(150, expanded=True) - made.bytes_at(0, expanded=False)) / 0.8
     rooms = iter([1e9, room, room])
     monkeypatch.setattr(bench, "available_bytes", lambda device: next(rooms))

@@ -192,7 +192,7 @@ def test_layers_that_are_not_traced_count_as_those_they_are_like(here):
 
 
 def test_the_cut_model_says_what_the_whole_one_says(here):
-    model = survey(write(TINY))
+    model = survey(write(TINY)).facts
     config, _ = config_file.read("config.json")
     whole = skeleton.build(config)
     cache, left_out = skeleton.cached_call(whole)
@@ -203,7 +203,7 @@ def test_the_cut_model_says_what_the_whole_one_says(here):
         whole, input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache
     )
     assert [s.verdict for s in report.sites] == ["absorbed"] * sum(site.count for site in model.latent)
-    assert {s.dims for s in report.sites} == {s.dims for s in model.report.sites}
+    assert {s.dims for s in report.sites} == {s.dims for s in model.sites}
     assert sum(layer.keys.shape[3] + layer.values.shape[3] for layer in cache.layers) == model.cache_values
 
 
@@ -214,7 +214,7 @@ def test_experts_that_depend_on_values_are_left_out_and_named(here):
         "num_attention_heads": 4, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3, "kv_lora_rank": 20,
         "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10, "head_dim": 6,
     }  # fmt: skip
-    model = survey(write({"model_type": "longcat_flash", **sizes}))
+    model = survey(write({"model_type": "longcat_flash", **sizes})).facts
     assert sum(site.count for site in model.latent if site.absorbed) == 4
     assert model.cache_values == 4 * 26
     assert any("left out of the trace" in note and "experts" in note for note in model.notes)
@@ -234,7 +234,7 @@ def test_grouped_heads_are_named_and_nothing_is_absorbed(here):
 def test_code_that_looks_at_values_unless_it_is_traced(here):
     """GPT-2 asks a mask for a value: its prompt runs on fake tensors instead."""
     sizes = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    model = survey(write({"model_type": "gpt2", **sizes}))
+    model = survey(write({"model_type": "gpt2", **sizes})).facts
     assert model.family == "MHA"
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
 
@@ -246,7 +246,7 @@ def falcon(**more: object) -> dict[str, object]:
 
 def test_layers_that_return_tuples(here):
     """Falcon's layers return their hidden states in a tuple; one that is not traced does too."""
-    model = survey(write(falcon(multi_query=False, alibi=True)))
+    model = survey(write(falcon(multi_query=False, alibi=True))).facts
     assert model.family == "MHA"
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
 
@@ -254,7 +254,7 @@ def test_layers_that_return_tuples(here):
 def test_what_torch_does_not_trace_on_the_meta_device(here, monkeypatch):
     """An index that is a list: it is traced in memory that nobody touches, or the line is named where there is none."""
     source = write(falcon(multi_query=True, alibi=False))
-    model = survey(source)
+    model = survey(source).facts
     assert model.family == "MQA"
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(1, 24, 2)]
 
@@ -266,14 +266,14 @@ def test_what_torch_does_not_trace_on_the_meta_device(here, monkeypatch):
     assert done.exit_code == 2, done.output
     assert "FalconForCausalLM cannot be captured at falcon/modeling_falcon.py:" in done.output
     assert "[-2]" in done.output
-    assert "explain a small model of the kind that has values" in done.output
+    assert "explain a small model of the same kind that has weights" in done.output
     assert len(done.output.splitlines()) == 1
 
 
 def test_the_text_part_of_a_config_of_several_parts(here):
     """Also where transformers lists the class of neither."""
     text = {name: value for name, value in TINY.items() if name not in ("model_type", "architectures")}
-    model = survey(write({"model_type": "mistral3", "text_config": {"model_type": "mistral4", **text}}))
+    model = survey(write({"model_type": "mistral3", "text_config": {"model_type": "mistral4", **text}})).facts
     assert model.name == "Mistral4ForCausalLM"
     assert model.family == "MLA"
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from mla_compile.cli.app import app
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
-from mla_compile.report.facts import CachedLayers, LatentSites, Survey
+from mla_compile.models.survey import Survey
+from mla_compile.report.facts import CachedLayers, Facts, LatentSites
 from mla_compile.report.report import Report
 from mla_compile.report.weights import Weights
 from mla_compile.workbench import planning
@@ -24,12 +25,12 @@ from mla_compile.workbench.planning import Attention, Request, expressions, floo
 
 V3_DIMS = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
 V3_WEIGHTS = Weights(671_026_404_352, 926_679_040, 653_908_770_816, 256, 8.0)
-V3 = Survey(
-    "V3", "MLA", Report(()), (LatentSites(V3_DIMS, 61, absorbed=True),), (CachedLayers(1, 512, 1, 64, 61),), V3_WEIGHTS,
+V3 = Facts(
+    "V3", "MLA", (), (LatentSites(V3_DIMS, 61, absorbed=True),), (CachedLayers(1, 512, 1, 64, 61),), V3_WEIGHTS,
     heads=128, width=7168,
 )  # fmt: skip
-GROUPED = Survey(
-    "Grouped", "GQA", Report(()), (), (CachedLayers(8, 128, 8, 128, 80),), Weights(70_553_706_496, 1_050_673_152),
+GROUPED = Facts(
+    "Grouped", "GQA", (), (), (CachedLayers(8, 128, 8, 128, 80),), Weights(70_553_706_496, 1_050_673_152),
     heads=64, width=8192,
 )  # fmt: skip
 H200 = machine("h200")
@@ -40,7 +41,9 @@ CUSTOM = {"memory_bytes": 32e9, "bytes_per_s": 1e12, "flops_per_s": {"bf16": 1e1
 def here(tmp_path, monkeypatch):
     """The command on V3's sizes, without tracing them in every test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mla_compile.cli.plan.survey", lambda source: {"v3": V3, "grouped": GROUPED}[source])
+    monkeypatch.setattr(
+        "mla_compile.cli.plan.survey", lambda source: Survey({"v3": V3, "grouped": GROUPED}[source], Report(()))
+    )
     return tmp_path
 
 

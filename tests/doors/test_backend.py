@@ -20,12 +20,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv
 
 from mla_compile import pipeline
-from mla_compile.backend import Compiler, has_attention, mla, reports
+from mla_compile.backend import mla, reports
 from mla_compile.core.program import Fold, Program
+from mla_compile.dynamo import compiler as compiling
+from mla_compile.dynamo.compiler import Compiler, has_attention
 from mla_compile.errors import MlaCompileWarning, OptionError, StaleWeightError, WeightError
 from mla_compile.options import Options
 from mla_compile.passes.ir.sizes import size
-from mla_compile.runtime import calls as runtime
+from mla_compile.runtime import choice, folds
+from mla_compile.runtime.folds import FoldedWeights
 from tests.support.toy import Toy, decode_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,12 +271,12 @@ def test_an_interrupt_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_with_a_symbolic_number_of_queries_each_call_picks(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     picked: list[bool] = []
-    choose = runtime.choose_by_call
+    choose = choice.choose_by_call
 
     def spy(pays: Any, absorbed: Any, expanded: Any) -> Any:
         return choose(lambda inputs: picked.append(pays(inputs)) or picked[-1], absorbed, expanded)
 
-    monkeypatch.setattr(runtime, "choose_by_call", spy)
+    monkeypatch.setattr(compiling, "choose_by_call", spy)
     model = Toy().eval()
     backend = compiler(codegen=codegen)
     step = compiled(model, backend, dynamic=True)
@@ -300,16 +303,16 @@ def test_the_picker_understands_the_shape_expressions_of_torch() -> None:
     program = Program(torch.fx.GraphModule({}, graph))
     S, T = (size.node.expr for size in fake.shape)
     site = pipeline.SiteCost(pipeline.Dims(H=4, L=16, R=6, N=12, V=10), 2, FloorDiv(S * S, S), T + 1)
-    pays = runtime.picker(program, [site, site])
+    pays = choice.picker(program, [site, site])
     assert pays([torch.ones(1, 50)])
     assert not pays([torch.ones(500, 50)])
-    assert runtime.pays_as_traced(program, [site])
+    assert choice.pays_as_traced(program, [site])
     unknown = pipeline.SiteCost(site.dims, 2, S, sympy.Symbol("u0", integer=True))  # counts as UNSEEN
-    pays = runtime.picker(program, [unknown])
+    pays = choice.picker(program, [unknown])
     assert pays([torch.ones(1, 50)])
     assert not pays([torch.ones(500, 50)])
-    assert runtime.pays_as_traced(program, [unknown])
-    assert not runtime.pays_as_traced(program, [pipeline.SiteCost(site.dims, 2, S + 100, unknown.T)])
+    assert choice.pays_as_traced(program, [unknown])
+    assert not choice.pays_as_traced(program, [pipeline.SiteCost(site.dims, 2, S + 100, unknown.T)])
 
 
 def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
@@ -327,10 +330,10 @@ def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
     S, T = size(queries.shape[0]), size(later)
     assert earlier.node.expr == T
     site = pipeline.SiteCost(pipeline.Dims(H=4, L=16, R=6, N=12, V=10), 2, S, T + S)
-    pays = runtime.picker(program, [site])
+    pays = choice.picker(program, [site])
     assert pays([torch.ones(5, 7), 50])
     assert not pays([torch.ones(500, 7), 50])
-    assert not runtime.pays_as_traced(program, [site])  # 50 queries
+    assert not choice.pays_as_traced(program, [site])  # 50 queries
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
@@ -355,13 +358,13 @@ def test_a_context_whose_length_is_computed_in_the_graph() -> None:
 def folding(model: Toy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[int]]:
     """``model`` compiled with folds that count how often they are computed."""
     counts: list[int] = []
-    compute = runtime.compute
+    compute = folds.compute
 
     def counted(fold: Fold, live: Any) -> torch.Tensor:
         counts.append(1)
         return compute(fold, live)
 
-    monkeypatch.setattr(runtime, "compute", counted)
+    monkeypatch.setattr(folds, "compute", counted)
     backend = compiler(fold="always", **options)
     step = compiled(model, backend)
     with torch.no_grad():
@@ -428,7 +431,7 @@ def test_one_graph_may_serve_layers_in_turn_without_folding_anew() -> None:
         return live["w0"] * 2
 
     layers = [torch.full((2,), float(i)) for i in range(3)]
-    folds = runtime.FoldedWeights(weights_program(layers[0], compute=compute))
+    folds = FoldedWeights(weights_program(layers[0], compute=compute))
     for _ in range(2):
         for layer in layers:
             (value,) = folds.values([layer])
@@ -448,7 +451,7 @@ def test_nan_weights_are_not_folded_in_every_call() -> None:
         return live["w0"] * 2
 
     weight = torch.tensor([float("nan"), 0.0])
-    folds = runtime.FoldedWeights(weights_program(weight, compute=compute))
+    folds = FoldedWeights(weights_program(weight, compute=compute))
     folds.values([weight])
     folds.values([weight])
     assert len(calls) == 1
@@ -459,7 +462,7 @@ def test_nan_weights_are_not_folded_in_every_call() -> None:
 
 def test_a_fold_that_changes_its_shape_is_refused_not_stale() -> None:
     weight = torch.ones(2)
-    folds = runtime.FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] * 2))
+    folds = FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] * 2))
     folds.values([weight])
     weight.data = torch.ones(3)
     with pytest.raises(StaleWeightError, match="compile the model again"):
@@ -475,7 +478,7 @@ def test_a_fold_that_changes_its_shape_is_refused_not_stale() -> None:
     ],
 )
 def test_weights_without_dense_values_cannot_be_folded(weight: torch.Tensor, message: str) -> None:
-    folds = runtime.FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] + live["w0"]))
+    folds = FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] + live["w0"]))
     with pytest.raises(WeightError, match=message):
         folds.values([weight])
 
@@ -485,7 +488,7 @@ def test_a_fold_that_fails_costs_the_fold_not_the_absorption(fold: str, monkeypa
     def refuse(*_: Any) -> Any:
         raise WeightError("cannot be folded")
 
-    monkeypatch.setattr(runtime, "compute", refuse)
+    monkeypatch.setattr(folds, "compute", refuse)
     if fold == "auto":  # decide like a cost model that likes folding
         real = pipeline.run
         monkeypatch.setattr(

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from mla_compile import MlaCompileWarning, optimize
-from mla_compile.backend import Compiler, mla
-from mla_compile.runtime import dynamo_config
-from mla_compile.runtime.causes import cause
-from mla_compile.runtime.recompiles import SYMBOLIC
+from mla_compile.backend import mla
+from mla_compile.dynamo import settings
+from mla_compile.dynamo.causes import cause
+from mla_compile.dynamo.compiler import Compiler
+from mla_compile.dynamo.recompiles import SYMBOLIC
 from tests.support import unsettled
 from tests.support.unsettled import (
     ByIndex,
@@ -144,11 +145,11 @@ def test_a_list_that_grows_is_said_once_with_its_line(door: str, runs: list[int]
         assert absorbed_runs(fast, model, runs, count=4) == [1, 1, 0, 0, 0]
     (message,) = [str(w.message) for w in caught if issubclass(w.category, MlaCompileWarning)]
     name = "model.tokens" if door == "optimize" else "self.tokens"
-    assert f"{name} has another length in every call ({unsettled.__file__}:" in message
+    assert f"the length of {name} changes from call to call ({unsettled.__file__}:" in message
     assert "in forward: position = len(self.tokens))" in message
     assert "@torch.compiler.disable" in message
     assert ("ListOfTokens.forward" in message) == (door == "optimize")
-    assert "mla_compile/forward.py" not in message
+    assert "mla_compile/dynamo" not in message
     if door == "optimize":
         assert fast.mla_report.messages == (message,)
 
@@ -164,9 +165,9 @@ def test_what_the_warning_about_lists_advises_helps(runs: list[int]) -> None:
 @pytest.mark.parametrize(
     ("make", "options", "what", "advice"),
     [
-        (IntPosition, None, "the int self.position has another value", "call mla_compile.optimize"),
-        (GrowingBuffer, None, "axis 1 of the tensor self.rows has another size", "call mla_compile.optimize"),
-        (IntPosition, {"dynamic": True}, "the int model.position has another value", "leave out the option dynamic"),
+        (IntPosition, None, "the int self.position changes", "call mla_compile.optimize"),
+        (GrowingBuffer, None, "axis 1 of the tensor self.rows changes its size", "call mla_compile.optimize"),
+        (IntPosition, {"dynamic": True}, "the int model.position changes", "leave out the option dynamic"),
     ],
     ids=["int", "buffer", "dynamic"],
 )
@@ -181,7 +182,7 @@ def test_where_nothing_can_be_made_symbolic_the_warning_says_what_would_be(
         fast = optimize(copied, **OPTIONS, **options)
     with (
         torch._dynamo.config.patch(recompile_limit=2),
-        pytest.warns(MlaCompileWarning, match=rf"{what} in every call.* \(.*unsettled.py:\d+ in .*{advice}"),
+        pytest.warns(MlaCompileWarning, match=rf"{what} from call to call.* \(.*unsettled.py:\d+ in .*{advice}"),
     ):
         assert absorbed_runs(fast, model, runs, count=3)[-1] == 0
 
@@ -220,11 +221,11 @@ def test_settings_are_restored_whatever_happens_inside() -> None:
     before = seen_settings()
 
     def fail() -> None:
-        with dynamo_config.held(SYMBOLIC):
+        with settings.held(SYMBOLIC):
             assert seen_settings() == {**before, **SYMBOLIC}
-            with dynamo_config.held({"recompile_limit": 99}):
+            with settings.held({"recompile_limit": 99}):
                 assert seen_settings() == {**before, **SYMBOLIC, "recompile_limit": 99}
-                assert dynamo_config.users("recompile_limit") == before["recompile_limit"]
+                assert settings.user_value("recompile_limit") == before["recompile_limit"]
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -235,22 +236,22 @@ def test_settings_are_restored_whatever_happens_inside() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["as_installed", "one_for_all_threads"])
 def test_threads_that_overlap_leave_no_setting_behind(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if shared:  # as in torch 2.11
-        state, config = dynamo_config._Shared(), SimpleNamespace(**seen_settings())
-        monkeypatch.setattr(dynamo_config, "_state", lambda: state)
-        monkeypatch.setattr(dynamo_config, "config", config)
-    config = dynamo_config.config
+        state, config = settings._Shared(), SimpleNamespace(**seen_settings())
+        monkeypatch.setattr(settings, "_state", lambda: state)
+        monkeypatch.setattr(settings, "config", config)
+    config = settings.config
     (name, wanted), before = next(iter(SYMBOLIC.items())), seen_settings()
     inside, leave, seen = threading.Event(), threading.Event(), []
 
     def second() -> None:
-        with dynamo_config.held(SYMBOLIC):
+        with settings.held(SYMBOLIC):
             inside.set()
             leave.wait(30)
             seen.append(getattr(config, name))
         seen.append(getattr(config, name))
 
     thread = threading.Thread(target=second)
-    with dynamo_config.held(SYMBOLIC):  # enters first and leaves first
+    with settings.held(SYMBOLIC):  # enters first and leaves first
         thread.start()
         assert inside.wait(30)
     leave.set()
@@ -262,19 +263,19 @@ def test_threads_that_overlap_leave_no_setting_behind(shared: bool, monkeypatch:
 @pytest.mark.parametrize(
     ("guard", "kind", "what"),
     [
-        ("module._modules['a']._modules['0'].pos == 11", "number", "the int model.a.0.pos has another value"),
-        ("L['module'].pos == -1", "number", "the int model.pos has another value"),
-        ("len(module.toks) == 6", "length", "model.toks has another length"),
-        ("len(module.d) != 6", "length", "model.d has another length"),
-        ("not len(module.d)", "length", "model.d has another length"),
+        ("module._modules['a']._modules['0'].pos == 11", "number", "the int model.a.0.pos changes"),
+        ("L['module'].pos == -1", "number", "the int model.pos changes"),
+        ("len(module.toks) == 6", "length", "the length of model.toks changes"),
+        ("len(module.d) != 6", "length", "the length of model.d changes"),
+        ("not len(module.d)", "length", "the length of model.d changes"),
         (
             "tensor 'module._buffers['c']' size mismatch at index 1. expected 6, actual 7",
             "size",
-            "axis 1 of the tensor model.c has another size in every call (6, then 7)",
+            "axis 1 of the tensor model.c changes its size from call to call (6, then 7)",
         ),
-        ("module.mode == 'aa'", "other", "Dynamo names the guard model.mode == 'aa'"),
-        ("tensor 'kwargs['x']' dtype mismatch", "other", "Dynamo names the guard tensor 'kwargs['x']' dtype"),
-        ("Unable to find recompilation reasons", "other", "Dynamo names the guard Unable to find"),
+        ("module.mode == 'aa'", "other", "the guard that failed is model.mode == 'aa'"),
+        ("tensor 'kwargs['x']' dtype mismatch", "other", "the guard that failed is tensor 'kwargs['x']' dtype"),
+        ("Unable to find recompilation reasons", "other", "the guard that failed is Unable to find"),
     ],
 )
 def test_guards_in_words(guard: str, kind: str, what: str) -> None:

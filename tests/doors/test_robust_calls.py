@@ -12,7 +12,7 @@ import torch
 
 from mla_compile import CaptureError, MlaCompileWarning, explain, optimize, pipeline
 from mla_compile.passes.linear import analysis as linear_map
-from mla_compile.runtime import calls as runtime
+from mla_compile.runtime import folds
 from tests.support.toy import Toy, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -133,7 +133,7 @@ PLACES = [
     (linear_map.LinearMaps, "__init__"),
     (pipeline, "absorb"),
     (pipeline, "remove_dead_code"),
-    (runtime, "compute"),
+    (folds, "compute"),
 ]
 
 

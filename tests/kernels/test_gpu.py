@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_compile.backend import Compiler, reports
+from mla_compile.backend import reports
+from mla_compile.dynamo.compiler import Compiler
 from mla_compile.errors import InputError
 from mla_compile.kernels import decode, reference
 from mla_compile.kernels.plan import Device, Plan, plan

@@ -77,7 +77,7 @@ def call(*arguments: str):
 
 def rendered(model: nn.Module) -> str:
     report = mla_compile.explain(model, *decode_inputs(cached=300))
-    return render(explained(facts_of(report, type(model).__name__), "fp32", 4))
+    return render(explained(facts_of(report.sites, report.messages, type(model).__name__), "fp32", 4))
 
 
 def labels(drawing: Drawing) -> list[str]:
@@ -127,7 +127,7 @@ def reaching(drawing: Drawing, end: int) -> set[int]:
 
 def test_every_drawing_is_whole(explained_tiny):
     """Edges go one way, everything leads to the last node, and names are names of nodes."""
-    drawings = [d for s in explained_tiny.survey.report.sites for d in (s.drawing.before, s.drawing.after)]
+    drawings = [d for s in explained_tiny.facts.sites for d in (s.drawing.before, s.drawing.after)]
     assert len(drawings) == 4
     for drawing in drawings:
         assert all(source < reader for source, reader in drawing.edges)
@@ -174,7 +174,7 @@ def test_the_break_even_is_where_the_lines_cross():
     from mla_compile.report.explained import query_flops
 
     report = mla_compile.explain(Toy(), *decode_inputs(cached=300))
-    (site,) = explained(facts_of(report, ""), "fp32", 4).choices
+    (site,) = explained(facts_of(report.sites, (), ""), "fp32", 4).choices
     assert site.break_even == tuple(cost.break_even_S(site.dims, T) for T in CONTEXTS)
     even = int(site.break_even[1])
     (_, expanded), (_, absorbed) = query_flops(site.dims, (even, even + 1), 32768)
@@ -243,7 +243,7 @@ def test_a_long_way_is_cut():
     assert site.verdict == "refused"
     assert MOST - 10 <= len(site.drawing.before.nodes) <= MOST  # views are one node
     assert [node.name for node in site.drawing.before.nodes if node.blamed] == [site.blame.node]
-    assert len(render(explained(facts_of(report, ""), "fp32", 4))) < 200_000
+    assert len(render(explained(facts_of(report.sites, (), ""), "fp32", 4))) < 200_000
 
 
 def test_a_refusal_shows_what_stands_in_the_way(here):
@@ -279,9 +279,9 @@ def test_other_families_have_a_page_too(here):
 def test_a_report_without_drawings_has_a_page():
     report = mla_compile.explain(Toy(), *decode_inputs(cached=300))
     bare = Report.from_dict(report.to_dict())
-    text = render(explained(facts_of(bare, "bare"), "bf16", 2))
+    text = render(explained(facts_of(bare.sites, (), "bare"), "bf16", 2))
     assert "No drawing" in text
-    assert "No attention was found" in render(explained(facts_of(Report(()), "none"), "bf16", 2))
+    assert "No attention was found" in render(explained(facts_of((), (), "none"), "bf16", 2))
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ def pages(tmp_path_factory, explained_tiny):
     folder = tmp_path_factory.mktemp("pages")
     write_page(explained_tiny, folder / "absorbed.html", "absorbed")
     report = mla_compile.explain(Long(), *decode_inputs(cached=300))
-    write_page(explained(facts_of(report, "Long"), "fp32", 4), folder / "refused.html", "A" * 90)
+    write_page(explained(facts_of(report.sites, report.messages, "Long"), "fp32", 4), folder / "refused.html", "A" * 90)
     return folder
 
 

@@ -231,8 +231,8 @@ def test_json_is_strict_where_the_break_even_is_infinite():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "schema is None, expected 'mla_compile.report.report/1'"),
-        ({"schema": "mla_compile.report.report/2"}, "schema is 'mla_compile.report.report/2'"),
+        ({}, "schema is None, expected 'mla_compile.report/1'"),
+        ({"schema": "mla_compile.report/2"}, "schema is 'mla_compile.report/2'"),
         ({"schema": SCHEMA}, r"does not follow it: KeyError\('sites'\)"),
         ({**REPORT.to_dict(), "sites": [{"where": {}}]}, "does not follow it: TypeError"),
         ({**REPORT.to_dict(), "sites": [{**REFUSED.to_dict(), "code": "no_such"}]}, "'no_such' is not a valid Code"),

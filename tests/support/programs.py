@@ -19,9 +19,8 @@ from mla_compile.passes.attention.find import find_attention
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
-from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.linear.records import LinearMap, Piece
-from mla_compile.runtime.calls import compute
+from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
+from mla_compile.runtime.folds import compute
 
 OP = "mla_compile.decode_attention.default"
 

@@ -13,21 +13,17 @@ from mla_compile.core.drawing import DrawnNode
 from mla_compile.core.quantities import amount, gigabytes, scaled, seconds
 from mla_compile.core.records import Location, SiteReport
 from mla_compile.report.explained import CONTEXTS, CacheRow, Explained, SiteChoice, TokenCost, query_flops, token_costs
-from mla_compile.report.facts import Family, Survey
+from mla_compile.report.facts import Facts, Family
 from mla_compile.report.grouping import SiteGroup, grouped
 from mla_compile.report.page import charts
 from mla_compile.report.page.graphs import Graph, laid_out
-from mla_compile.report.report import headline, rows_of
+from mla_compile.report.wording import WORDS, headline, queries, rows_of
 from mla_compile.version import __version__
 
 PLACES = tuple(2**i for i in range(11, 20))
 """Contexts of the cost charts; those of the tables are among them."""
 QUERIES = tuple(2**i for i in range(13))
 _QUERY_CONTEXT = 32768
-_WORDS: dict[Verdict, str] = {
-    "absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA",
-}  # fmt: skip
-
 _FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a latent as wide as K and V"}
 
 
@@ -108,7 +104,7 @@ class Content:
 
 def content(result: Explained, title: str) -> Content:
     """Everything the page shows of one explained model."""
-    model = result.survey
+    model = result.facts
     tone, verdict = _verdict(model)
     costs = result.costs
     return Content(
@@ -117,8 +113,8 @@ def content(result: Explained, title: str) -> Content:
         tone=tone,
         verdict=verdict,
         advice=_advice(model),
-        notes=(*result.notes, *model.report.messages),
-        sites=tuple(_site(group, model) for group in grouped(model.report.sites)),
+        notes=(*result.notes, *model.messages),
+        sites=tuple(_site(group, model) for group in grouped(model.sites)),
         cache_chart=_cache_chart(result.cache) if result.cache else None,
         cache_table=_cache_table(result) if result.cache else None,
         cache_note=model.own_cache(),
@@ -130,55 +126,55 @@ def content(result: Explained, title: str) -> Content:
     )
 
 
-def _verdict(model: Survey) -> tuple[Verdict, str]:
-    counts = dict.fromkeys(_WORDS, 0)
-    for site, copies in zip(model.report.sites, model.copies, strict=True):
+def _verdict(model: Facts) -> tuple[Verdict, str]:
+    counts = dict.fromkeys(WORDS, 0)
+    for site, copies in zip(model.sites, model.copies, strict=True):
         counts[site.verdict] += copies
     total, absorbed = sum(counts.values()), counts["absorbed"]
     if not total:
         return "not_mla", "There is no attention in this model."
     if not absorbed:
         worst: Verdict = next(v for v in ("refused", "kept", "not_mla") if counts[v])
-        first = next(site for site in model.report.sites if site.verdict == worst)
+        first = next(site for site in model.sites if site.verdict == worst)
         if worst == "not_mla":
             kind = "MHA, GQA or MQA" if model.family == "not MLA" else model.family
             return worst, f"This is {kind}, not Multi-head Latent Attention: there is no latent to absorb."
         what = "Nothing is absorbed" if worst == "refused" else "Nothing needs to be absorbed"
-        said = f"{_sites(counts[worst])} {_be(counts[worst])} {_WORDS[worst]} ({first.code}): {first.reason}"
+        said = f"{_sites(counts[worst])} {_be(counts[worst])} {WORDS[worst]} ({first.code}): {first.reason}"
         return worst, f"{what}: {said}."
     gain = _in_part(model, absorbed) + _gain(model)
     if absorbed == total:
         who = "The one attention is" if total == 1 else f"All {total} attentions are"
         return "absorbed", f"{who} decoded in absorbed form{gain}."
-    others = ", ".join(f"{n} {_WORDS[v]}" for v, n in counts.items() if n and v != "absorbed")
+    others = ", ".join(f"{n} {WORDS[v]}" for v, n in counts.items() if n and v != "absorbed")
     return "absorbed", f"{absorbed} of {total} attentions are decoded in absorbed form{gain}; {others}."
 
 
-def _in_part(model: Survey, absorbed: int) -> str:
-    some = sum(n for site, n in zip(model.report.sites, model.copies, strict=True) if site.kept)
+def _in_part(model: Facts, absorbed: int) -> str:
+    some = sum(n for site, n in zip(model.sites, model.copies, strict=True) if site.kept)
     if not some:
         return ""
     return ", in part" if absorbed == 1 else f", {'all' if some == absorbed else some} of them in part"
 
 
-def _gain(model: Survey) -> str:
-    saved = [s for s in model.report.sites if s.verdict == "absorbed" and s.cache_values_latent]
+def _gain(model: Facts) -> str:
+    saved = [s for s in model.sites if s.verdict == "absorbed" and s.cache_values_latent]
     before, after = (saved[0].cache_values_expanded, saved[0].cache_values_latent) if saved else (None, None)
     if before is None or after is None or before <= after:
         return ""
     return f": {after:,} values per token and layer are read instead of {before:,}, {before / after:.3g} times fewer"
 
 
-def _advice(model: Survey) -> str:
-    if any(site.verdict == "absorbed" for site in model.report.sites):
+def _advice(model: Facts) -> str:
+    if any(site.verdict == "absorbed" for site in model.sites):
         return 'Use it with mla_compile.optimize(model), or torch.compile(model, backend="mla").'
-    if any(site.verdict in ("refused", "kept") for site in model.report.sites):
+    if any(site.verdict in ("refused", "kept") for site in model.sites):
         return "Below is what stands in the way, where, and what would change it. The model runs as it is."
     plan = "; mla-compile plan says what it costs to serve" if model.cached else ""
     return f"mla_compile leaves it as it is{plan}."
 
 
-def _facts(model: Survey, dtype: str) -> tuple[str, ...]:
+def _facts(model: Facts, dtype: str) -> tuple[str, ...]:
     weights = model.weights
     said = [model.name, _FAMILIES.get(model.family, model.family)]
     if weights.total:
@@ -188,7 +184,7 @@ def _facts(model: Survey, dtype: str) -> tuple[str, ...]:
     return (*said, f"weights and cache in {dtype}")
 
 
-def _site(group: SiteGroup, model: Survey) -> SiteView:
+def _site(group: SiteGroup, model: Facts) -> SiteView:
     site = group.site
     count = sum(model.copies[member.index] for member in group.sites)
     quoted = ("source", "because of")
@@ -232,7 +228,7 @@ def _cache_table(result: Explained) -> Table:
 
 
 def _cost_charts(result: Explained) -> tuple[charts.LineChart, ...]:
-    costs = token_costs(result.survey, result.element_bytes, PLACES)
+    costs = token_costs(result.facts, result.element_bytes, PLACES)
     made = []
     for title, unit, values in (("FLOPs per token", "", _flops_of), ("Bytes per token", "B", _bytes_of)):
         series = [charts.Series(row.form, _style(row.form), values(row)) for row in costs]
@@ -282,8 +278,8 @@ def _bytes_of(row: TokenCost) -> Sequence[int]:
 
 
 def _choice(choice: SiteChoice) -> Choice:
-    at = ", ".join(f"{_queries(s)} at {charts.short(T)}" for s, T in zip(choice.break_even, CONTEXTS, strict=True))
-    long = _queries(choice.break_even_long)
+    at = ", ".join(f"{queries(s)} at {charts.short(T)}" for s, T in zip(choice.break_even, CONTEXTS, strict=True))
+    long = queries(choice.break_even_long)
     rows = tuple(
         (
             (side.product, f"{side.chained:,}", f"{side.folded:,}", f"{side.folded / side.chained:.3g} x",
@@ -327,10 +323,6 @@ def _query_chart(choice: SiteChoice) -> charts.LineChart:
 
 def _style(form: str) -> str:
     return "after" if form == "absorbed" else "before"
-
-
-def _queries(number: float) -> str:
-    return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"
 
 
 def _sites(count: int) -> str:

@@ -5,25 +5,29 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mla_compile.core.quantities import BYTES
+from mla_compile.core.records import SiteReport
 from mla_compile.errors import InputError, OptionError, nearest
+from mla_compile.report.explained import Explained, explained
+from mla_compile.report.facts import facts_of
+from mla_compile.report.page.content import content
 
-if TYPE_CHECKING:
-    from mla_compile.report.explained import Explained
-    from mla_compile.report.report import Report
 
-
-def write_report(report: Report, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
-    """The page of a report alone; see :meth:`mla_compile.Report.to_html`."""
+def write_report(
+    sites: tuple[SiteReport, ...],
+    messages: tuple[str, ...],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    dtype: str = "bf16",
+) -> None:
+    """The page of a report by itself; see :meth:`mla_compile.Report.to_html`."""
     if dtype not in BYTES:
         raise OptionError(f"dtype is {dtype!r}, expected one of {', '.join(BYTES)}{nearest(str(dtype), BYTES)}")
     target = checked(path)
-    from mla_compile.report.explained import explained
-    from mla_compile.report.facts import facts_of
-
-    write_page(explained(facts_of(report, "this model"), dtype, BYTES[dtype]), target, title or "Attention report")
+    facts = facts_of(sites, messages, "this model")
+    write_page(explained(facts, dtype, BYTES[dtype]), target, title or "Attention report")
 
 
 def write_page(result: Explained, path: Path, title: str = "") -> None:
@@ -45,9 +49,7 @@ def write_page(result: Explained, path: Path, title: str = "") -> None:
 
 def render(result: Explained, title: str = "") -> str:
     """The page as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    from mla_compile.report.page.content import content
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # on use: only pages need it
 
     environment = Environment(
         loader=PackageLoader("mla_compile", "report/page/templates"),

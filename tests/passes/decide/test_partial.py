@@ -24,7 +24,7 @@ from mla_compile.passes.decide.cost import (
     part_gain,
 )
 from mla_compile.report.report import Report
-from mla_compile.runtime.calls import pays_as_traced, picker
+from mla_compile.runtime.choice import pays_as_traced, picker
 from tests.passes.decide.test_negatives import rotate, spoiled
 from tests.passes.rewrite.test_absorb import no_expansion, softcap
 from tests.support import modules

@@ -1,8 +1,8 @@
-"""Says so when Dynamo gives up on code that this package compiled.
+"""Warns when Dynamo gives up on code that this package compiled.
 
-Dynamo keeps a limited number of compiled variants of a function (8 by default) and runs it uncompiled beyond that:
-same results, without the speed, and a log line that few notice. There is no hook for it, so the log line is the hook.
-Where logging is switched off, the warning comes with the last variant that there is room for.
+Dynamo keeps a limited number of compiled variants of a function (8 by default) and beyond that runs it uncompiled: the
+results are the same, the speed is gone, and only a log line says so. There is no hook, so a handler on that logger is
+the hook. Where logging is off, the warning comes with the last variant that there is room for.
 """
 
 from __future__ import annotations
@@ -12,34 +12,30 @@ import threading
 import warnings
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import CodeType
 
+from torch import fx
 from torch._dynamo import config
 from torch._guards import CompileContext, TracingContext
 
+from mla_compile.dynamo.causes import Cause, cause, place, readable
+from mla_compile.dynamo.recompiles import running
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.runtime.causes import Cause, cause, place, readable
-from mla_compile.runtime.recompiles import running
-
-if TYPE_CHECKING:
-    from types import CodeType
-
-    from torch import fx
 
 _KEPT = 1024
-_ENTRY = str(Path(__file__).with_name("forward.py"))
+_ENTRY = str(Path(__file__).with_name("forward.py"))  # where Dynamo sees the entry to an optimized module
 _logger = logging.getLogger("torch._dynamo.convert_frame")
 _ours: OrderedDict[str, tuple[bool, dict[str, str]]] = OrderedDict()
-"""By function, as Dynamo's log line spells it: whether a graph of it had an attention, where its tensors are used."""
+"""By function, as Dynamo's log spells it: whether a graph of it had an attention, and where its inputs are used."""
 
 _attention = threading.Event()
-"""Whether one of the graphs had an attention."""
+"""Whether any graph so far had an attention."""
 
 
 def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
-    """To be called inside a backend: warn if Dynamo later gives up on the function it is compiling now.
+    """Called inside a backend: warn if Dynamo later gives up on the function that it is compiling now.
 
-    Functions without attention count as soon as there are others: what they call is given up with them.
+    A function without attention counts as soon as any graph has one: Dynamo gives up on what it calls, too.
     """
     if attention:
         _attention.set()
@@ -57,7 +53,7 @@ def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
     current = CompileContext.current_compile_id()
     variants = 1 + ((current.frame_compile_id if current is not None else None) or 0)
     if attention and variants == config.recompile_limit and not _logger.isEnabledFor(logging.WARNING):
-        _tell(f"{variants} variants of {_named(function)} are compiled; Dynamo runs every further one uncompiled", None)
+        _tell(f"{variants} variants of {_named(function)} are compiled; Dynamo runs any further one uncompiled", None)
 
 
 class _LimitHandler(logging.Handler):
@@ -69,7 +65,7 @@ class _LimitHandler(logging.Handler):
             return
         attention, places = _ours.get(str(function), (False, {}))
         _tell(
-            f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from here on",
+            f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from now on",
             cause(str(reason), places, "module" if running() else None),
             attention=attention,
         )
@@ -78,7 +74,7 @@ class _LimitHandler(logging.Handler):
 def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
     module = running()
     slow = "decode is as slow as before" if attention else "attention in what it calls may run in its original form"
-    message += f": results are right, {slow}. "
+    message += f": results are right, but {slow}. "
     if why is None:
         message += 'TORCH_LOGS="recompiles" shows what changes from call to call'
     else:
@@ -89,7 +85,7 @@ def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
 
 
 def _named(function: str) -> str:
-    """Dynamo's name of a function, or the user's where it is the entry to an optimized module."""
+    """A function as Dynamo names it, or the user's forward where it is the entry to an optimized module."""
     module = running()
     return module.function if module is not None and f"({_ENTRY}:" in function else function
 
@@ -99,7 +95,7 @@ def _spelled(code: CodeType) -> str:
 
 
 def _places(gm: fx.GraphModule) -> dict[str, str]:
-    """Where each input of a graph is used first."""
+    """The source line where each input of a graph is first used."""
     places: dict[str, str] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)

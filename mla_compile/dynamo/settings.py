@@ -1,8 +1,8 @@
-"""Settings of Dynamo that hold while a module of ours runs, and nowhere else.
+"""Dynamo settings that hold while an optimized module runs, and nowhere else.
 
-They belong to a thread in newer releases of torch, and to the process in older ones (2.11). There several threads can
-be inside at a time: the first one in remembers what the last one out restores. ``torch._dynamo.config.patch`` would
-leave a setting behind for good, when the second restores what it found.
+Newer releases of torch keep them per thread, older ones (2.11) per process. In the latter several threads can be inside
+at once, so the first one in saves what the last one out restores. ``torch._dynamo.config.patch`` would not do: a thread
+that enters second saves our settings as if they were the user's, and leaves them behind for good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _lock = threading.RLock()
 
 
 class _Shared:
-    """What is remembered while somebody is inside."""
+    """How many are inside, and the values that were there before the first of them."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -32,7 +32,7 @@ class _OfThread(threading.local, _Shared):
 
 @contextmanager
 def held(wanted: Mapping[str, Any]) -> Iterator[None]:
-    """Settings as ``wanted`` inside, the user's afterwards, whatever happens inside."""
+    """Sets ``wanted`` for the block and restores the user's values after it, whatever happens inside."""
     state = _state()
     with _lock:
         state.inside += 1
@@ -49,7 +49,7 @@ def held(wanted: Mapping[str, Any]) -> Iterator[None]:
 
 
 def change(wanted: Mapping[str, Any]) -> None:
-    """Other settings from here on, to be called inside :func:`held` only."""
+    """Changes settings from here on; only to be called inside :func:`held`."""
     state = _state()
     with _lock:
         for name, value in wanted.items():
@@ -57,15 +57,15 @@ def change(wanted: Mapping[str, Any]) -> None:
             setattr(config, name, value)
 
 
-def users(name: str) -> Any:
-    """The user's value of a setting, inside and outside."""
+def user_value(name: str) -> Any:
+    """The user's own value of a setting, whether we are inside or not."""
     with _lock:
         return _state().outside.get(name, getattr(config, name))
 
 
 @cache
 def _state() -> _Shared:
-    """Where to remember: per thread where settings are per thread. torch does not say, so it is tried, once."""
+    """Where values are saved: per thread if torch keeps settings per thread. It does not say, so we try it, once."""
     changed, seen = threading.Event(), []
 
     def read() -> None:

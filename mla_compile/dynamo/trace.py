@@ -1,4 +1,4 @@
-"""One forward of a module, traced for its report: nothing is computed and nothing of the user's is written to."""
+"""A module's forward, traced for its report: nothing is computed, and nothing of the user's is written to."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from mla_compile.backend import Compiler
-from mla_compile.errors import CaptureError, InputError, MlaCompileError, nearest
-from mla_compile.forward import compiled_entry
+from mla_compile.dynamo.compiler import Compiler
+from mla_compile.dynamo.forward import compiled_entry
+from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief, first_line, nearest
 from mla_compile.options import Options
 from mla_compile.report.report import Report
 
@@ -32,7 +32,7 @@ Copies: TypeAlias = Callable[
 
 
 def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Report:
-    """The report of one forward; :class:`InputError` for inputs that do not fit, :class:`CaptureError` else."""
+    """The report of one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
     try:
         inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except TypeError as error:
@@ -46,8 +46,8 @@ def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
         try:
             with copies(module, args, kwargs) as copied, torch.no_grad():
                 entry(*copied)
-        except Exception as error:  # the user's model, or Dynamo in it: each raises what it likes
-            # Values may be needed to go on (a branch, an index): go on with real ones where there are any.
+        except Exception as error:  # the user's model, or Dynamo in it, may raise anything
+            # The trace may need values (a branch, an index): try again with real ones where there are any.
             if copies is not attempts[-1]:
                 continue
             raise _why_not(module, args, kwargs, copies, error) from error
@@ -61,13 +61,13 @@ def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
         raise CaptureError("; ".join((said, *breaks)))
     report = Report.merged(compiler.reports)
     problems = tuple(f"a graph could not be examined: {failure}" for failure in compiler.failures)
-    # An attention that a break cuts in two, or a frame that Dynamo leaves alone, is in no graph and so no site.
+    # An attention that a break cuts in two, or in a frame that Dynamo skips, is in no graph and so not among the sites.
     broken = tuple(f"Dynamo broke the graph: {reason}" for reason in breaks)
     return replace(report, messages=report.messages + problems + broken)
 
 
 def _one_line(reason: str) -> str:
-    """What Dynamo says of a graph break, without its hints: the headline and, where it has one, the explanation."""
+    """What Dynamo says about a graph break without its hints: the headline and, if there is one, the explanation."""
     lines = [line.strip() for line in reason.strip().splitlines()]
     told = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
     return ": ".join((*lines[:1], *told))
@@ -76,23 +76,23 @@ def _one_line(reason: str) -> str:
 def _why_not(
     module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Copies, error: Exception
 ) -> MlaCompileError:
-    """Whose fault a failed capture is: the inputs' if the model does not run on them uncompiled either."""
+    """Why a capture failed: because of the inputs, if the model does not run on them uncompiled either."""
     name = type(module).__name__
     try:
         with copies(module, args, kwargs) as (copied, positional, keywords), torch.no_grad():
             copied(*positional, **keywords)
     except (DataDependentOutputException, DynamicOutputShapeException):
-        return CaptureError(f"{name} cannot be captured without values: {_first_line(error)}")
-    except Exception as plain:  # noqa: BLE001  it is the user's model that runs here and raises what it likes
-        return InputError(f"{name} does not run on these inputs: {type(plain).__name__}: {_first_line(plain)}")
-    said = f"{name} cannot be captured{_traced_line(error)}: {type(error).__name__}: {_first_line(error)}"
+        return CaptureError(f"{name} cannot be captured without values: {first_line(error)}")
+    except Exception as plain:  # noqa: BLE001  it is the user's model that runs here and may raise anything
+        return InputError(f"{name} does not run on these inputs: {brief(plain)}")
+    said = f"{name} cannot be captured{_traced_line(error)}: {brief(error)}"
     if copies is _fake_copies:
-        said += "; torch traces less on the meta device: explain a small model of the kind that has values"
+        said += "; torch can trace less on the meta device: explain a small model of the same kind that has weights"
     return CaptureError(said)
 
 
 def _traced_line(error: Exception) -> str:
-    """The line of the model at which Dynamo gave up, where it says so."""
+    """The line of the model at which Dynamo gave up, if it says so."""
     frames = getattr(error, "real_stack", None)
     if not frames:
         return ""
@@ -100,13 +100,9 @@ def _traced_line(error: Exception) -> str:
     return f" at {'/'.join(frame.filename.replace(os.sep, '/').split('/')[-2:])}:{frame.lineno}, `{frame.line}`"
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no message")
-
-
 @contextmanager
 def _fake_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Copies without values, in the mode they live in. Tensors shared between module and inputs stay shared."""
+    """Copies without values, inside their fake mode. Tensors shared by module and inputs stay shared."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy((module, tuple(args), dict(kwargs)))
@@ -116,7 +112,7 @@ def _fake_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[s
 
 @contextmanager
 def _real_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Copies of everything a forward may write to; parameters are shared."""
+    """Copies of everything that a forward may write to; parameters are shared."""
     shared = {id(parameter): parameter for parameter in module.parameters()}
     yield copy.deepcopy((module, tuple(args), dict(kwargs)), shared)
 

@@ -1,11 +1,11 @@
 """Keeps an optimized module within Dynamo's recompile limit, beyond which the original code runs uncompiled.
 
-Some decode state never settles under torch's own settings, because it changes in every step and is taken for constant:
-int attributes of modules (``self.pos += 1``), and the sizes of registered buffers that grow by ``cat``. While a module
-of ours runs, both are like every other size: constant until they were seen to change, symbolic from then on.
+Some decode state changes in every step, and under torch's own settings Dynamo takes it for constant and recompiles
+each time: int attributes of modules (``self.pos += 1``), and the sizes of registered buffers that grow by ``cat``.
+While an optimized module runs, both are treated like any other size: constant until seen to change, then symbolic.
 
-Code that several layers share after a graph break settles, but may be compiled once for each layer: a deep model is
-over the limit before its first token is there. So each layer gets the limit for itself.
+Code that several layers share after a graph break does settle, but may be compiled once for each layer, so a deep model
+exceeds the limit before its first token. Each layer therefore gets the limit to itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._guards import TracingContext
 
-from mla_compile.runtime import dynamo_config
+from mla_compile.dynamo.settings import change, held, user_value
 
 if TYPE_CHECKING:
     from torch import fx
 
 SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shapes": False}
-"""Settings of Dynamo by which int attributes and the sizes of buffers can become symbolic."""
+"""Dynamo settings that let int attributes and the sizes of buffers become symbolic."""
 
 HOOKS = {"skip_nnmodule_hook_guards": False}
-"""Compiled code must notice a hook that is added later; torch leaves that check out to make its guards shorter."""
+"""Compiled code must notice a hook that is added later; by default torch skips that check to save guards."""
 
 _ACCUMULATED = "accumulated_recompile_limit"
 
@@ -42,18 +42,18 @@ _thread = _Thread()
 
 
 def running() -> Recompiles | None:
-    """Of the optimized module that this thread is in a call of."""
+    """Those of the optimized module whose call this thread is in; ``None`` outside of such a call."""
     return _thread.running
 
 
 class Recompiles:
-    """Of one optimized module: Dynamo's settings for its calls, and how often it was compiled for which layer.
+    """One optimized module: Dynamo's settings during its calls, and how often it was compiled for each layer.
 
     Args:
-        dynamic: as for ``torch.compile``. With True every int attribute would be symbolic from the start, numbers of
-            heads too; with False nothing ever is. Either is what the user asked for, and left alone.
-        function: the module's forward, as it is named to the user.
-        on_note: called when Dynamo has given up on code of the module.
+        dynamic: as for ``torch.compile``. ``True`` makes every int attribute symbolic from the start, numbers of heads
+            too; ``False`` never makes one symbolic. Either is the user's choice and left alone.
+        function: the module's forward, as messages name it.
+        on_note: called when Dynamo gives up on code of the module.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Recompiles:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Around each call of the module."""
+        """The settings for one call of the module; the user's are restored after it."""
         outer = running()
         _thread.running = self
         try:
-            with dynamo_config.held({**HOOKS, **self._symbolic, **self._limits()}):
+            with held({**HOOKS, **self._symbolic, **self._limits()}):
                 yield
         finally:
             _thread.running = outer
 
     def add(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-        """To be called in such a call for each graph that is compiled."""
+        """Counts a graph that is compiled during such a call."""
         traced = TracingContext.get_traced_code()
         layer = tuple(
             id(value) for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)
@@ -90,23 +90,23 @@ class Recompiles:
             return
         with self._lock:
             graphs = self._graphs.setdefault(traced[0], Counter())
-            graphs[layer] += 1  # parameters tell the layers apart that run one code
+            graphs[layer] += 1  # layers that run the same code differ in their parameters
             self._layers = max(self._layers, len(graphs))
             self._most = max(self._most, graphs[layer])
-        dynamo_config.change(self._limits())
+        change(self._limits())
 
     def given_up(self, note: str) -> bool:
-        """Remembers what Dynamo gave up on, and why; whether that is the first time."""
+        """Records what Dynamo gave up on, and why; returns whether it is the first time."""
         self.notes.append(note)
         if self.on_note is not None:
             self.on_note()
         return len(self.notes) == 1
 
     def _limits(self) -> dict[str, int]:
-        """The user's limit for each layer: Dynamo can only be told how much that is for all layers of one code."""
+        """The user's limit times the number of layers: Dynamo counts per code object, which all layers share."""
         if self._layers == 1:
             return {}
-        limit = dynamo_config.users("recompile_limit")
-        # A layer over the limit never settles: the user's limit is kept from there on, and what is compiled runs on.
+        limit = user_value("recompile_limit")
+        # A layer above the limit never settles: from there on the user's limit holds, and what is compiled runs on.
         room = limit * self._layers if self._most <= limit else limit
-        return {"recompile_limit": room, "accumulated_recompile_limit": max(room, dynamo_config.users(_ACCUMULATED))}
+        return {"recompile_limit": room, _ACCUMULATED: max(room, user_value(_ACCUMULATED))}

@@ -1,4 +1,4 @@
-"""Why Dynamo compiles a function again and again, in words, from the guard that failed in its log line."""
+"""Why Dynamo keeps recompiling a function, in words: read from the failed guard in its log line."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == -?\d+")
 
 _ADVICE: dict[Kind, str] = {
-    "number": "give it as a tensor, or as an argument of the model",
+    "number": "pass it as a tensor, or as an argument of the model",
     "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
-    "other": "keep it the same from call to call, or raise torch._dynamo.config.recompile_limit",
+    "other": "keep it the same in every call, or raise torch._dynamo.config.recompile_limit",
 }
 _OPTIMIZE = "call mla_compile.optimize(model), which compiles for any value of it"
-_DYNAMIC = "leave out the option dynamic: without it, what changes is compiled for any value"
+_DYNAMIC = "leave out the option dynamic; without it, whatever changes is compiled for any value"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What differs from call to call, and ``file:line in function: code`` where that is known."""
+    """What changes from call to call, and where, as ``file:line in function: code``, if that is known."""
 
     kind: Kind
     what: str
     where: str | None
 
     def advice(self, *, optimized: bool, dynamic: bool | None) -> str:
-        """What the user can do. ``optimized``: the module came from ``optimize``, which took ``dynamic``."""
+        """What the user can do. ``optimized``: the module came from ``optimize``, which was given ``dynamic``."""
         symbolic = self.kind in ("number", "size")
         if symbolic and not optimized:
             return _OPTIMIZE
@@ -42,26 +42,26 @@ class Cause:
 
 
 def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Cause:
-    """The cause in a failed guard as Dynamo logs it: ``0/7: GUARD  # CODE  # PLACE``, then perhaps the user's stack.
+    """Reads a failed guard as Dynamo logs it: ``0/7: GUARD  # CODE  # PLACE``, perhaps followed by the user's stack.
 
     Args:
-        reason: the log's text.
-        places: where tensors are used, for guards that come without a stack.
-        root: the name that the guard has for the model, where that is a name of ours.
+        reason: the text of the log.
+        places: where each tensor is used, for guards that come without a stack.
+        root: what the guard calls the model, where that is one of our own names.
     """
     guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]).partition("  # ")[0].strip()
     where = place(reason)
     if found := _SIZE.match(guard):
         name, axis, old, new = found.groups()
         kind: Kind = "size"
-        what = f"axis {axis} of the tensor {_model(name, root)} has another size in every call ({old}, then {new})"
+        what = f"axis {axis} of the tensor {_model(name, root)} changes its size from call to call ({old}, then {new})"
         where = where or places.get(readable(name))
     elif found := _LENGTH.fullmatch(guard):
-        kind, what = "length", f"{_model(found['name'], root)} has another length in every call"
+        kind, what = "length", f"the length of {_model(found['name'], root)} changes from call to call"
     elif found := _NUMBER.fullmatch(guard):
-        kind, what = "number", f"the int {_model(found['name'], root)} has another value in every call"
+        kind, what = "number", f"the int {_model(found['name'], root)} changes from call to call"
     else:
-        kind, what = "other", f"Dynamo names the guard {_model(guard, root)}"
+        kind, what = "other", f"the guard that failed is {_model(guard, root)}"
     return Cause(kind, what, where)
 
 

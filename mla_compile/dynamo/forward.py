@@ -18,11 +18,11 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
 
-from mla_compile.backend import Compiler
+from mla_compile.dynamo.compiler import Compiler
+from mla_compile.dynamo.recompiles import Recompiles
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.options import Options
 from mla_compile.report.report import Report
-from mla_compile.runtime.recompiles import Recompiles
 
 _numbers = itertools.count()
 _GRADIENTS = (
@@ -30,17 +30,17 @@ _GRADIENTS = (
     "torch.no_grad() or torch.inference_mode()"
 )
 _GLOBAL_HOOKS = (
-    "a hook for all modules is registered (register_module_forward_hook), which compiled code would not call when it "
-    "comes later: while it is, the model runs in its original, uncompiled form"
+    "a hook for all modules is registered (register_module_forward_hook), and compiled code would not call one that is "
+    "registered later; as long as there is one, the model runs in its original, uncompiled form"
 )
 
 
 def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
     """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
 
-    Dynamo counts recompilations per code object, and models of one library enter through one code object (a decorator's
-    wrapper): the third model would hit the limit and run uncompiled. So each entry has a code object of its own, and
-    functions called after a graph break are kept apart too where torch can (2.13 and later).
+    Dynamo counts recompilations per code object, and all models of a library may enter through the same one (a
+    decorator's wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore has a
+    code object of its own; functions called after a graph break are kept apart too where torch can (2.13 and later).
     """
 
     def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
@@ -49,7 +49,7 @@ def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
     # Equal code objects are one to Python's dicts, so the name has to differ as well.
     code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
     own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
-    # Its compiled graphs refer to it, through C: a cycle that nobody collects.
+    # Its compiled graphs refer back to it through C, a cycle that the garbage collector does not see.
     weakref.finalize(own, reset_code, code).atexit = False
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True
@@ -58,9 +58,9 @@ def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
 
 
 class CompiledForward:
-    """``forward`` of an optimized module; also what survives ``copy.deepcopy`` and pickling of the module.
+    """The ``forward`` of an optimized module, through ``copy.deepcopy`` and pickling of the module.
 
-    A deep copy and an unpickled copy are optimized with the same options and compile anew.
+    A deep copy and an unpickled copy are optimized with the same options, and compile anew.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CompiledForward:
         self.options = options
         self.mode = mode
         self.settings = settings
-        # torch keeps every backend until it is reset: a strong reference would keep the weights as well.
+        # torch keeps every backend until it is reset; a strong reference here would keep the weights alive too.
         report = weakref.WeakMethod(self._report)
 
         def tell() -> None:
@@ -85,7 +85,7 @@ class CompiledForward:
         self.recompiles = Recompiles(settings.get("dynamic"), function=_forward_of(module), on_note=tell)
         self.compiler = Compiler(options, mode, on_report=tell, recompiles=self.recompiles)
         self._warned: set[str] = set()
-        # A forward set on the object itself (a patch, a wrapper) is the model's.
+        # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
         self._replaced = replaced
         # generate() and other callers read the signature of forward to learn which arguments a model takes.
         functools.update_wrapper(self, type(module).forward)
@@ -94,7 +94,7 @@ class CompiledForward:
         self._run = compiled_entry(self.compiler, **settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, compiled unless it is to be differentiated or is being traced by another compiler."""
+        """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""
         if _is_traced() or self._trains() or self._is_watched():
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
@@ -102,7 +102,7 @@ class CompiledForward:
             return self._run(self.module, args, kwargs, self._replaced)
 
     def install(self) -> None:
-        """Make this the forward of its module; the report is an attribute that follows what is compiled."""
+        """Make this the forward of its module, whose ``mla_report`` is kept up to date with what is compiled."""
         if not hasattr(self.module, "mla_report"):
             self._report()
         vars(self.module)["forward"] = self
@@ -110,7 +110,7 @@ class CompiledForward:
             vars(self.module)["get_compiled_call"] = self.call_module
 
     def uninstall(self, module: torch.nn.Module) -> None:
-        """Give a copy of the module the forward back that it had before."""
+        """Give a copy of the module back the forward that it had before."""
         del vars(module)["forward"]
         if self._replaced is not None:
             vars(module)["forward"] = self._replaced
@@ -121,7 +121,7 @@ class CompiledForward:
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
 
     def call_module(self, *_: Any) -> Callable[..., Any]:
-        """Stands in for ``get_compiled_call`` of transformers: ``generate()`` need not compile a second time."""
+        """Replaces ``get_compiled_call`` of transformers, so that ``generate()`` does not compile a second time."""
         return self.module.__call__
 
     def _trains(self) -> bool:
@@ -151,14 +151,14 @@ class CompiledForward:
 
 
 def _is_traced() -> bool:
-    """Whether another compiler traces this, in this thread: ``is_compiling`` alone is a flag of the whole process."""
+    """Whether another compiler is tracing in this thread; ``is_compiling`` alone is a flag of the whole process."""
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
     return torch.compiler.is_compiling() and TracingContext.try_get() is not None
 
 
 def _forward_of(module: torch.nn.Module) -> str:
-    """The forward of a module's class as messages name it."""
+    """What messages call the forward of a module's class."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"'{type(module).__name__}.forward'{place}"

@@ -1,0 +1,24 @@
+"""Names of a package that are imported on first use (PEP 562), so that a program pays only for what it calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package; ``owners`` maps each name to the module that defines it."""
+    namespace = vars(sys.modules[package])
+
+    def get(name: str) -> Any:
+        if name not in owners:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        namespace[name] = getattr(import_module(owners[name]), name)
+        return namespace[name]
+
+    def names() -> list[str]:
+        return sorted({*namespace, *owners})
+
+    return get, names

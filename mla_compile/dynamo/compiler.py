@@ -1,0 +1,267 @@
+"""The compiler behind ``backend="mla"``: absorb what can be absorbed, then give every graph to Inductor.
+
+A graph that is not rewritten (it has no attention, gradients are wanted, nothing can be absorbed, or something failed)
+reaches Inductor exactly as it came, with the user's mode and Inductor options.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._logging._internal import trace_structured
+
+from mla_compile import pipeline
+from mla_compile.capture import capture, emit
+from mla_compile.codes import Code
+from mla_compile.core.program import Call, Program
+from mla_compile.dynamo.monitor import watch_current_function
+from mla_compile.dynamo.recompiles import Recompiles
+from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, WeightError
+from mla_compile.kernels.cpu import native
+from mla_compile.options import Options
+from mla_compile.pipeline import Outcome
+from mla_compile.report.report import Report
+from mla_compile.runtime.choice import choose_by_call, picker
+from mla_compile.runtime.folds import FoldedWeights, with_folds
+from mla_compile.runtime.latent import LatentTensor
+from mla_compile.runtime.latent_calls import expanding, plain_examples, with_rows
+
+logger = logging.getLogger("mla_compile")
+
+Latents = Mapping[str, LatentTensor]
+"""The inputs of a graph that hold latent rows, by the name of their placeholder."""
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """A graph as it was captured, what the passes made of it, and its folded weights where it has any."""
+
+    captured: Program
+    outcome: Outcome
+    folds: FoldedWeights | None
+
+
+class Compiler:
+    """A backend with fixed options that keeps the report of every graph with attention in it."""
+
+    __name__ = "mla"  # what Dynamo shows in its messages
+
+    def __init__(
+        self,
+        options: Options,
+        mode: str | None = None,
+        *,
+        explain_only: bool = False,
+        on_report: Callable[[], None] | None = None,
+        recompiles: Recompiles | None = None,
+    ) -> None:
+        self.options = replace(options, cache="latent") if options.cache == "auto" else options
+        self.explain_only = explain_only
+        self.on_report = on_report
+        self.recompiles = recompiles
+        self.graphs = 0
+        self.reports: list[Report] = []
+        self.failures: list[Exception] = []
+        self.patches = _inductor_patches(mode, options)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Call:
+        """The compiled graph. Our own failures are raised only with ``strict``; else the original graph is compiled."""
+        self.graphs += 1
+        if self.recompiles is not None:
+            self.recompiles.add(gm, example_inputs)
+        latents = _latents(gm, example_inputs)
+        inputs = plain_examples(gm, example_inputs) if latents else example_inputs
+        done = self._rewrite(gm, inputs, latents) if self._is_ours(gm, inputs) else None
+        call = self._generate(gm, inputs) if done is None else self._assemble(gm, inputs, done)
+        if not latents or (done is not None and done.outcome.base.cache is not None):
+            return call
+        return expanding(call)
+
+    def _is_ours(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+        attention = has_attention(gm)
+        watch_current_function(gm, attention=attention)
+        if not attention:
+            return False
+        if wants_gradients(gm, example_inputs):
+            logger.info("graph left as it is: gradients are enabled")
+            return False
+        return True
+
+    def _rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any], latents: Latents) -> _Rewritten | None:
+        """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
+        try:
+            program = capture.from_dynamo(gm, example_inputs)
+            program.latents.update(latents)
+            name = str(gm.meta.get("dynamo_compile_id", ""))
+            outcome = pipeline.run(program, self.options, name, draw=self.explain_only)
+            try:
+                folds = self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
+            except WeightError:
+                if self.options.fold == "always":
+                    raise
+                outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
+        except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
+            if self.options.strict and not self.explain_only:
+                raise
+            logger.debug("a graph could not be rewritten", exc_info=error)
+            self.failures.append(_without_frames(error))
+            if not self.explain_only:
+                kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
+                _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
+            return None
+        self.reports.append(outcome.report)
+        if self.explain_only:
+            return None
+        tell(outcome.report)
+        _trace(outcome.report)
+        if self.on_report is not None:
+            self.on_report()
+        return _Rewritten(program, outcome, folds) if outcome.absorbed or outcome.base is not program else None
+
+    def _fold(self, program: Program, example_inputs: Sequence[Any]) -> FoldedWeights | None:
+        """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
+        if not program.folds or self.explain_only:
+            return None
+        folds = FoldedWeights(program)
+        folds.values(example_inputs)
+        return folds
+
+    def _assemble(self, gm: fx.GraphModule, example_inputs: Sequence[Any], done: _Rewritten) -> Call:
+        """One callable of the graph's inputs: the compiled programs, and what runs around them in each call."""
+        if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
+            native.load()  # built while everything else is, not in the first decode step
+        program, base = done.outcome.program, done.outcome.base
+
+        def generate(one: Program) -> Call:
+            if one is done.captured:
+                return self._generate(gm, example_inputs)
+            return self._generate(emit.to_graph_module(one), _inputs_of(one, done.captured, example_inputs))
+
+        # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
+        with torch.no_grad():
+            call = generate(program)
+            if done.folds is not None:
+                call = with_folds(call, done.folds)
+            if done.outcome.variants:
+                call = choose_by_call(picker(base, done.outcome.variants), call, generate(base))
+        if base.cache is not None:
+            call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
+        return torch.no_grad()(call) if torch.is_grad_enabled() else call
+
+    def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Call:
+        """Code for one graph: Inductor's, or the graph itself."""
+        if self.explain_only or self.options.codegen == "eager":
+            return gm
+        from torch._inductor import compile_fx, exc  # on use: all of Inductor
+
+        try:
+            code: Any = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
+        except exc.InductorError as error:
+            if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
+                raise
+            _warn(
+                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
+                'or ask for that with codegen="eager"'
+            )
+            return gm
+        return cast("Call", code)
+
+
+def _latents(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, LatentTensor]:
+    named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    return {node.name: value for node, value in named if isinstance(value, LatentTensor)}
+
+
+def _inputs_of(program: Program, captured: Program, example_inputs: Sequence[Any]) -> list[Any]:
+    """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
+    given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
+    return [given.get(node.name, node.meta["val"]) for node in program.placeholders]
+
+
+def has_attention(gm: fx.GraphModule) -> bool:
+    """Whether a graph (or one nested in it) calls something that could be the core of an attention. Cheap."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                name = type(module.get_submodule(node.target)).__name__
+            else:
+                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention"))
+            if node.op.startswith("call_") and known:
+                return True
+    return False
+
+
+def wants_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether the graph is to be differentiated, decided as AOTAutograd does: by its outputs where they are known."""
+    if not torch.is_grad_enabled():
+        return False
+    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
+        return False
+    returned = [node.meta.get("example_value") for node in gm.graph.output_node().all_input_nodes]
+    tensors = [value for value in returned if isinstance(value, torch.Tensor)]
+    return len(tensors) < len(returned) or any(value.requires_grad for value in tensors)
+
+
+def tell(report: Report) -> None:
+    """One line about a graph at INFO, the whole report at DEBUG; a warning where it has attention, none absorbed."""
+    logger.info("%s", report.summary())
+    logger.debug("%s", report)
+    if report.sites and not report.absorbed and not _all_kept_by_choice(report):
+        _warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
+
+
+def _trace(report: Report) -> None:
+    """Adds the report to this compilation's trace, for tlparse; does nothing unless torch writes a trace."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": "mla_compile_report", "encoding": "json"},
+        payload_fn=lambda: json.dumps(report.to_dict(), indent=1),
+    )
+
+
+def _all_kept_by_choice(report: Report) -> bool:
+    """Every site was left alone because that is cheaper here, or because the user asked for it."""
+    return all(
+        site.code in (Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING)
+        for site in report.sites
+    )
+
+
+def _without_frames(error: Exception) -> Exception:
+    """The error without tracebacks: their frames would keep the model alive for as long as torch keeps the backend."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
+    """The Inductor settings of a mode, overridden by explicit Inductor options."""
+    patches: dict[str, Any] = {}
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode is {mode!r}, expected a string")
+    if mode is not None and mode != "default":
+        from torch._inductor import list_mode_options  # on use: all of Inductor
+
+        try:
+            patches.update(list_mode_options(mode))
+        except RuntimeError as error:
+            raise OptionError(str(error)) from error
+    patches.update({name.replace("-", "_"): value for name, value in options.inductor.items()})
+    return patches
+
+
+def _warn(message: str) -> None:
+    # A warning and not a log line: it is shown by default, once per message, and can be filtered or made an error.
+    warnings.warn(message, MlaCompileWarning, stacklevel=4)

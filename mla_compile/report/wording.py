@@ -1,0 +1,77 @@
+"""What is said about one attention site, as text and on the page: its headline, and a line for each fact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mla_compile.codes import CODES, Verdict, section
+from mla_compile.core.records import Location, SiteReport
+from mla_compile.report.grouping import SiteGroup
+
+WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
+
+
+def queries(number: float) -> str:
+    """A number of queries, which may be unlimited or no whole number."""
+    return "any number of" if math.isinf(number) else f"{math.ceil(number):,}"
+
+
+def headline(site: SiteReport) -> str:
+    """The verdict, with the form or the code."""
+    if site.verdict == "absorbed":
+        words = [*filter(None, [site.form]), *([f"{' and '.join(site.parts)} only"] if len(site.parts) == 1 else [])]
+        return f"absorbed ({', '.join(words)})" if words else "absorbed"
+    return WORDS[site.verdict] if site.verdict == "not_mla" else f"{WORDS[site.verdict]}: {site.code}"
+
+
+def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
+    """Label and value of every line below a headline; what is not known is left out."""
+    site = group.site
+    rows = [("source", _source(site.where)), ("why", site.reason)]
+    if site.blame is not None:
+        rows.append(("because of", _source(site.blame, with_op=True)))
+    for kept in site.kept:
+        rows.append(("stays", f"{kept.part} ({kept.code}): {kept.reason}"))
+        if kept.blame is not None:
+            rows.append(("because of", _source(kept.blame, with_op=True)))
+    if site.verdict != "absorbed":
+        rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
+    explained = [*([site.code] if site.verdict in ("kept", "refused") else []), *(kept.code for kept in site.kept)]
+    rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
+    if site.dims is not None:
+        rows.append(("dims", str(site.dims)))
+    for label, before, after, unit in (
+        ("cache", site.cache_values_expanded, site.cache_values_latent, "values per token"),
+        ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
+        ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
+    ):
+        rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
+    if site.break_even_S is not None:
+        always = math.isinf(site.break_even_S)
+        limit = "for any number of queries" if always else f"below {math.ceil(site.break_even_S)} queries"
+        rows.append(("absorbing pays", f"{limit} per call, in FLOPs on a long context"))
+    if group.precision_ratio is not None:
+        rows.append(("precision", f"error against float64 is {group.precision_ratio:.3g} x the original's"))
+    if group.fold_error is not None:
+        rows.append(("folded weights", f"relative rounding error {group.fold_error:.2g}"))
+    rows += [("note", note) for note in site.notes]
+    return [(label, value) for label, value in rows if value]
+
+
+def _source(where: Location, *, with_op: bool = False) -> str:
+    """File and line, with the code itself on a line of its own; empty when the trace recorded neither."""
+    place = " at ".join(filter(None, [(where.op or where.node) if with_op else None, where.source]))
+    return "\n".join(filter(None, [place, where.code and where.code.strip()]))
+
+
+def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
+    """``a -> b`` for a site that was absorbed, ``a (absorbed: b)`` for one that was not; empty when not known."""
+    if before is None:
+        return ""
+    if after is None:
+        return f"{before:,} {unit}"
+    if not done:
+        return f"{before:,} {unit} (absorbed: {after:,})"
+    gain = f", {before / after:.3g} times less" if 0 < after < before else ""
+    return f"{before:,} -> {after:,} {unit}{gain}"

@@ -1,0 +1,81 @@
+"""Which of two compiled graphs runs in a call: absorbed or expanded, by the sizes of the inputs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from mla_compile.core.program import Call, Program
+from mla_compile.passes.decide import cost, formulas
+from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
+from mla_compile.pipeline import SiteCost
+
+
+def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence[Any]], bool]:
+    """A function of a call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
+
+    A size that no input shows, such as one computed in the graph, counts as ``UNSEEN``.
+    """
+    gain = _gain(program, variants)
+    found = {symbol: _reader(program, symbol) for symbol in sorted(gain.free_symbols, key=str)}
+    readers = {symbol: read for symbol, read in found.items() if read is not None}
+    gain = gain.subs(dict.fromkeys(found.keys() - readers.keys(), UNSEEN))
+    # torch's printer knows the functions of its shape expressions (FloorDiv, Mod).
+    value = sympy.lambdify(list(readers), gain, modules=[{"math": math}, "math"], printer=PythonPrinter)
+
+    def absorbed_pays(inputs: Sequence[Any]) -> bool:
+        return bool(value(*[read(inputs) for read in readers.values()]) > 0)
+
+    return absorbed_pays
+
+
+def pays_as_traced(program: Program, variants: Sequence[SiteCost]) -> bool:
+    """The same decision for the sizes with which the program was traced."""
+    gain = _gain(program, variants).subs({size(n): hint(size(n), n) for _, _, n in _symbolic_inputs(program)})
+    return bool(gain.subs(dict.fromkeys(gain.free_symbols, UNSEEN)) > 0)
+
+
+def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
+    """Multiply-adds that absorbing saves over all sites, in the shape symbols of the graph as the passes spell them."""
+    gain = sympy.Integer(0)
+    for site, count in Counter(variants).items():
+        dims, sizes = site.dims, {formulas.S: site.S, formulas.T: site.T}
+        for part in site.parts:
+            gain += count * site.B * cost.part_gain(part).subs(sizes)
+        if not site.parts:
+            letters = {**sizes, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
+            gain += count * site.B * dims.H * formulas.absorption_gain().subs(letters)
+    env = next((n.node.shape_env for _, _, n in _symbolic_inputs(program)), None)
+    return canonical(gain, env)  # guards may have been added since the sizes were read
+
+
+def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Sequence[Any]], int] | None:
+    """Reads the value of a shape symbol from the inputs; ``None`` where no input has it."""
+    for index, axis, value in _symbolic_inputs(program):
+        if size(value) == symbol:
+            return lambda inputs: int(inputs[index] if axis is None else inputs[index].shape[axis])
+    return None
+
+
+def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymInt]]:
+    """Symbolic numbers, then symbolic axes of tensors: position of the input, axis, value."""
+    values = [node.meta["val"] for node in program.placeholders]
+    found: list[tuple[int, int | None, Any]] = [(i, None, v) for i, v in enumerate(values)]
+    tensors = [(i, value) for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+    found += [(i, axis, n) for i, value in tensors for axis, n in enumerate(value.shape)]
+    return [one for one in found if isinstance(one[2], torch.SymInt)]
+
+
+def choose_by_call(pays: Callable[[Sequence[Any]], bool], absorbed: Call, expanded: Call) -> Call:
+    """A callable that runs one of two compiled graphs that take the same inputs."""
+
+    def call(*inputs: Any) -> Any:
+        return absorbed(*inputs) if pays(inputs) else expanded(*inputs)
+
+    return call

@@ -1,0 +1,151 @@
+"""Folded weights, kept up to date: products of weights that a compiled graph takes as extra inputs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_compile.core.program import Call, Fold, Program
+from mla_compile.errors import StaleWeightError, WeightError
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values."""
+
+    tensor: weakref.ref[torch.Tensor]
+    snapshot: torch.Tensor
+    version: int
+    address: int
+
+    def is_current(self, live: torch.Tensor) -> bool:
+        """Whether it is unchanged since: cheap signs first, then every bit."""
+        if self.tensor() is not live or self.version != version(live) or self.address != live.data_ptr():
+            return False
+        return same_bits(live.detach(), self.snapshot)
+
+
+class FoldedWeights:
+    """The values of a program's folds, computed from the live weights and recomputed when one of those has changed.
+
+    Each call compares every weight bit by bit with a copy made when it was folded, because ``p.data.mul_(2)`` changes
+    neither the identity nor the address nor the version of ``p``. New values go into the same memory, so that a CUDA
+    graph that holds the address stays right. One compiled graph may serve several layers in turn, so values are kept
+    per set of weights until one of the weights is gone; the least recently used set is dropped first.
+    """
+
+    SETS = 128
+
+    def __init__(self, program: Program) -> None:
+        self._folds = list(program.folds)
+        positions = {node.name: index for index, node in enumerate(program.placeholders)}
+        names = dict.fromkeys(name for fold in self._folds for name in fold.weights)
+        self._read = {name: weight_reader(program, positions, name) for name in names}
+        self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
+        self._lock = threading.Lock()
+
+    def values(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """One tensor per fold for these inputs. Raises :class:`WeightError` for weights that cannot be folded."""
+        live = {name: read(inputs) for name, read in self._read.items()}
+        with self._lock:
+            return self._values(live)
+
+    def _values(self, live: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        key = tuple(id(tensor) for tensor in live.values())
+        seen, values = self._known.pop(key, ({}, []))
+        changed = {name for name in live if name not in seen or not seen[name].is_current(live[name])}
+        if not values:
+            values = [compute(fold, live) for fold in self._folds]
+        for fold, value in zip(self._folds, values, strict=True) if seen else ():
+            if changed.intersection(fold.weights):
+                _overwrite(value, compute(fold, live), fold)
+        for name in changed:
+            tensor = live[name].detach()
+            owner = weakref.ref(live[name], lambda _: self._known.pop(key, None))
+            seen[name] = _Seen(owner, tensor.clone(), version(tensor), tensor.data_ptr())
+        self._known[key] = (seen, values)
+        if len(self._known) > self.SETS:
+            del self._known[next(iter(self._known))]
+        return values
+
+
+def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The value of a fold. Raises :class:`WeightError` for weights that are not dense or cannot be multiplied."""
+    for name in fold.weights:
+        check_weight(name, live[name])
+    try:
+        with torch.no_grad():
+            return fold.compute({name: live[name].detach() for name in fold.weights}).contiguous()
+    except (RuntimeError, TypeError) as error:
+        kinds = ", ".join(f"{name} {live[name].dtype}" for name in fold.weights)
+        raise WeightError(f'weights cannot be folded ({kinds}): {error}; use fold="never"') from error
+
+
+def folded_values(program: Program) -> dict[str, torch.Tensor]:
+    """The values of all folds of a program that is about to be saved, computed from its present weights.
+
+    Raises :class:`WeightError` for weights without dense values.
+    """
+    for fold in program.folds:
+        for name in fold.weights:
+            check_weight(name, program.weights.get(name))
+    live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
+    return {fold.placeholder: compute(fold, live) for fold in program.folds}
+
+
+def check_weight(name: str, tensor: torch.Tensor | None) -> None:
+    """Raises :class:`WeightError` unless the tensor has values and stores them densely."""
+    problem = None
+    if tensor is None or tensor.is_meta:
+        problem = "has no values (it is on the meta device, or fake)"
+    elif tensor.layout is not torch.strided:
+        problem = f"is stored as {tensor.layout}"
+    if problem is not None:
+        raise WeightError(f'weight {name!r} {problem} and cannot be folded; load it densely, or use fold="never"')
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits: NaN equals itself, and 0 differs from -0."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(kind), b.view(kind))
+
+
+def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: Fold) -> None:
+    if value.shape != new.shape or value.dtype != new.dtype or value.device != new.device:
+        raise StaleWeightError(
+            f"a weight of the fold {fold.placeholder!r} changed: its product was {list(value.shape)} {value.dtype} on "
+            f"{value.device}, now {list(new.shape)} {new.dtype} on {new.device}; compile the model again"
+        )
+    value.copy_(new)
+
+
+def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> Callable[[Sequence[Any]], torch.Tensor]:
+    """A function that reads a weight of ``program`` from a call's inputs, or from the program if it is an attribute."""
+    if name in positions:
+        index = positions[name]
+        return lambda inputs: inputs[index]
+    target = str(program.node(name).target)
+    owner, _, leaf = target.rpartition(".")
+    module = program.gm.get_submodule(owner)
+    return lambda inputs: getattr(module, leaf)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Counts the writes to a tensor; inference tensors have no such count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def with_folds(call: Call, folds: FoldedWeights) -> Call:
+    """A callable of the original inputs, which are passed on with the folded weights appended."""
+
+    def folded(*inputs: Any) -> Any:
+        return call(*inputs, *folds.values(inputs))
+
+    return folded
