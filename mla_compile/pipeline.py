@@ -3,6 +3,7 @@
 latent_cache       before everything: K and V that the caller keeps become rows, and are no expanded cache any more;
 normalize,
 write_flex,
+canonicalize,
 split_products,
 write_softmax      first, so that every later pass sees one spelling;
 find_attention,
@@ -49,6 +50,7 @@ from mla_compile.passes.canonical.flex import restore_flex, write_flex
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
+from mla_compile.passes.canonical.views import canonicalize
 from mla_compile.passes.decide.cost import AbsorbedColumns, default_device
 from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.records import Verdict
@@ -172,6 +174,7 @@ def _run_once(
     whole = dict(whole or {})
     clock.run("normalize", lambda: normalize(graph), int)
     flex = clock.run("write_flex", lambda: write_flex(program.gm, program.fake_mode), len)
+    clock.run("canonicalize", lambda: canonicalize(graph), int)
     weights = weight_nodes(graph, program.weights)
     clock.run("split_products", lambda: split_products(graph, weights, program.fake_mode), int)
     clock.run("write_softmax", lambda: write_softmax(graph, weights, program.fake_mode), int)

@@ -14,6 +14,7 @@ from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
+from mla_compile.passes.canonical.views import canonicalize
 from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.share_rows import share_rows
@@ -51,6 +52,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     """Rewrites the caches of all attentions but ``refused``; returns the attentions whose cache was rewritten."""
     graph = program.gm.graph
     normalize(graph)
+    canonicalize(graph)
     weights = weight_nodes(graph, program.weights)
     split_products(graph, weights, program.fake_mode)
     write_softmax(graph, weights, program.fake_mode)

@@ -25,16 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.steps import Joined, step
 from mla_compile.passes.ir.arrange import same_layout
-from mla_compile.passes.ir.graph import Builder, args_of, packet, shape
-from mla_compile.passes.ir.operators import CONTRACTIONS, FILLS
+from mla_compile.passes.ir.graph import Builder, packet, shape
+from mla_compile.passes.ir.operators import CONTRACTIONS, Broadcast, Copy, Fill, Permute, Regroup, Repeat, decode
 from mla_compile.passes.ir.sizes import same
-from mla_compile.passes.linear.rules import RULES
-from mla_compile.passes.linear.views import expand, permute, repeat, same_values, view
+from mla_compile.passes.ir.walk import REACH
 
 aten = torch.ops.aten
-_COPY = (aten.expand, aten.expand_as, aten.repeat, aten.tile)
-_REACH = 48
-"""Operators between an attention and the copying that are looked at, at the most."""
 
 
 class Copied(NamedTuple):
@@ -98,7 +94,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Cop
                 walk.found.append((node, at, readers[place]))
         elif how is None:
             walk.made |= packet(node) in CONTRACTIONS and any(n in weights for n in node.all_input_nodes)
-        elif len(readers) < _REACH:
+        elif len(readers) < REACH:
             parts = ((p.node, p) for p in how.parts) if isinstance(how, Joined) else how.reads.items()
             for read, p in parts:
                 if (read, p.dim) not in readers:
@@ -108,9 +104,9 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Cop
 
 
 def _just_copied(node: fx.Node) -> bool:
-    while (rule := RULES.get(packet(node))) in (view, permute, same_values):
-        node = args_of(node)[0]
-    return rule in (expand, repeat) or packet(node) in FILLS
+    while isinstance(how := decode(node), (Regroup, Permute, Copy)):
+        node = how.x
+    return isinstance(how, (Broadcast, Repeat, Fill))
 
 
 class _Copies:
@@ -124,20 +120,20 @@ class _Copies:
         if key not in self._along:
             length = shape(node)[dim]
             several = isinstance(length, int) and length > 1
-            self._along[key] = several and depth < _REACH and self._found(node, dim, depth + 1)
+            self._along[key] = several and depth < REACH and self._found(node, dim, depth + 1)
         return self._along[key]
 
     def _found(self, node: fx.Node, dim: int, depth: int) -> bool:
-        if packet(node) in FILLS:
+        read = decode(node)
+        if isinstance(read, Fill):
             return True
-        if packet(node) in _COPY:
-            x = args_of(node)[0]
-            own = dim - len(shape(node)) + len(shape(x))
-            return own < 0 or same(shape(x)[own], 1) or self.along(x, own, depth)
+        if isinstance(read, Broadcast) or (isinstance(read, Repeat) and not read.interleaved):
+            own = dim - len(shape(node)) + len(shape(read.x))
+            return own < 0 or same(shape(read.x)[own], 1) or self.along(read.x, own, depth)
         how = step(node, dim)
         if isinstance(how, Joined):
             return len(how.parts) == 1 and self.along(how.parts[0].node, how.parts[0].dim, depth)
-        if how is None or (how.unit > 1 and packet(node) is not aten.repeat_interleave):
+        if how is None or (how.unit > 1 and not isinstance(read, Repeat)):
             return False
         return all(same(shape(n)[p.dim], 1) or self.along(n, p.dim, depth) for n, p in how.reads.items())
 

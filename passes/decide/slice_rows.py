@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,16 +25,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import SHOWS, Builder, args_of, argument, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.graph import SHOWS, Builder, bytes_hint, shape, val
 from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Shown
-from mla_compile.passes.linear.rows import constant_along, rows_axis, sliced_axis
-from mla_compile.passes.linear.rules import RULES
+from mla_compile.passes.linear.rows import constant_along, rows_axis, slice_of
+from mla_compile.passes.linear.rules import rule_of
 
 aten = torch.ops.aten
-_SLICES = (aten.slice.Tensor, aten.narrow.default)
-_REACH = 48
-"""Ends of walks that are looked behind, for one attention."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +64,9 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Taken]:
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    cuts, _ = choose_sources([*pieces_of([maps.map(args_of(s)[0]) for s in slices]), *others])
+    cuts, _ = choose_sources([*pieces_of([maps.map(slice_of(s).x) for s in slices]), *others])
     at_cuts = maps.with_stops(cuts)
-    taken = ((node, _rows(node, at_cuts.map(args_of(node)[0]))) for node in slices)
+    taken = ((node, _rows(node, at_cuts.map(slice_of(node).x))) for node in slices)
     return [Taken(node, tuple(rows.items())) for node, rows in taken if rows]
 
 
@@ -83,18 +80,18 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
     queue = list(operands)
     for node in queue:
         for end in {p.source: None for p in maps.map(node).pieces if p.source is not None}:
-            if end in seen or len(seen) > _REACH or end not in maps.reasons:
+            if end in seen or len(seen) > REACH or end not in maps.reasons:
                 continue
             seen.add(end)
-            if end.target in _SLICES and end not in maps.shown:
+            if end.target is aten.slice.Tensor and end not in maps.shown:
                 found[end] = None
-            queue += maps.operands(end) if packet(end) in RULES else []
+            queue += maps.operands(end) if rule_of(end) is not None else []
     return list(found)
 
 
 def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
     """The rows that a slice of ``whole`` is an image of, and which axis of them is sliced; None where it is of none."""
-    dim = sliced_axis(node)
+    dim = slice_of(node).dim
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
@@ -111,32 +108,25 @@ def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
 def _narrower(piece: Piece, node: fx.Node) -> bool:
     """Whether there is anything to be gained by rows in the place of ``node``: else it is as good a source."""
     assert piece.source is not None
-    return piece.projected or bytes_hint(piece.source) < bytes_hint(args_of(node)[0])
+    return piece.projected or bytes_hint(piece.source) < bytes_hint(slice_of(node).x)
 
 
 def _add(taken: Taken, added: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[Shown, ...]:
     """The slices of the rows of ``taken``, those that are there already used again; none where one is not certain."""
-    node, op, dim = taken.node, taken.node.target, sliced_axis(taken.node)
-    assert callable(op)
-    positions = _positions(node)
+    node, how = taken.node, slice_of(taken.node)
+    positions = how.bounds
+    assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
-    if free_unbacked_symbols([val(node).shape[dim], *(v for v in values if v is not None)]):
+    if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: two slices by it are two lengths
     builder = Builder(node, maps.fake_mode)
     shown: list[Shown] = []
     for rows, at in taken.rows:
-        key = (rows, at, op, *(v if v is None else size(v) for v in values))
+        key = (rows, at, *(v if v is None else size(v) for v in values))
         if key not in added or not added[key] < node:
-            added[key] = builder.call(op, rows, at, *positions)
+            added[key] = builder.call(aten.slice.Tensor, rows, at, *positions)
             added[key].meta[SHOWS] = True
-        if not same(shape(added[key])[at], shape(node)[dim]):
+        if not same(shape(added[key])[at], shape(node)[how.dim]):
             return ()
         shown.append(Shown(rows, at, added[key]))
     return tuple(shown)
-
-
-def _positions(node: fx.Node) -> tuple[Any, ...]:
-    """Which positions a slice takes, as its operator wants to be told."""
-    if node.target is aten.narrow.default:
-        return args_of(node)[2:4]
-    return argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import WAITS, argument, packet
+
+REACH = 48
+"""Operators that a search looks at before it gives up.
+
+Between two parts of one attention (a softmax and its products, K and what it was projected or joined from) lie scales,
+masks, casts, views and a rotation: a dozen or two where each is written out. Four times a dozen finds them all, and is
+no walk through the model: what is farther away belongs to another layer, and would be blamed for this one.
+"""
+
+
+def nearest(
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    ends_at: Callable[[fx.Node], bool],
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
+    ends: list[fx.Node] = []
+    passed: list[fx.Node] = []
+    queue, seen = deque(step(start)), set[fx.Node]()
+    while queue and len(passed) < REACH:
+        node = queue.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        if wanted(node):
+            ends.append(node)
+        elif not ends_at(node):
+            passed.append(node)
+            queue.extend(step(node))
+    return ends, passed
 
 
 def remove_dead_code(graph: fx.Graph) -> None:

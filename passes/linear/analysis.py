@@ -19,7 +19,7 @@ from mla_compile.passes.ir.graph import is_tensor, packet, shape, val
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, Shown
 from mla_compile.passes.linear.rows import some_rows
-from mla_compile.passes.linear.rules import RULES
+from mla_compile.passes.linear.rules import rule_of
 from mla_compile.passes.linear.stops import unexplained
 
 
@@ -83,7 +83,7 @@ class LinearMaps:
             if current in self._maps:
                 pending.pop()
                 continue
-            rule = None if current in self.stops or self.is_weight(current) else RULES.get(packet(current))
+            rule = None if current in self.stops or self.is_weight(current) else rule_of(current)
             if rule is not None and current in self.shown:
                 rule = some_rows
             ends = rule is None or (rule is some_rows and self is not self.whole)
@@ -102,10 +102,10 @@ class LinearMaps:
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors whose maps make that of ``node``."""
-        inputs = [n for n in node.all_input_nodes if not self.is_weight(n)]
-        if packet(node) is operator.getitem:  # a part of a split: the map is that of the tensor that was split
-            return [n for part in inputs for n in part.all_input_nodes if is_tensor(n) and not self.is_weight(n)]
-        return [n for n in inputs if is_tensor(n)]
+        inputs = node.all_input_nodes
+        if packet(node) is operator.getitem:  # one of several results: its map is that of what they were made of
+            inputs = [n for whole in inputs for n in whole.all_input_nodes]
+        return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]
 
     def _apply(self, node: fx.Node, rule: Callable[[LinearMaps, fx.Node], LinearMap | Stop] | None) -> LinearMap:
         if rule is None:

@@ -13,7 +13,7 @@ from mla_compile.codes import CODES, Code
 from mla_compile.core.records import KeptPart, Location, SiteReport
 from mla_compile.passes.decide import cost
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
-from mla_compile.passes.ir.graph import packet, val
+from mla_compile.passes.ir.graph import operator_name, val
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.verify.check import Check
@@ -98,14 +98,12 @@ def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
 
 def locate(node: fx.Node) -> Location:
     """The node, its module path and the user's source line, as far as the trace recorded them."""
-    op = packet(node)
-    name = getattr(op, "__name__", None) or str(node.target)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, code = frames[-1] if frames else (None, None, None)
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return Location(
         node=node.name,
-        op=f"aten.{name}" if op is not None else node.op,
+        op=f"aten.{operator_name(node)}" if node.op == "call_function" else node.op,
         module=_module_path(modules[-1][0]) if modules else "",
         file=file,
         line=int(line) if line is not None else None,

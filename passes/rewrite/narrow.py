@@ -22,8 +22,6 @@ from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.linear.records import Maps, Piece
 
 aten = torch.ops.aten
-_VIEWS = {aten.slice, aten.reshape, aten.view, aten.permute, aten.transpose, aten.t, aten.select, aten.split,
-          aten.split_with_sizes, aten.chunk, aten.unsqueeze, aten.squeeze, aten.detach, aten.alias}  # fmt: skip
 
 
 def readers(
@@ -93,7 +91,9 @@ def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
         return False
     if set(tokens) | set(piece.contracted) != piece.source_atoms:
         return False
-    exact = val(node).dtype.itemsize >= 4 or all(_is_view(f.expr) for f in (piece.weight, piece.bias) if f is not None)
+    # A product of weights would be rounded once more than the products that it stands for.
+    picked = all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
+    exact = val(node).dtype.itemsize >= 4 or picked
     return exact and val(source).dtype == val(node).dtype == piece.weight.expr.value.dtype
 
 
@@ -107,15 +107,6 @@ def _strides_show(node: fx.Node) -> bool:
             if view_source(user) is not None:
                 queue.append(user)
     return False
-
-
-def _is_view(expr: Expr) -> bool:
-    """Whether an expression only picks rows of a weight: a product of weights would be rounded again."""
-    while expr.node is None:
-        if getattr(expr.op, "overloadpacket", None) not in _VIEWS and getattr(expr.op, "__name__", "") != "getitem":
-            return False
-        expr = next(a for a in expr.args if isinstance(a, Expr))
-    return True
 
 
 def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -> fx.Node:

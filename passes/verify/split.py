@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
-from mla_compile.passes.ir.operators import FILLS
+from mla_compile.passes.ir.graph import is_tensor, whole_rows
+from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.rewrite.split_heads import SplitSite
 from mla_compile.passes.verify.check import Check, compare
@@ -63,7 +63,7 @@ def _frontier(
         node = queue.pop()
         if node in rows or node.name in weights or not (is_tensor(node) or node.all_input_nodes):
             continue
-        if packet(node) in FILLS:  # zeros that something is written into are no input, but zeros
+        if isinstance(decode(node), Fill):  # zeros that something is written into are no input, but zeros
             continue
         if is_tensor(node) and node.name in before and not any(a in rows for a in ancestors(node)):
             found.add(node)
