@@ -17,6 +17,7 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
+from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
 from mla_compile.passes.decide.cost import Device, Fold, Forms, default_device
 from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.records import Verdict
@@ -28,6 +29,7 @@ from mla_compile.passes.linear.records import Maps, VirtualSources
 
 CANONICAL: dict[str, Callable[[Program], int]] = {
     "normalize": lambda program: normalize(program.gm.graph),
+    "views": lambda program: canonicalize_views(program.gm.graph),
     "split_products": lambda program: split_products(program.gm.graph, weights_of(program), program.fake_mode),
     "write_softmax": lambda program: write_softmax(program.gm.graph, weights_of(program), program.fake_mode),
 }

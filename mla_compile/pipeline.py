@@ -328,6 +328,7 @@ def _lower_projections(state: _State) -> int:
 
 PASSES = (
     Pass("normalize", "the captured graph", "checks and empty operators", _canonical("normalize")),
+    Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", _canonical("views")),
     Pass("split_products", "products beside a softmax", "those that add something", _canonical("split_products")),
     Pass("write_softmax", "exponentials between products", "a softmax written out", _canonical("write_softmax")),
     Pass("analyse", "the canonical graph", "", _analyse),

@@ -7,7 +7,6 @@ does not end the walk: it is noted (``open_core``), because the products can sti
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,8 +27,9 @@ from mla_compile.passes.ir.axes import (
     regroup,
     substitute,
 )
-from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.ir.operators import Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
 
@@ -79,10 +79,6 @@ class Scores:
         )
 
 
-_SAME = {
-    aten._to_copy, aten.to, aten.clone, aten.contiguous, aten.alias, aten.detach, aten.type_as, aten.lift_fresh,
-}  # fmt: skip
-_VIEWS = {aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.unsqueeze, aten.squeeze}
 SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
 _ELEMENTWISE = {
     aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum, aten.max,
@@ -113,10 +109,13 @@ class ScoreTracer:
         return self._seen[node]
 
     def _trace(self, node: fx.Node) -> Scores | None:
-        op = packet(node)
         if self.is_product(node):
             return _product(node)
-        rule = _RULES.get(op)
+        how = decode(node)
+        if how is not None:
+            move = _MOVES.get(type(how))
+            return None if move is None or not is_tensor(node) else move(self, node, how)
+        rule = _RULES.get(packet(node))
         return None if rule is None or not is_tensor(node) else rule(self, node)
 
 
@@ -142,12 +141,11 @@ def _product(node: fx.Node) -> Scores | None:
     return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
 
 
-def _pass_through(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    source = args_of(node)[0]
-    scores = tracer.trace(source)
+def _copied(tracer: ScoreTracer, node: fx.Node, how: Copy) -> Scores | None:
+    scores = tracer.trace(how.x)
     if scores is None or not val(node).dtype.is_floating_point:
         return None
-    return _converted(scores, val(source).dtype, val(node).dtype)
+    return _converted(scores, val(how.x).dtype, val(node).dtype)
 
 
 def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
@@ -163,43 +161,24 @@ def _rounded(fill: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(fill, dtype=torch.float64).to(dtype))
 
 
-def _dropout(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    call = node
-    if packet(node) is operator.getitem:  # native_dropout returns its own mask as well
-        call = args_of(node)[0]
-        if packet(call) is not aten.native_dropout or args_of(node)[1] != 0:
-            return None
-    scores = tracer.trace(args_of(call)[0])
-    active = argument(call, 2, "train", True) and argument(call, 1, "p", 0.5) != 0
-    if scores is None or not active:
+def _dropped(tracer: ScoreTracer, node: fx.Node, how: Dropout) -> Scores | None:
+    scores = tracer.trace(how.x)
+    if scores is None or not how.active:
         return scores
     return replace(scores, problem=Stop(node, "dropout", "dropout of the attention probabilities is active"))
 
 
-def _view(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    if val(node).dtype != val(args_of(node)[0]).dtype:  # the same bytes read as other numbers
-        return None
-    scores = tracer.trace(args_of(node)[0])
+def _regrouped(tracer: ScoreTracer, node: fx.Node, how: Regroup) -> Scores | None:
+    scores = tracer.trace(how.x)
     grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
     if scores is None or grouped is None:
         return None
     return replace(scores.split(grouped[1]), axes=grouped[0])
 
 
-def _permute(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(args_of(node)[0])
-    if scores is None:
-        return None
-    rank = len(scores.axes)
-    order = list(range(rank))
-    if packet(node) is aten.permute:
-        order = [axis(d, rank) for d in args_of(node)[1]]
-    elif packet(node) is aten.mT:
-        order[-2:] = order[:-3:-1]
-    else:
-        a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
-        order[a], order[b] = order[b], order[a]
-    return replace(scores, axes=tuple(scores.axes[d] for d in order))
+def _permuted(tracer: ScoreTracer, node: fx.Node, how: Permute) -> Scores | None:
+    scores = tracer.trace(how.x)
+    return None if scores is None else replace(scores, axes=tuple(scores.axes[d] for d in how.order))
 
 
 def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -288,16 +267,14 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _constant(value: object) -> float | None:
-    """A number, or a 0-d tensor whose value stands in the graph."""
+    """A number, or a tensor of one number whose value stands in the graph."""
     if isinstance(value, (int, float)):
         return float(value)
-    if isinstance(value, fx.Node) and packet(value) in (aten._to_copy, aten.to, aten.lift_fresh_copy, aten.detach):
-        number = _constant(args_of(value)[0])
+    how = decode(value)
+    if isinstance(how, Copy) and isinstance(value, fx.Node):
+        number = _constant(how.x)
         return None if number is None else _rounded(number, val(value).dtype)
-    if isinstance(value, fx.Node) and packet(value) in (aten.full, aten.scalar_tensor):
-        number = args_of(value)[1 if packet(value) is aten.full else 0]
-        return float(number) if isinstance(number, (int, float)) else None
-    return None
+    return _constant(how.value) if isinstance(how, Fill) else None
 
 
 def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -337,14 +314,12 @@ def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     return None
 
 
-def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
     """Something is joined to the scores along one axis (an attention sink)."""
-    rank = len(shape(node))
-    inputs = [x for x in args_of(node)[0] if len(shape(x)) == rank]  # torch lets empty 1-D tensors join anything
-    dim = axis(argument(node, 1, "dim", 0), rank)
-    for k, x in enumerate(inputs):
+    dim = how.dim
+    for k, x in enumerate(how.parts):
         scores = tracer.trace(x)
-        start = sum(shape(before)[dim] for before in inputs[:k])
+        start = sum(shape(before)[dim] for before in how.parts[:k])
         if scores is not None and not scores.normalized and isinstance(start, int):
             longer = Atom(shape(node)[dim])
             axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
@@ -353,36 +328,38 @@ def _cat(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     return None
 
 
-def _slice(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
     """The appended columns are cut off again."""
-    x: Any = args_of(node)[0]
-    scores = tracer.trace(x)
-    if scores is None or _keeps_shape(node, x):
+    scores, dim = tracer.trace(how.x), how.dim
+    if scores is None or _keeps_shape(node, how.x):
         return scores
-    dim = axis(argument(node, 1, "dim", 0), len(shape(x)))
     own = scores.axes[dim]
     padded = next((p for p in scores.padded if own == (p.longer,)), None)
-    start, step = argument(node, 2, "start") or 0, argument(node, 4, "step", 1)
-    if padded is None or (start, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
+    if padded is None or how.bounds is None:
+        return None
+    start, _, step = how.bounds
+    if (start or 0, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
         return None
     axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
     return replace(scores, axes=axes)
 
 
 _PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum, aten.sum}
+_MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
+    Copy: _copied,
+    Dropout: _dropped,
+    Regroup: _regrouped,
+    Permute: _permuted,
+    Join: _joined,
+    Slice: _sliced,
+}
 _RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
-    **dict.fromkeys(_SAME, _pass_through),
-    **dict.fromkeys((aten.dropout, operator.getitem), _dropout),
-    **dict.fromkeys(_VIEWS, _view),
-    **dict.fromkeys((aten.permute, aten.transpose, aten.mT), _permute),
     **dict.fromkeys((aten.mul, aten.div), _scale),
     aten.add: _add,
     **dict.fromkeys((aten.masked_fill, aten.where), _fill),
     **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     aten.exp: _exponential,
-    aten.cat: _cat,
-    aten.slice: _slice,
 }
 
 

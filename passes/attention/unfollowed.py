@@ -7,7 +7,7 @@ not mention it at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -16,11 +16,10 @@ from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape
-from mla_compile.passes.ir.operators import CONTRACTIONS
+from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
-
-_REACH = 48  # operators between a softmax and either product: scale, masks, casts and a sink are a dozen
+from mla_compile.passes.ir.walk import nearest
 
 
 def unfollowed(
@@ -90,7 +89,7 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 
     def ends(n: fx.Node) -> bool:
         # A projection by a weight belongs to what comes before or after, unless it mixes the scores (talking heads).
-        return packet(n) in CONTRACTIONS and not any(
+        return is_contraction(n) and not any(
             _holds_scores(x, tracer) or _mixes_heads(n, x) for x in n.all_input_nodes if is_tensor(x)
         )
 
@@ -117,34 +116,7 @@ def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:
 def _softmaxes_of(probs: fx.Node) -> Iterable[fx.Node]:
     if packet(probs) in SOFTMAX:
         return (probs,)
-    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX)[0]
-
-
-def _is_projection(node: fx.Node) -> bool:
-    return packet(node) in CONTRACTIONS
-
-
-def nearest(
-    start: fx.Node,
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-    wanted: Callable[[fx.Node], bool],
-    ends_at: Callable[[fx.Node], bool] = _is_projection,
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
-    ends: list[fx.Node] = []
-    passed: list[fx.Node] = []
-    queue, seen = list(step(start)), {start}
-    while queue and len(passed) < _REACH:
-        node = queue.pop(0)
-        if node in seen:
-            continue
-        seen.add(node)
-        if wanted(node):
-            ends.append(node)
-        elif not ends_at(node):
-            passed.append(node)
-            queue.extend(step(node))
-    return ends, passed
+    return nearest(probs, lambda n: n.all_input_nodes, lambda n: packet(n) in SOFTMAX, is_contraction)[0]
 
 
 def _over_one(softmax: fx.Node) -> bool:

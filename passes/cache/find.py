@@ -32,14 +32,13 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import Write, slice_over, write_of
+from mla_compile.passes.cache.writes import Write, write_of
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import argument, axis, packet, shape, val
+from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.operators import Join, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -126,30 +125,30 @@ def _cached(
             continue
         tokens = _token_axis(node, operand, site, maps)
         if grows:
-            at = axis(argument(node, 1, "dim", 0), len(shape(node)))
-            if tokens is not None and tokens != at:
+            how = decode(node)
+            assert isinstance(how, Join)
+            if tokens is not None and tokens != how.dim:
                 continue
-            tokens = at
+            tokens = how.dim
         return {node: tokens if tokens is not None else _likely_token_axis(node)}
     return {}
 
 
 def _written(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps, assume: set[fx.Node]) -> Write | None:
     """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
-    if write_of(node) is None and packet(node) is not aten.slice:
+    shown = decode(node)
+    if write_of(node) is None and not isinstance(shown, Slice):
         return None
     tokens = _token_axis(node, operand, site, maps)
     if tokens is None:
         return None
-    write = write_of(slice_over(node, tokens) or node)
+    write = write_of(shown.x if isinstance(shown, Slice) and shown.dim == tokens else node)
     return write if write is not None and write.buffer in assume and write.dim == tokens else None
 
 
 def _joined(node: fx.Node) -> list[fx.Node] | None:
-    if packet(node) not in (aten.cat, aten.concat):
-        return None
-    parts: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-    return parts
+    how = decode(node)
+    return list(how.parts) if isinstance(how, Join) else None
 
 
 def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps) -> int | None:

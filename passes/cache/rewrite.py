@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.cache.find import Kept, Past
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
-from mla_compile.passes.cache.writes import slice_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_virtual, materialize, packet, val
+from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -92,11 +92,10 @@ class _Rewriter:
     def _read_beginnings(self, cache: Kept, rows: Sequence[fx.Node]) -> None:
         """Whoever reads some tokens of a buffer gets them made of those rows alone."""
         for user in list(cache.node.users):
-            if slice_over(user, cache.recipe.tokens) is cache.node:
+            how = decode(user)
+            if isinstance(how, Slice) and how.dim == cache.recipe.tokens and how.bounds is not None:
                 builder = Builder(user, self.fake_mode)
-                bounds = [argument(user, k, name) for k, name in ((2, "start"), (3, "end"))]
-                step = argument(user, 4, "step", 1)
-                shown = [builder.call(aten.slice.Tensor, r, cache.recipe.token_axis, *bounds, step) for r in rows]
+                shown = [builder.call(aten.slice.Tensor, r, cache.recipe.token_axis, *how.bounds) for r in rows]
                 user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
 
     def _let_go(self, node: fx.Node) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, packet, shape, val
+from mla_compile.passes.ir.operators import Assign, Broadcast, Dropout, Slice, Write, WriteOne, decode
 from mla_compile.passes.ir.sizes import same
 
 aten = torch.ops.aten
 _CHECKS = {aten._assert_tensor_metadata}
-_SCATTERS = {aten.slice_scatter, aten.select_scatter}
 
 
 def normalize(graph: fx.Graph) -> int:
@@ -46,27 +46,30 @@ def normalize(graph: fx.Graph) -> int:
 
 def _is_write_of_all(node: fx.Node) -> bool:
     """``copy(part, x)`` that changes nothing of ``x``, on its way into a larger tensor."""
-    if packet(node) is not aten.copy or not isinstance(x := args_of(node)[1], fx.Node):
+    how = decode(node)
+    if not isinstance(how, Assign) or not all(_writes(node, decode(user)) for user in node.users):
         return False
-    if any(packet(user) not in _SCATTERS or user.args[1:2] != (node,) or user.args[0] is node for user in node.users):
-        return False
-    old, new = val(x), val(node)
+    old, new = val(how.x), val(node)
     alike = old.dim() == new.dim() and old.dtype == new.dtype and old.device == new.device
-    return alike and all(map(same, shape(x), shape(node)))
+    return alike and all(map(same, shape(how.x), shape(node)))
+
+
+def _writes(x: fx.Node, user: object) -> bool:
+    return isinstance(user, (Write, WriteOne)) and user.x is x and user.base is not x
 
 
 def _is_empty(node: fx.Node) -> bool:
     """An operator that returns its input as it is, and whose users only compute with it."""
     if any(user.op == "output" for user in node.users):
         return False
-    op = packet(node)
-    if op is aten.dropout:
-        return not args_of(node)[2] or args_of(node)[1] == 0
-    if op in (aten.detach, aten.alias):
+    if packet(node) in (aten.detach, aten.alias):
         return True
-    if op in (aten.expand, aten.slice) and isinstance(args_of(node)[0], fx.Node):
-        old, new = shape(args_of(node)[0]), shape(node)
-        if len(old) != len(new) or not all(same(a, b) for a, b in zip(old, new, strict=True)):
-            return False
-        return bool(val(args_of(node)[0]).stride() == val(node).stride())
-    return False
+    how = decode(node)
+    if isinstance(how, Dropout):
+        return not how.active and packet(node) is aten.dropout
+    if packet(node) not in (aten.expand, aten.slice) or not isinstance(how, (Broadcast, Slice)):
+        return False
+    old, new = shape(how.x), shape(node)
+    if len(old) != len(new) or not all(same(a, b) for a, b in zip(old, new, strict=True)):
+        return False
+    return bool(val(how.x).stride() == val(node).stride())

@@ -15,8 +15,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.scores import SOFTMAX
-from mla_compile.passes.attention.unfollowed import nearest
 from mla_compile.passes.ir.graph import Builder, args_of, packet, val
+from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.walk import nearest
 
 aten = torch.ops.aten
 _PRODUCTS = {aten.baddbmm.default: aten.bmm.default, aten.addmm.default: aten.mm.default}
@@ -46,8 +47,8 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 def _beside_a_softmax(node: fx.Node) -> bool:
     """Whether it makes the scores of a softmax, or multiplies what one made."""
     operands = args_of(node)[1:3]
-    before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax)
-    after, _ = nearest(node, lambda n: n.users, _is_softmax)
+    before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax, is_contraction)
+    after, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)
     return bool(before or after)
 
 

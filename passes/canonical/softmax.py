@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.scores import ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import Regroup, decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import remove_dead_code
 
@@ -60,18 +61,18 @@ def _summed_axis(total: Any, e: Any) -> int | None:
     """The one axis along which ``total`` is the sum of ``e``, kept as an axis of size 1."""
     if not is_tensor(total) or not is_tensor(e):
         return None
-    rank, kept = val(e).dim(), True
-    lifted = None
-    if packet(total) is aten.unsqueeze:
-        lifted = axis(args_of(total)[1], rank)
-        total, kept = args_of(total)[0], False
+    sizes, kept = shape(total), True
+    lifted = decode(total)
+    if isinstance(lifted, Regroup):  # the axis that the sum has lost is put back
+        total, kept = lifted.x, False
     if packet(total) is not aten.sum or args_of(total)[0] is not e or "dtype" in total.kwargs:
         return None
     dims = argument(total, 1, "dim")
     if not isinstance(dims, (list, tuple)) or len(dims) != 1 or bool(argument(total, 2, "keepdim", False)) is not kept:
         return None
-    dim = axis(dims[0], rank)
-    return dim if lifted in (None, dim) else None
+    dim = axis(dims[0], len(shape(e)))
+    row = [1 if k == dim else size for k, size in enumerate(shape(e))]
+    return dim if len(row) == len(sizes) and all(map(same, row, sizes)) else None
 
 
 def _unshifted(x: fx.Node, dim: int) -> fx.Node:

@@ -11,8 +11,8 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
-from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, is_tensor, packet, shape
-from mla_compile.passes.ir.operators import CONTRACTIONS
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, packet
+from mla_compile.passes.ir.operators import Join, Stack, decode, is_contraction
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps
@@ -52,7 +52,7 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     """Why ``source``, a product of rows with a weight, has no linear map; None where it is no such product."""
     maps = search.maps
     stop = maps.reasons.get(source)
-    if stop is None or packet(source) not in CONTRACTIONS:
+    if stop is None or not is_contraction(source):
         return None
     if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
@@ -147,12 +147,12 @@ def _is_input(node: fx.Node) -> bool:
 
 def _joins_heads(node: fx.Node, maps: Maps) -> bool:
     """Whether ``node`` joins tensors along an axis, such as the heads, that a weight of one of them makes."""
-    if packet(node) not in (aten.cat, aten.stack):
+    how = decode(node)
+    if not isinstance(how, (Join, Stack)):
         return False
-    parts = [n for n in args_of(node)[0] if not maps.is_weight(n)]
+    parts = [n for n in how.parts if not maps.is_weight(n)]
     maps = maps.with_stops(())  # the walk may have ended at a part because of this very node
     pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
-    if packet(node) is aten.stack:  # along an axis that no row has
+    if isinstance(how, Stack):  # along an axis that no row has
         return bool(pieces)
-    dim = axis(argument(node, 1, "dim", 0), len(shape(node)))
-    return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[dim])
+    return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[how.dim])

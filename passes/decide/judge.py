@@ -28,7 +28,8 @@ from mla_compile.passes.decide.readers import narrower_readers
 from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import is_tensor, packet, val
+from mla_compile.passes.ir.graph import args_of, is_tensor, packet, val
+from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.linear.records import Maps, Term
@@ -194,8 +195,8 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
 def _whole(node: fx.Node) -> list[fx.Node]:
     """``node`` and, where it selects rows of another tensor, that tensor too, and so on."""
     found = [node]
-    while packet(found[-1]) in (aten.slice, aten.narrow, aten.select, aten.index_select):
-        found.append(found[-1].args[0])  # type: ignore[arg-type]  # the tensor
+    while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) is aten.index_select:
+        found.append(how.x if isinstance(how, (Slice, Select)) else args_of(found[-1])[0])
     return found
 
 

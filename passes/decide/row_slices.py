@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,15 +18,14 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import SLICES, args_of, argument, bytes_hint, is_virtual, packet, shape, val, virtual
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_virtual, shape, val, virtual
 from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
-from mla_compile.passes.linear.rows import constant_along, rows_axis, sliced_axis
-from mla_compile.passes.linear.rules import RULES
+from mla_compile.passes.linear.rows import constant_along, rows_axis, slice_of
+from mla_compile.passes.linear.rules import rule_of
 
 aten = torch.ops.aten
-_REACH = 48
-"""Ends of walks that are looked behind, for one attention."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    cuts, _ = choose_sources([*pieces_of([maps.map(args_of(s)[0]) for s in slices]), *others])
+    cuts, _ = choose_sources([*pieces_of([maps.map(slice_of(s).x) for s in slices]), *others])
     at_cuts = maps.with_stops(cuts)
-    sliced = ((node, _rows(node, at_cuts.map(args_of(node)[0]))) for node in slices)
+    sliced = ((node, _rows(node, at_cuts.map(slice_of(node).x))) for node in slices)
     return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
 
 
@@ -75,19 +73,19 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
     queue = list(operands)
     for node in queue:
         for end in {p.source: None for p in maps.map(node).pieces if p.source is not None}:
-            if end in seen or len(seen) > _REACH or end not in maps.reasons:
+            if end in seen or len(seen) > REACH or end not in maps.reasons:
                 continue
             seen.add(end)
-            if end.target in SLICES and end not in maps.virtual.slices:
+            if end.target is aten.slice.Tensor and end not in maps.virtual.slices:
                 found[end] = None
             behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
-            queue += maps.operands(behind) if packet(behind) in RULES else []
+            queue += maps.operands(behind) if rule_of(behind) is not None else []
     return list(found)
 
 
 def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
     """The rows that a slice of ``whole`` is an image of, and which axis of them is sliced; None where it is of none."""
-    dim = sliced_axis(node)
+    dim = slice_of(node).dim
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
@@ -104,31 +102,24 @@ def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
 def _narrower(piece: Piece, node: fx.Node) -> bool:
     """Whether there is anything to be gained by rows in the place of ``node``: else it is as good a source."""
     assert piece.source is not None
-    return piece.projected or bytes_hint(piece.source) < bytes_hint(args_of(node)[0])
+    return piece.projected or bytes_hint(piece.source) < bytes_hint(slice_of(node).x)
 
 
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
     """The slices of the rows of ``sliced``, those that are known already used again; none where one is not certain."""
-    node, op, dim = sliced.node, sliced.node.target, sliced_axis(sliced.node)
-    assert callable(op)
-    positions = _positions(node)
+    node, how = sliced.node, slice_of(sliced.node)
+    positions = how.bounds
+    assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
-    if free_unbacked_symbols([val(node).shape[dim], *(v for v in values if v is not None)]):
+    if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: two slices by it are two lengths
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
-        key = (rows, at, op, *(v if v is None else size(v) for v in values))
+        key = (rows, at, *(v if v is None else size(v) for v in values))
         # One that reads its bounds from nodes further down could not be added before every attention that wants it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
-            known[key] = virtual(maps.fake_mode, op, rows, at, *positions)
-        if not same(shape(known[key])[at], shape(node)[dim]):
+            known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+        if not same(shape(known[key])[at], shape(node)[how.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))
     return tuple(found)
-
-
-def _positions(node: fx.Node) -> tuple[Any, ...]:
-    """Which positions a slice takes, as its operator wants to be told."""
-    if node.target is aten.narrow.default:
-        return args_of(node)[2:4]
-    return argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1)

@@ -17,17 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.dependence.steps import Joined, step
-from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, virtual
-from mla_compile.passes.ir.operators import CONTRACTIONS, FILLS
+from mla_compile.passes.ir.graph import is_tensor, packet, shape, virtual
+from mla_compile.passes.ir.operators import CONTRACTIONS, Broadcast, Copy, Fill, Permute, Regroup, Repeat, decode
 from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import SharedRows
-from mla_compile.passes.linear.rules import RULES
-from mla_compile.passes.linear.views import expand, permute, repeat, same_values, view
 
 aten = torch.ops.aten
-_COPY = (aten.expand, aten.expand_as, aten.repeat, aten.tile)
-_REACH = 48
-"""Operators between an attention and the copying that are looked at, at the most."""
 
 
 def find_shared_rows(
@@ -76,7 +72,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Cop
                 walk.found.append((node, at))
         elif how is None:
             walk.made |= packet(node) in CONTRACTIONS and any(n in weights for n in node.all_input_nodes)
-        elif len(places) < _REACH:
+        elif len(places) < REACH:
             parts = ((p.node, p) for p in how.parts) if isinstance(how, Joined) else how.reads.items()
             for read, p in parts:
                 if (read, p.dim) not in places:
@@ -93,9 +89,9 @@ def _shown(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
 
 
 def _just_copied(node: fx.Node) -> bool:
-    while (rule := RULES.get(packet(node))) in (view, permute, same_values):
-        node = args_of(node)[0]
-    return rule in (expand, repeat) or packet(node) in FILLS
+    while isinstance(how := decode(node), (Regroup, Permute, Copy)):
+        node = how.x
+    return isinstance(how, (Broadcast, Repeat, Fill))
 
 
 class _Copies:
@@ -110,7 +106,7 @@ class _Copies:
         if key not in self._along:
             length = shape(node)[dim]
             several = isinstance(length, int) and length > 1
-            reads = self._reads(node, dim) if several and depth < _REACH else None
+            reads = self._reads(node, dim) if several and depth < REACH else None
             self._along[key] = reads is not None and all(self.along(n, own, depth + 1) for n, own in reads)
         return self._along[key]
 
@@ -127,15 +123,15 @@ class _Copies:
 
     def _reads(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
         """The axes that all have to be copies for axis ``dim`` of ``node`` to be one; None where it is none."""
-        if packet(node) in FILLS:
+        read = decode(node)
+        if isinstance(read, Fill):
             return []
-        if packet(node) in _COPY:
-            x = args_of(node)[0]
-            own = dim - len(shape(node)) + len(shape(x))
-            return [] if own < 0 or same(shape(x)[own], 1) else [(x, own)]
+        if isinstance(read, Broadcast) or (isinstance(read, Repeat) and not read.interleaved):
+            own = dim - len(shape(node)) + len(shape(read.x))
+            return [] if own < 0 or same(shape(read.x)[own], 1) else [(read.x, own)]
         how = step(node, dim)
         if isinstance(how, Joined):
             return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
-        if how is None or (how.unit > 1 and packet(node) is not aten.repeat_interleave):
+        if how is None or (how.unit > 1 and not isinstance(read, Repeat)):
             return None
         return [(n, p.dim) for n, p in how.reads.items() if not same(shape(n)[p.dim], 1)]

@@ -16,13 +16,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
-from mla_compile.passes.ir.graph import ORIGIN, Builder, args_of, evaluate_fake, packet, shape, val
+from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
+from mla_compile.passes.ir.operators import Assign, Broadcast, Regroup, decode
 from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.ir.walk import REACH
 
 aten = torch.ops.aten
 
-_DEPTH = 48
-"""Operators between an attention and what its heads were joined of, at the most."""
 Made = frozenset[object]
 
 
@@ -67,7 +67,7 @@ class AxisParts:
     def _found(self, node: fx.Node, dim: int, depth: int) -> list[Run]:
         length = shape(node)[dim]
         assert isinstance(length, int)
-        how = self.step(node, dim) if depth < _DEPTH else None
+        how = self.step(node, dim) if depth < REACH else None
         if how is None:
             made: Made = frozenset() if node in self.ends or node in self.weights else self.made_of(node)
             return [Run(0, length, made)]
@@ -191,7 +191,7 @@ class PartMaker:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         """What ``node`` is a copy of: the operator also names what it was copied over, which would be made for it."""
-        while packet(node) is aten.copy and isinstance(how := self.parts.step(node, _long(node)), Joined):
+        while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node
 
@@ -226,19 +226,20 @@ class PartMaker:
 
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
         """``node``, which is told its shape, with another length of one axis."""
-        x = args_of(node)[0] if part is None else part
-        expands = packet(node) is aten.expand
-        wanted: list[int | fx.Node] = [self._size(node, k, x) for k in range(len(shape(node)))]
+        how = decode(node)
+        assert isinstance(how, (Regroup, Broadcast))
+        x = how.x if part is None else part
+        wanted = [self._size(node, k, x, how.told) for k in range(len(shape(node)))]
         wanted[dim] = length
-        return self._again(node, aten.expand.default if expands else aten.reshape.default, (x, wanted), {})
+        op = aten.expand.default if isinstance(how, Broadcast) else aten.reshape.default
+        return self._again(node, op, (x, wanted), {})
 
-    def _size(self, node: fx.Node, dim: int, x: fx.Node) -> int | fx.Node:
-        """A dimension of ``node``, read where it is told or from its operand ``x``: the node may go away."""
+    def _size(self, node: fx.Node, dim: int, x: fx.Node, told: Sequence[int | fx.Node] | None) -> int | fx.Node:
+        """A dimension of ``node``, as it is told or read from its operand ``x``: the node may go away."""
         known = size(val(node).shape[dim])
         if isinstance(known, int):
             return known
-        told: Any = args_of(node)[1] if len(node.args) > 1 else None
-        given = told[dim] if isinstance(told, (list, tuple)) and len(told) == len(shape(node)) else None
+        given = told[dim] if told is not None and len(told) == len(shape(node)) else None
         if isinstance(given, fx.Node):
             return given
         at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
@@ -248,6 +249,7 @@ class PartMaker:
         """``op`` in the place of ``node`` in the user's code; not marked as ours, as it is the user's operator."""
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)
-        new.meta.update({k: v for k, v in node.meta.items() if k not in ("val", "tensor_meta", ORIGIN)})
+        left = ("val", "tensor_meta", SPELLED, ORIGIN)
+        new.meta.update({k: v for k, v in node.meta.items() if k not in left})
         new.meta["val"] = evaluate_fake(self.builder.fake_mode, op, args, kwargs)
         return new

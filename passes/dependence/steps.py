@@ -8,7 +8,6 @@ a rule, or one that mixes the axis (a product that sums over it, a softmax or a 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,19 @@ from torch import fx
 from mla_compile.passes.ir.axes import flatten, fresh_axes, regroup, substitute
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.ir.operators import (
+    Assign,
+    Broadcast,
+    Copy,
+    Join,
+    Permute,
+    Regroup,
+    Repeat,
+    Select,
+    Slice,
+    Write,
+    decode,
+)
 from mla_compile.passes.ir.sizes import Size, same
 
 aten = torch.ops.aten
@@ -73,6 +85,10 @@ def step(node: fx.Node, dim: int) -> Step | None:
     length = shape(node)[dim] if is_tensor(node) else 1
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
         return None
+    how = decode(node)
+    move = _MOVES.get(type(how))
+    if move is not None:
+        return move(node, how, dim, length)
     rule = _RULES.get(packet(node))
     if rule is not None:
         return rule(node, dim, length)
@@ -105,13 +121,17 @@ def _first(node: fx.Node, dim: int, length: int) -> Step | None:
     return _reads([(args_of(node)[0], dim)], length)
 
 
-def _copy(node: fx.Node, dim: int, length: int) -> Step | None:
-    """``copy(target, x)``: of the target only the shape and the dtype are seen."""
-    x = args_of(node)[1]
+def _copied(node: fx.Node, how: Copy, dim: int, length: int) -> Step | None:
+    return _reads([(how.x, dim)], length)
+
+
+def _assigned(node: fx.Node, how: Assign, dim: int, length: int) -> Step | None:
+    """Of the target only the shape and the dtype are seen."""
+    x = how.x
     alike = val(x).dtype == val(node).dtype and len(shape(x)) == len(shape(node))
     if alike and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True)):
         return Joined((AxisPart(0, length, x, dim),))
-    return _reads([(args_of(node)[0], dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
+    return _reads([(how.target, dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
 
 
 def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
@@ -123,12 +143,9 @@ def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
     return None if dim in along else _first(node, dim, length)
 
 
-def _reshaped(node: fx.Node, dim: int, length: int) -> Step | None:
+def _regrouped(node: fx.Node, how: Regroup, dim: int, length: int) -> Step | None:
     """The axis may be the outer factor of one of the operand's axes, or have one of them as its outer factor."""
-    x = args_of(node)[0]
-    if val(x).dtype != val(node).dtype:  # a view of the same bytes as other numbers
-        return None
-    fresh = fresh_axes(shape(x))
+    fresh = fresh_axes(shape(how.x))
     grouped = regroup(flatten(fresh), shape(node))
     if grouped is None:
         return None
@@ -138,7 +155,9 @@ def _reshaped(node: fx.Node, dim: int, length: int) -> Step | None:
         factors = substitute(own, split)
         if factors and factors[0] is outer:
             unit, inner = _count([a.size for a in rest]), _count([a.size for a in factors[1:]])
-            return None if unit is None or inner is None else Blind({x: Place(k, inner)}, unit, reshaped=True)
+            if unit is None or inner is None:
+                return None
+            return Blind({how.x: Place(k, inner)}, unit, reshaped=how.told is not None)
     return None
 
 
@@ -147,66 +166,43 @@ def _count(sizes: Sequence[Size]) -> int | None:
     return math.prod(numbers) if len(numbers) == len(sizes) else None
 
 
-def _permuted(node: fx.Node, dim: int, length: int) -> Step | None:
-    rank, op = len(shape(node)), packet(node)
-    order = list(range(rank))
-    if op is aten.permute:
-        order = [axis(d, rank) for d in args_of(node)[1]]
-    elif op is aten.transpose:
-        a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
-        order[a], order[b] = order[b], order[a]
-    else:  # the last two axes; T of more than two reverses all
-        order = order[::-1] if op is aten.numpy_T else [*order[:-2], *order[:-3:-1]]
-    return _reads([(args_of(node)[0], order[dim])], length)
+def _permuted(node: fx.Node, how: Permute, dim: int, length: int) -> Step | None:
+    return _reads([(how.x, how.order[dim])], length)
 
 
-def _expanded(node: fx.Node, dim: int, length: int) -> Step | None:
-    x = args_of(node)[0]
-    own = dim - len(shape(node)) + len(shape(x))
-    repeated = own < 0 or same(shape(x)[own], 1)
-    return Blind({} if repeated else {x: Place(own)}, reshaped=True)
+def _broadcast(node: fx.Node, how: Broadcast, dim: int, length: int) -> Step | None:
+    own = dim - len(shape(node)) + len(shape(how.x))
+    repeated = own < 0 or same(shape(how.x)[own], 1)
+    return Blind({} if repeated else {how.x: Place(own)}, reshaped=True)
 
 
-def _repeated(node: fx.Node, dim: int, length: int) -> Step | None:
-    """``repeat_interleave(x, n, dim)``: each position n times."""
-    x, times, over = args_of(node)[0], args_of(node)[1], argument(node, 2, "dim")
-    if not isinstance(times, int) or not isinstance(over, int) or argument(node, 3, "output_size") is not None:
+def _repeated(node: fx.Node, how: Repeat, dim: int, length: int) -> Step | None:
+    """Each position several times in a row; where the whole axis comes again, positions are far apart."""
+    if not how.interleaved:
         return None
-    if axis(over, len(shape(node))) != dim:
-        return _first(node, dim, length)
-    return Blind({x: Place(dim)}, times)
+    return Blind({how.x: Place(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
 
 
-def _sliced(node: fx.Node, dim: int, length: int) -> Step | None:
-    x, over = args_of(node)[0], axis(argument(node, 1, "dim", 0), len(shape(node)))
-    if over != dim:
-        return _first(node, dim, length)
-    size, bounds = shape(x)[dim], (argument(node, 2, "start"), argument(node, 3, "end"), argument(node, 4, "step", 1))
-    if not isinstance(size, int) or any(isinstance(b, fx.Node) for b in bounds):
+def _sliced(node: fx.Node, how: Slice, dim: int, length: int) -> Step | None:
+    if how.dim != dim:
+        if how.bounds is None:
+            return None
+        # A part of a split names the split, which is that of the whole.
+        return _reads([(how.x, dim)], length, instead=(aten.slice.Tensor, (how.dim, *how.bounds)))
+    if how.taken is None or how.taken.step != 1:
         return None
-    start, _, stride = slice(*bounds).indices(size)
-    return Joined((AxisPart(0, length, x, dim, start),)) if stride == 1 else None
+    return Joined((AxisPart(0, length, how.x, dim, how.taken.start),))
 
 
-def _selected(node: fx.Node, dim: int, length: int) -> Step | None:
-    x = args_of(node)[0]
-    over = axis(args_of(node)[1], len(shape(x)))
-    return _reads([(x, dim + (dim >= over))], length)
+def _selected(node: fx.Node, how: Select, dim: int, length: int) -> Step | None:
+    return _reads([(how.x, dim + (dim >= how.dim))], length)
 
 
-def _unsqueezed(node: fx.Node, dim: int, length: int) -> Step | None:
-    over = axis(args_of(node)[1], len(shape(node)))
-    return _reads([(args_of(node)[0], dim - (dim > over))], length)
-
-
-def _joined(node: fx.Node, dim: int, length: int) -> Step | None:
-    operands = args_of(node)[0]
-    if any(len(shape(x)) != len(shape(node)) for x in operands):
-        return None
-    if axis(argument(node, 1, "dim", 0), len(shape(node))) != dim:
-        return _reads([(x, dim) for x in operands], length)
+def _joined(node: fx.Node, how: Join, dim: int, length: int) -> Step | None:
+    if how.dim != dim:
+        return _reads([(x, dim) for x in how.parts], length)
     parts: list[AxisPart] = []
-    for x in operands:
+    for x in how.parts:
         start, size = parts[-1].stop if parts else 0, shape(x)[dim]
         if not isinstance(size, int):
             return None
@@ -214,39 +210,15 @@ def _joined(node: fx.Node, dim: int, length: int) -> Step | None:
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
-def _scattered(node: fx.Node, dim: int, length: int) -> Step | None:
-    """``slice_scatter``: the base with some positions of one axis replaced."""
-    base, x = args_of(node)[0], args_of(node)[1]
-    if axis(argument(node, 2, "dim", 0), len(shape(node))) != dim:
+def _written(node: fx.Node, how: Write, dim: int, length: int) -> Step | None:
+    base, x = how.base, how.x
+    if how.dim != dim:
         return _reads([(base, dim), (x, dim)], length)
-    bounds = argument(node, 3, "start"), argument(node, 4, "end"), argument(node, 5, "step", 1)
-    if any(isinstance(b, fx.Node) for b in bounds):
+    if how.taken is None or how.taken.step != 1 or not how.taken:
         return None
-    start, stop, stride = slice(*bounds).indices(length)
-    if stride != 1 or start >= stop:
-        return None
+    start, stop = how.taken.start, how.taken.stop
     parts = (AxisPart(0, start, base, dim), AxisPart(start, stop, x, dim), AxisPart(stop, length, base, dim, stop))
     return Joined(tuple(p for p in parts if p.start < p.stop))
-
-
-def _split_part(node: fx.Node, dim: int, length: int) -> Step | None:
-    """One part of a split."""
-    whole, index = args_of(node)[0], args_of(node)[1]
-    if packet(whole) is aten.unbind:
-        x = args_of(whole)[0]
-        over = axis(argument(whole, 1, "dim", 0), len(shape(x)))
-        return _reads([(x, dim + (dim >= over))], length, instead=(aten.select.int, (over, index)))
-    if packet(whole) not in (aten.split, aten.split_with_sizes, aten.chunk):
-        return None
-    x = args_of(whole)[0]
-    over = axis(argument(whole, 2, "dim", 0), len(shape(x)))
-    sizes = [t.shape[over] for t in whole.meta["val"][: index + 1]]
-    if not all(isinstance(s, int) for s in sizes):
-        return None
-    start, stop = sum(sizes[:-1]), sum(sizes)
-    if over == dim:
-        return Joined((AxisPart(0, length, x, dim, start),))
-    return _reads([(x, dim)], length, instead=(aten.slice.Tensor, (over, start, stop)))
 
 
 def _product(node: fx.Node, dim: int, length: int) -> Step | None:
@@ -286,24 +258,21 @@ def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
     return Blind({**reads, k: Place(dim), v: Place(dim)}, times)
 
 
-_Rule = Callable[[fx.Node, int, int], "Step | None"]
-_RULES: dict[Any, _Rule] = {
-    **dict.fromkeys(
-        (aten.contiguous, aten._to_copy, aten.to, aten.alias, aten.detach, aten.lift_fresh_copy, aten.type_as), _first
-    ),
-    aten.copy: _copy,
+_MOVES: dict[type, Callable[[fx.Node, Any, int, int], Step | None]] = {
+    Copy: _copied,
+    Assign: _assigned,
+    Regroup: _regrouped,
+    Permute: _permuted,
+    Broadcast: _broadcast,
+    Repeat: _repeated,
+    Slice: _sliced,
+    Select: _selected,
+    Join: _joined,
+    Write: _written,
+}
+_RULES: dict[Any, Callable[[fx.Node, int, int], Step | None]] = {
     aten.masked_fill: _pointwise,
     **dict.fromkeys((aten.softmax, aten._softmax, aten._safe_softmax, aten.layer_norm, aten.rms_norm), _normalized),
-    **dict.fromkeys((aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten), _reshaped),
-    **dict.fromkeys((aten.permute, aten.transpose, aten.t, aten.mT, aten.numpy_T), _permuted),
-    aten.expand: _expanded,
-    aten.repeat_interleave: _repeated,
-    aten.slice: _sliced,
-    aten.select: _selected,
-    aten.unsqueeze: _unsqueezed,
-    aten.cat: _joined,
-    aten.slice_scatter: _scattered,
-    operator.getitem: _split_part,
     **dict.fromkeys((aten.matmul, aten.bmm, aten.mm, aten.einsum), _product),
     aten.linear: _linear,
     aten.scaled_dot_product_attention: _fused,

@@ -19,6 +19,7 @@ from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
+_VIEWS = (aten.reshape.default, aten.permute.default, aten.slice.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,13 @@ class Expr:
 
     def cast(self, dtype: torch.dtype) -> Expr:
         return self if self.value.dtype == dtype else self.call(aten._to_copy.default, dtype=dtype)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether nothing was computed: the numbers are some of a node's, in whatever order."""
+        if self.node is not None:
+            return True
+        return self.op in _VIEWS and isinstance(self.args[0], Expr) and self.args[0].is_view
 
     def leaves(self) -> tuple[fx.Node, ...]:
         """The graph nodes this expression reads."""

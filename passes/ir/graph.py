@@ -22,6 +22,9 @@ ORIGIN = "mla_compile_origin"
 DECIDED_BY = "mla_compile_decided_by"
 """Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph whose numbers decide theirs."""
 
+SPELLED = "mla_compile_spelled"
+"""Key in the metadata of nodes that were given another spelling: the operator that the user called."""
+
 
 def val(node: fx.Node) -> torch.Tensor:
     """The fake tensor that describes what ``node`` computes."""
@@ -52,6 +55,11 @@ def packet(node: object) -> Any:
     if isinstance(node, fx.Node) and node.op == "call_function":
         return getattr(node.target, "overloadpacket", node.target)
     return None
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator as the user spelled it, for people to read."""
+    return str(node.meta.get(SPELLED) or getattr(packet(node), "__name__", None) or node.target)
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:

@@ -7,21 +7,19 @@ import re
 from torch import fx
 
 from mla_compile.core.records import Location
-from mla_compile.passes.ir.graph import packet
+from mla_compile.passes.ir.graph import operator_name
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
 
 def locate(node: fx.Node) -> Location:
     """The node, its module path and the user's source line, as far as the trace recorded them."""
-    op = packet(node)
-    name = getattr(op, "__name__", None) or str(node.target)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, code = frames[-1] if frames else (None, None, None)
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return Location(
         node=node.name,
-        op=f"aten.{name}" if op is not None else node.op,
+        op=f"aten.{operator_name(node)}" if node.op == "call_function" else node.op,
         module=_module_path(modules[-1][0]) if modules else "",
         file=file,
         line=int(line) if line is not None else None,

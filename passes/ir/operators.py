@@ -1,19 +1,364 @@
-"""Families of operators."""
+"""The one reader of operators that move numbers without computing any: what a node does, as a record.
+
+:func:`decode` knows where each operator has its arguments, what their defaults are and how negative positions count.
+Everyone else reads the records. It is given the spellings that :mod:`mla_compile.passes.canonical.views` leaves; the
+few it leaves as they were (splits at sizes that are only known at run time) are understood as far as they can be.
+
+Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
 import torch
+from torch import fx
+
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 
 aten = torch.ops.aten
 
-CONTRACTIONS = {
-    aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum, aten.tensordot, aten.batch_norm,
-    aten.conv1d, aten.conv2d,
-}  # fmt: skip
+PRODUCTS = {aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum}
+"""Matrix products, by whatever name."""
+
+CONTRACTIONS = {*PRODUCTS, aten.tensordot, aten.batch_norm, aten.conv1d, aten.conv2d}
 """Operators that may apply a weight to the features of a row."""
 
-FILLS = {
-    aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.zeros,
-    aten.zeros_like, aten.new_zeros, aten.full, aten.full_like, aten.new_full,
+
+def is_contraction(node: fx.Node) -> bool:
+    return packet(node) in CONTRACTIONS
+
+
+SPLITS = {
+    aten.split_with_sizes, aten.split, aten.chunk, aten.tensor_split, aten.unsafe_split, aten.unsafe_chunk,
+    aten.unsafe_split_with_sizes,
 }  # fmt: skip
-"""Operators whose result depends on no number of the graph."""
+"""Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
+
+Told: TypeAlias = "int | fx.Node | None"
+"""A position or size as an operator is told it."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The values of ``x``, perhaps in other memory, another layout or another dtype."""
+
+    x: fx.Node
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """``x``, of which some values are dropped where ``active``."""
+
+    x: fx.Node
+    active: bool
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """``x`` in row-major order with other axes. ``told``: the sizes the operator is given, where it is given any."""
+
+    x: fx.Node
+    told: Sequence[int | fx.Node] | None
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Axis ``k`` is axis ``order[k]`` of ``x``."""
+
+    x: fx.Node
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Axes of ``x`` of size 1, and new ones in front, made longer. ``told``: the sizes the operator is given."""
+
+    x: fx.Node
+    told: Sequence[int | fx.Node]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """``x`` several times along each axis of the result.
+
+    ``interleaved``: each position several times in a row, not the whole axis again and again.
+    """
+
+    x: fx.Node
+    counts: tuple[int, ...]
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some positions of axis ``dim`` of ``x``.
+
+    ``bounds``: start, stop and step as the operator is told them; None where a split finds them at run time.
+    ``taken``: the positions as numbers, where all of them are known.
+    """
+
+    x: fx.Node
+    dim: int
+    bounds: tuple[Told, Told, Told] | None
+    taken: range | None
+
+
+@dataclass(frozen=True)
+class Select:
+    """One position of axis ``dim`` of ``x``, which the result lacks. ``index``: None where it is no known number."""
+
+    x: fx.Node
+    dim: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class Join:
+    """``parts`` one after another along axis ``dim``."""
+
+    parts: tuple[fx.Node, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Stack:
+    """``parts`` one after another along a new axis ``dim``."""
+
+    parts: tuple[fx.Node, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Assign:
+    """``x``, broadcast to the shape of ``target`` and in its dtype; of the target's numbers none is read."""
+
+    target: fx.Node
+    x: fx.Node
+
+
+@dataclass(frozen=True)
+class Write:
+    """``base`` with ``x`` in place of some positions of axis ``dim``; ``bounds`` and ``taken`` as in :class:`Slice`."""
+
+    base: fx.Node
+    x: fx.Node
+    dim: int
+    bounds: tuple[Told, Told, Told]
+    taken: range | None
+
+
+@dataclass(frozen=True)
+class WriteOne:
+    """``base`` with ``x`` in place of one position of axis ``dim``. ``index``: None where it is no known number."""
+
+    base: fx.Node
+    x: fx.Node
+    dim: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class WriteRows:
+    """``base`` with ``x`` in place of the positions ``index``, a tensor, of axis ``dim``."""
+
+    base: fx.Node
+    x: fx.Node
+    dim: int
+    index: fx.Node
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One number everywhere, from no tensor of the graph; ``value``: None where nothing is filled in yet."""
+
+    value: object
+
+
+Reading: TypeAlias = (
+    "Copy | Dropout | Regroup | Permute | Broadcast | Repeat | Slice | Select | Join | Stack | Assign | Write"
+    " | WriteOne | WriteRows | Fill"
+)
+
+
+def decode(node: object) -> Reading | None:
+    """What ``node`` does with the numbers it reads; None where it computes others, or is told too little to say."""
+    rule = _DECODERS.get(packet(node))
+    return None if rule is None or not isinstance(node, fx.Node) else rule(node)
+
+
+def _copy(node: fx.Node) -> Copy:
+    return Copy(argument(node, 0, "self"))
+
+
+def _dropout(node: fx.Node) -> Dropout:
+    train = argument(node, 2, "train", True)
+    return Dropout(args_of(node)[0], active=train is not False and argument(node, 1, "p", 0.5) != 0)
+
+
+def _regroup(node: fx.Node) -> Regroup | None:
+    x = argument(node, 0, "self")
+    if val(x).dtype != val(node).dtype:  # the same bytes read as other numbers
+        return None
+    told = argument(node, 1, "size") if packet(node) in (aten.view, aten.reshape) else None
+    return Regroup(x, told if isinstance(told, (list, tuple)) else None)
+
+
+def _permute(node: fx.Node) -> Permute:
+    rank = len(shape(node))
+    return Permute(argument(node, 0, "self"), tuple(axis(d, rank) for d in argument(node, 1, "dims")))
+
+
+def _expand(node: fx.Node) -> Broadcast:
+    return Broadcast(argument(node, 0, "self"), argument(node, 1, "size"))
+
+
+def _repeat(node: fx.Node) -> Repeat | None:
+    return _repeated(node, argument(node, 1, "repeats"), interleaved=False)
+
+
+def _repeat_interleave(node: fx.Node) -> Repeat | None:
+    times, dim = argument(node, 1, "repeats"), argument(node, 2, "dim")
+    if not isinstance(dim, int):  # flattened first
+        return None
+    counts = [1] * len(shape(node))
+    counts[axis(dim, len(counts))] = times
+    return _repeated(node, counts, interleaved=True)
+
+
+def _repeated(node: fx.Node, counts: Sequence[Any], *, interleaved: bool) -> Repeat | None:
+    known = all(isinstance(c, int) for c in counts)
+    return Repeat(argument(node, 0, "self"), tuple(counts), interleaved) if known else None
+
+
+def _slice(node: fx.Node) -> Slice:
+    x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim", 0), len(shape(node)))
+    bounds = _bounds(node, 2)
+    return Slice(x, dim, bounds, _taken(bounds, shape(x)[dim]))
+
+
+def _narrow(node: fx.Node) -> Slice:
+    """Left as it was: where it starts or how much it takes is only known at run time."""
+    return Slice(argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(shape(node))), None, None)
+
+
+def _member(node: fx.Node) -> Slice | Dropout | None:
+    """One of the results of an operator that has several."""
+    whole, at = args_of(node)
+    if packet(whole) is aten.native_dropout:
+        return _dropout(whole) if at == 0 else None
+    if packet(whole) not in SPLITS:
+        return None
+    x = argument(whole, 0, "self")
+    dim = axis(argument(whole, 2, "dim", 0), len(shape(x)))
+    sizes = [part.shape[dim] for part in whole.meta["val"][: at + 1]]
+    if not isinstance(shape(x)[dim], int) or not all(isinstance(s, int) for s in sizes):
+        return Slice(x, dim, None, None)
+    start, stop = sum(sizes[:-1]), sum(sizes)
+    return Slice(x, dim, (start, stop, 1), range(start, stop))
+
+
+def _bounds(node: fx.Node, position: int) -> tuple[Told, Told, Told]:
+    start, stop = argument(node, position, "start"), argument(node, position + 1, "end")
+    return start, stop, argument(node, position + 2, "step", 1)
+
+
+def _taken(bounds: tuple[Told, Told, Told], length: object) -> range | None:
+    if not isinstance(length, int) or any(isinstance(b, fx.Node) for b in bounds):
+        return None
+    return range(*slice(*bounds).indices(length))
+
+
+def _select(node: fx.Node) -> Select:
+    x = argument(node, 0, "self")
+    dim = axis(argument(node, 1, "dim"), len(shape(x)))
+    return Select(x, dim, _index(argument(node, 2, "index"), shape(x)[dim]))
+
+
+def _index(told: object, length: object) -> int | None:
+    return axis(told, length) if isinstance(told, int) and isinstance(length, int) else None
+
+
+def _cat(node: fx.Node) -> Join:
+    rank = len(shape(node))
+    parts = (x for x in argument(node, 0, "tensors") if len(shape(x)) == rank)  # torch lets empty 1-D ones join any
+    return Join(tuple(parts), axis(argument(node, 1, "dim", 0), rank))
+
+
+def _stack(node: fx.Node) -> Stack:
+    return Stack(tuple(argument(node, 0, "tensors")), axis(argument(node, 1, "dim", 0), len(shape(node))))
+
+
+def _assign(node: fx.Node) -> Assign | None:
+    x = argument(node, 1, "src")
+    return Assign(argument(node, 0, "self"), x) if is_tensor(x) else None
+
+
+def _slice_scatter(node: fx.Node) -> Write:
+    dim, bounds = axis(argument(node, 2, "dim", 0), len(shape(node))), _bounds(node, 3)
+    return Write(argument(node, 0, "self"), argument(node, 1, "src"), dim, bounds, _taken(bounds, shape(node)[dim]))
+
+
+def _select_scatter(node: fx.Node) -> WriteOne:
+    dim = axis(argument(node, 2, "dim"), len(shape(node)))
+    index = _index(argument(node, 3, "index"), shape(node)[dim])
+    return WriteOne(argument(node, 0, "self"), argument(node, 1, "src"), dim, index)
+
+
+def _index_copy(node: fx.Node) -> WriteRows:
+    base, dim, index, x = (argument(node, k, name) for k, name in enumerate(("self", "dim", "index", "source")))
+    return WriteRows(base, x, axis(dim, len(shape(node))), index)
+
+
+def _index_put(node: fx.Node) -> WriteRows | None:
+    """By positions along one axis; a mask, or positions of several axes, chooses otherwise."""
+    base, indices, x = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
+    given = [k for k, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or argument(node, 3, "accumulate", False):
+        return None
+    index = indices[given[0]]
+    if len(shape(index)) != 1 or val(index).dtype not in (torch.int64, torch.int32):
+        return None
+    return WriteRows(base, x, given[0], index)
+
+
+def _fill_at(position: int, name: str) -> Callable[[fx.Node], Fill]:
+    return lambda node: Fill(argument(node, position, name))
+
+
+_DECODERS: dict[Any, Callable[[fx.Node], Reading | None]] = {
+    **dict.fromkeys(
+        (
+            aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh, aten.lift_fresh_copy,
+            aten._to_copy, aten.to, aten.type_as,
+        ),
+        _copy,
+    ),
+    aten.dropout: _dropout,
+    **dict.fromkeys((aten.view, aten.reshape, aten.unsqueeze, aten.squeeze), _regroup),
+    aten.permute: _permute,
+    aten.expand: _expand,
+    aten.repeat: _repeat,
+    aten.repeat_interleave: _repeat_interleave,
+    aten.slice: _slice,
+    aten.narrow: _narrow,
+    operator.getitem: _member,
+    aten.select: _select,
+    aten.cat: _cat,
+    aten.stack: _stack,
+    aten.copy: _assign,
+    aten.slice_scatter: _slice_scatter,
+    aten.select_scatter: _select_scatter,
+    aten.index_copy: _index_copy,
+    aten.index_put: _index_put,
+    **dict.fromkeys(
+        (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided), lambda _: Fill(None)
+    ),
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), lambda _: Fill(0)),
+    **dict.fromkeys((aten.full, aten.full_like), _fill_at(1, "fill_value")),
+    aten.new_full: _fill_at(2, "fill_value"),
+    aten.scalar_tensor: _fill_at(0, "s"),
+}  # fmt: skip

@@ -16,6 +16,37 @@ REACH = 48
 Between an up-projection and the scores lie a norm, a rotation and the joins around them: two dozen nodes at most in the
 models we know. Much farther back is the layer below, whose projections would be mistaken for those of this one."""
 
+REACH = 48
+"""Operators that a search looks at before it gives up.
+
+Between two parts of one attention (a softmax and its products, K and what it was projected or joined from) lie scales,
+masks, casts, views and a rotation: a dozen or two where each is written out. Four times a dozen finds them all, and is
+no walk through the model: what is farther away belongs to another layer, and would be blamed for this one.
+"""
+
+
+def nearest(
+    start: fx.Node,
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    ends_at: Callable[[fx.Node], bool],
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
+    ends: list[fx.Node] = []
+    passed: list[fx.Node] = []
+    queue, seen = deque(step(start)), set[fx.Node]()
+    while queue and len(passed) < REACH:
+        node = queue.popleft()
+        if node in seen:
+            continue
+        seen.add(node)
+        if wanted(node):
+            ends.append(node)
+        elif not ends_at(node):
+            passed.append(node)
+            queue.extend(step(node))
+    return ends, passed
+
 
 def remove_dead_code(graph: fx.Graph) -> None:
     """Dead code removal that also takes fused attentions without dropout, which torch counts among random operators."""

@@ -19,7 +19,7 @@ from mla_compile.passes.ir.graph import is_tensor, packet, shape, val
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, VirtualSources
 from mla_compile.passes.linear.rows import one_of_all, some_rows
-from mla_compile.passes.linear.rules import RULES, Rule
+from mla_compile.passes.linear.rules import Rule, rule_of
 from mla_compile.passes.linear.stops import unexplained
 
 _NONE = VirtualSources()
@@ -103,15 +103,15 @@ class LinearMaps:
     def _rule(self, node: fx.Node) -> Rule | None:
         if node in self.stops or self.is_weight(node):
             return None
-        rule = RULES.get(packet(node))
+        rule = rule_of(node)
         return some_rows if rule is not None and node in self.virtual.slices else rule
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors whose maps make that of ``node``."""
-        inputs = [n for n in node.all_input_nodes if not self.is_weight(n)]
-        if packet(node) is operator.getitem:  # a part of a split: the map is that of the tensor that was split
-            return [n for part in inputs for n in part.all_input_nodes if is_tensor(n) and not self.is_weight(n)]
-        return [n for n in inputs if is_tensor(n)]
+        inputs = node.all_input_nodes
+        if packet(node) is operator.getitem:  # one of several results: its map is that of what they were made of
+            inputs = [n for whole in inputs for n in whole.all_input_nodes]
+        return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]
 
     def _apply(self, node: fx.Node, rule: Rule | None) -> LinearMap:
         result = unexplained(node) if rule is None else rule(self, node)

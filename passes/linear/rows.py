@@ -12,14 +12,17 @@ from dataclasses import replace
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
-from mla_compile.passes.ir.graph import args_of, argument, axis, shape, val
+from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit
 
 
-def sliced_axis(node: fx.Node) -> int:
-    """The axis of which ``node``, a slice, takes some positions."""
-    return axis(argument(node, 1, "dim", 0), len(shape(node)))
+def slice_of(node: fx.Node) -> Slice:
+    """``node`` as the slice that it is known to be."""
+    how = decode(node)
+    assert isinstance(how, Slice)
+    return how
 
 
 def rows_axis(piece: Piece, own: Axis) -> int | None:
@@ -40,10 +43,11 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """The map of a slice: that of the tensor it is taken of, over the slices of its rows."""
-    dim, taken = sliced_axis(node), {s.rows: s for s in maps.virtual.slices[node]}
+    how, taken = slice_of(node), {s.rows: s for s in maps.virtual.slices[node]}
+    dim = how.dim
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
     length = fresh_axis(shape(node)[dim])
-    source = maps.whole.map(args_of(node)[0])
+    source = maps.whole.map(how.x)
     if source.axis == dim:
         return refused
 

@@ -1,7 +1,8 @@
 """The transfer rules of :mod:`mla_compile.passes.linear.analysis`: what each operator does to a linear map.
 
 A rule takes the analysis and a node and returns the node's map, or a :class:`Stop` that says why there is none. The
-maps of its operands are known when it is called. Contractions with weights are in :mod:`linear_contract`.
+maps of its operands are known when it is called. Operators that move numbers have their rules in :mod:`views` and
+:mod:`segments`, contractions with weights in :mod:`contract`.
 """
 
 from __future__ import annotations
@@ -18,26 +19,40 @@ from mla_compile.passes.ir.axes import Atom, common_factors, flatten
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import scaled, total
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import FILLS
+from mla_compile.passes.ir.operators import (
+    Assign,
+    Broadcast,
+    Copy,
+    Dropout,
+    Fill,
+    Join,
+    Permute,
+    Regroup,
+    Repeat,
+    Select,
+    Slice,
+    Stack,
+    Write,
+    WriteOne,
+    decode,
+)
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.linear.contract import CONTRACTION_RULES, add_weight, batch_norm, multiply_weight
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, finish
 from mla_compile.passes.linear.segments import (
-    cat,
-    copy,
-    getitem,
-    narrow,
-    nothing,
+    assigned,
+    filled,
+    joined,
     pad,
-    select,
-    select_scatter,
-    slice_,
-    slice_scatter,
-    stack,
+    selected,
+    sliced,
+    stacked_up,
+    written,
+    written_one,
 )
 from mla_compile.passes.linear.stops import same_rows, unexplained
-from mla_compile.passes.linear.views import dropout, expand, permute, repeat, same_values, view
+from mla_compile.passes.linear.views import broadcast, copied, dropped, permuted, regrouped, repeated
 
 aten = torch.ops.aten
 Rule = Callable[[Maps, fx.Node], "LinearMap | Stop"]
@@ -151,51 +166,53 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     return replace(a, weight=weight, scale=1.0)
 
 
-def part_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """One result of an operator that has several: a part of a split, or what a batch norm makes of its input."""
-    whole: Any = args_of(node)[0]
-    if packet(whole) is aten._native_batch_norm_legit_no_training and args_of(node)[1] == 0:
+def result_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
+    """What a batch norm makes of its input is the first of its results."""
+    whole, at = args_of(node)
+    if packet(whole) is aten._native_batch_norm_legit_no_training and at == 0:
         return batch_norm(maps, node, whole)
-    return getitem(maps, node)
+    return unexplained(node)
 
+
+def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:
+    """A view that :func:`decode` does not take for one."""
+    return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
+
+
+MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
+    Copy: copied,
+    Dropout: dropped,
+    Regroup: regrouped,
+    Permute: permuted,
+    Broadcast: broadcast,
+    Repeat: repeated,
+    Slice: sliced,
+    Select: selected,
+    Join: joined,
+    Stack: stacked_up,
+    Assign: assigned,
+    Write: written,
+    WriteOne: written_one,
+    Fill: filled,
+}
+"""The rules of operators that only move numbers, by what :func:`decode` says of them."""
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys(
-        (
-            aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh, aten.lift_fresh_copy,
-            aten._to_copy, aten.to, aten.type_as,
-        ),
-        same_values,
-    ),
-    aten.dropout: dropout,
-    **dict.fromkeys(
-        (
-            aten.view, aten.reshape, aten._unsafe_view, aten._reshape_alias, aten.flatten, aten.unflatten,
-            aten.unsqueeze, aten.squeeze, aten.view_as, aten.reshape_as,
-        ),
-        view,
-    ),
-    **dict.fromkeys(
-        (
-            aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.movedim, aten.moveaxis,
-        ),
-        permute,
-    ),
-    **dict.fromkeys((aten.expand, aten.expand_as), expand),
-    **dict.fromkeys((aten.repeat, aten.tile, aten.repeat_interleave), repeat),
-    aten.slice: slice_,
-    aten.narrow: narrow,
-    aten.select: select,
-    aten.select_scatter: select_scatter,
-    operator.getitem: part_of_several,
-    **dict.fromkeys(FILLS, nothing),
-    **dict.fromkeys((aten.cat, aten.concat), cat),
-    aten.stack: stack,
-    aten.copy: copy,
-    aten.slice_scatter: slice_scatter,
+    operator.getitem: result_of_several,
+    aten.view: reinterpreted,
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),
     aten.neg: negate,
     **dict.fromkeys((aten.mul, aten.div, aten.multiply, aten.true_divide), multiply),
     **dict.fromkeys((aten.add, aten.sub), add),
     **CONTRACTION_RULES,
-}  # fmt: skip
+}
+"""The rules of operators that compute, by operator."""
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """What gives the map of ``node`` from those of its operands; None where nothing does."""
+    how = decode(node)
+    if how is None:
+        return RULES.get(packet(node))
+    move = MOVES.get(type(how))
+    return None if move is None else lambda maps, node: move(maps, node, how)

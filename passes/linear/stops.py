@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import args_of, argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, is_tensor, operator_name, packet, shape, val
+from mla_compile.passes.ir.operators import PRODUCTS
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
 
@@ -96,9 +95,6 @@ def _over_rows(node: fx.Node) -> bool:
     return bool(several) and all(isinstance(d, int) and d % rank != rank - 1 for d in several)
 
 
-_PROJECTIONS = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.einsum)
-
-
 def same_rows(one: fx.Node, other: fx.Node) -> bool:
     """Whether one of two tensors is computed from the other, or both are projected from the same rows.
 
@@ -114,7 +110,7 @@ def _near(node: fx.Node) -> dict[fx.Node, int]:
     queue = [node]
     while queue:
         current = queue.pop()
-        projections = found[current] + (packet(current) in _PROJECTIONS)
+        projections = found[current] + (packet(current) in PRODUCTS)
         for n in current.all_input_nodes if projections < 2 else ():
             if is_tensor(n) and found.get(n, 2) > projections:
                 found[n] = projections
@@ -137,8 +133,6 @@ def unexplained(node: fx.Node) -> Stop:
     """What can be said of an operator that has no rule, or whose rule found it used in another way."""
     if node.op != "call_function":
         return Stop(node, "graph_break", f"{node.name} is an input of this graph")
-    if packet(node) is operator.getitem and packet(node.args[0]) is aten.native_dropout:
-        return Stop(node, "dropout", "dropout is active")
     name = getattr(packet(node), "__name__", str(node.target))
     if name in ("sum", "mean", "amax", "amin", "logsumexp") and _over_rows(node):
         return Stop(node, "token_mixing", f"{name} over another axis than the last")
@@ -153,4 +147,4 @@ def unexplained(node: fx.Node) -> Stop:
     rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
     if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
         return Stop(node, "position_dependent", f"{name} with a factor that differs from token to token")
-    return Stop(node, "unsupported_op", f"no rule for {name}")
+    return Stop(node, "unsupported_op", f"no rule for {operator_name(node)}")

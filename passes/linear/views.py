@@ -4,40 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten, fresh_axis, regroup
-from mla_compile.passes.ir.graph import args_of, argument, axis, packet, shape, val
+from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.operators import Broadcast, Copy, Dropout, Permute, Regroup, Repeat
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import one_map
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, broadcast_to, finish, quantizes
-from mla_compile.passes.linear.stops import unexplained
-
-aten = torch.ops.aten
 
 
-def same_values(maps: Maps, node: fx.Node) -> LinearMap | Stop:
+def copied(maps: Maps, node: fx.Node, how: Copy | Dropout) -> LinearMap | Stop:
     """Copies, casts between floating dtypes, inactive dropout: the values pass through."""
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
-    return finish(maps.map(args_of(node)[0]), node)
+    return finish(maps.map(how.x), node)
 
 
-def dropout(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    active = argument(node, 2, "train", True) and argument(node, 1, "p", 0.5) != 0
-    return Stop(node, "dropout", "dropout is active") if active else same_values(maps, node)
+def dropped(maps: Maps, node: fx.Node, how: Dropout) -> LinearMap | Stop:
+    return Stop(node, "dropout", "dropout is active") if how.active else copied(maps, node, how)
 
 
-def view(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """Every operator that only regroups axes: view, reshape, flatten, unsqueeze, squeeze."""
-    if val(node).dtype != val(args_of(node)[0]).dtype:
-        return Stop(node, "nonlinear", f"the same bytes read as {val(node).dtype}")
-    source = maps.map(args_of(node)[0])
-    new, old = shape(node), shape(args_of(node)[0])
+def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
+    source = maps.map(how.x)
+    new, old = shape(node), shape(how.x)
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
     if at is None:
         whole = one_map(source, node)
@@ -73,51 +65,21 @@ def _kept_axis(old: Sequence[Size], at: int, new: Sequence[Size]) -> int | None:
     return None
 
 
-def permute(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    source = maps.map(args_of(node)[0])
-    rank = len(shape(node))
-    order = list(range(rank))
-    op = packet(node)
-    if op is aten.permute:
-        order = [axis(d, rank) for d in args_of(node)[1]]
-    elif op in (aten.movedim, aten.moveaxis):
-        source_dims, target_dims = args_of(node)[1], args_of(node)[2]
-        if isinstance(source_dims, int):
-            source_dims, target_dims = [source_dims], [target_dims]
-        moved = {axis(b, rank): axis(a, rank) for a, b in zip(source_dims, target_dims, strict=True)}
-        left = iter(d for d in range(rank) if d not in moved.values())
-        order = [moved[d] if d in moved else next(left) for d in range(rank)]
-    elif op in (aten.t, aten.numpy_T, aten.mT):
-        order = order[::-1] if op is not aten.mT else [*order[:-2], order[-1], order[-2]]
-    else:
-        a, b = axis(args_of(node)[1], rank), axis(args_of(node)[2], rank)
-        order[a], order[b] = order[b], order[a]
-    at = None if source.axis is None else order.index(source.axis)
-    return finish(source.each(lambda p: replace(p, axes=tuple(p.axes[d] for d in order)), at), node)
+def permuted(maps: Maps, node: fx.Node, how: Permute) -> LinearMap | Stop:
+    source = maps.map(how.x)
+    at = None if source.axis is None else how.order.index(source.axis)
+    return finish(source.each(lambda p: replace(p, axes=tuple(p.axes[d] for d in how.order)), at), node)
 
 
-def expand(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    return finish(broadcast_to(maps.map(args_of(node)[0]), shape(node), node), node)
+def broadcast(maps: Maps, node: fx.Node, how: Broadcast) -> LinearMap | Stop:
+    return finish(broadcast_to(maps.map(how.x), shape(node), node), node)
 
 
-def repeat(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    source = maps.map(args_of(node)[0])
-    if packet(node) in (aten.repeat, aten.tile):
-        counts: list[Any] = list(args_of(node)[1])
-        counts = [1] * (len(shape(node)) - len(counts)) + counts  # tile takes fewer numbers than there are axes
-        interleaved = False
-    else:
-        dim = argument(node, 2, "dim")
-        if not isinstance(args_of(node)[1], int) or dim is None:
-            return unexplained(node)
-        counts = [1] * len(shape(node))
-        counts[axis(dim, len(counts))] = args_of(node)[1]
-        interleaved = True
-    if any(not isinstance(c, int) for c in counts):
-        return unexplained(node)
-    extra = len(counts) - len(source.pieces[0].axes)
+def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:
+    source = maps.map(how.x)
+    extra = len(how.counts) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
-    if at is not None and counts[at] != 1:
+    if at is not None and how.counts[at] != 1:
         whole = one_map(source, node)
         if whole is None:
             return Stop(node, "unsupported_op", "columns from different sources are repeated")
@@ -125,10 +87,10 @@ def repeat(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
     def tile(piece: Piece) -> Piece:
         axes: list[Axis] = []
-        for k, count in enumerate(counts):
+        for k, count in enumerate(how.counts):
             own = piece.axes[k - extra] if k >= extra else ()
             copies = fresh_axis(count)
-            axes.append((*own, *copies) if interleaved else (*copies, *own))
+            axes.append((*own, *copies) if how.interleaved else (*copies, *own))
         return replace(piece, axes=tuple(axes))
 
     return finish(source.each(tile, at), node)

@@ -18,8 +18,23 @@ from torch import fx
 from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.ir.graph import is_tensor, packet, shape, val, whole_rows
+from mla_compile.passes.ir.graph import is_tensor, operator_name, packet, shape, val, whole_rows
 from mla_compile.passes.ir.locate import locate
+from mla_compile.passes.ir.operators import (
+    PRODUCTS,
+    Assign,
+    Broadcast,
+    Copy,
+    Join,
+    Permute,
+    Regroup,
+    Select,
+    Slice,
+    Write,
+    WriteOne,
+    WriteRows,
+    decode,
+)
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.rewrite.records import Absorbed
@@ -28,17 +43,9 @@ aten = torch.ops.aten
 MOST = 60
 """Nodes of a drawing; what is further from the attention than these is drawn as an input."""
 
-_VIEWS = {
-    aten.view, aten.reshape, aten._unsafe_view, aten.transpose, aten.permute, aten.t, aten.unsqueeze, aten.squeeze,
-    aten.expand, aten.slice, aten.select, aten.clone, aten.contiguous, aten.alias, aten._to_copy, aten.flatten,
-    aten.unflatten, aten.detach,
-}  # fmt: skip
-_SPLITS = {aten.split, aten.split_with_sizes, aten.chunk, aten.unbind, aten.tensor_split}
-_JOINS = {
-    aten.cat, aten.index_copy, aten.index_put, aten.slice_scatter, aten.select_scatter, aten.scatter, aten.copy,
-    aten.where,
-}  # fmt: skip
-_PRODUCTS = {aten.linear, aten.addmm, aten.mm, aten.matmul, aten.bmm, aten.baddbmm, aten.einsum}
+_VIEWS = (Copy, Regroup, Permute, Broadcast, Slice, Select)
+_JOINS = (Join, Assign, Write, WriteOne, WriteRows)
+_OTHER_JOINS = {aten.index_put, aten.scatter, aten.where}
 _ATTENTIONS = {aten.scaled_dot_product_attention, aten.softmax, aten._softmax, torch.ops.mla_compile.decode_attention}
 _LOCAL = re.compile(r"^l_(?:kwargs_|inputs_)?|_$")
 _STATE = re.compile(r"_(?:modules|parameters|buffers)_+")
@@ -90,7 +97,7 @@ class Sketch:
         return SiteDrawing(before.drawn(start), after.drawn(out))
 
     def _is_projection(self, node: fx.Node) -> bool:
-        return packet(node) in _PRODUCTS and any(n.name in self.weights for n in node.all_input_nodes)
+        return packet(node) in PRODUCTS and any(n.name in self.weights for n in node.all_input_nodes)
 
 
 @dataclass
@@ -141,7 +148,7 @@ class _Draft:
         """Whether it is a view of new rows joined to those that came in: it is shown what latent rows are made of."""
         while _is_view(node):
             node = _viewed(node)
-        return packet(node) in _JOINS and any(self._is_cache(n) for n in self._inputs(node))
+        return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
     def _is_cache(self, node: fx.Node) -> bool:
         while _is_view(node):
@@ -151,7 +158,7 @@ class _Draft:
         readers = list(node.users)
         for reader in readers:
             readers += reader.users if _is_view(reader) else []
-        return any(packet(reader) in _JOINS for reader in readers)
+        return any(_is_join(reader) for reader in readers)
 
     def _is_weight(self, node: fx.Node) -> bool:
         """Whether it is computed from weights alone, also where a rewrite added it."""
@@ -166,7 +173,7 @@ class _Draft:
         """The tensors it reads; a part of a split reads what is split, a member of a tuple what its operator reads."""
         if node.target is operator.getitem:
             (parent,) = node.all_input_nodes[:1]
-            if packet(parent) in _SPLITS or len(parent.users) == 1:
+            if _is_view(node) or len(parent.users) == 1:
                 node = parent
         return [n for n in dict.fromkeys(node.all_input_nodes) if is_tensor(n) or _many(n)]
 
@@ -236,13 +243,19 @@ def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether it holds numbers of the one tensor it reads, and no others."""
-    return packet(node) in _VIEWS or (node.target is operator.getitem and packet(node.all_input_nodes[0]) in _SPLITS)
+    return isinstance(decode(node), _VIEWS)
 
 
 def _viewed(node: fx.Node) -> fx.Node:
     """The tensor that a view is of."""
-    source = node.all_input_nodes[0]
-    return source.all_input_nodes[0] if node.target is operator.getitem else source
+    how = decode(node)
+    assert isinstance(how, _VIEWS)
+    return how.x
+
+
+def _is_join(node: fx.Node) -> bool:
+    """Whether it puts numbers of several tensors into one."""
+    return isinstance(decode(node), _JOINS) or packet(node) in _OTHER_JOINS
 
 
 def _many(node: fx.Node) -> bool:
@@ -252,9 +265,8 @@ def _many(node: fx.Node) -> bool:
 def _label(node: fx.Node) -> str:
     if node.target is operator.getitem:
         parent = node.all_input_nodes[0]
-        return f"{_label(parent)} [{node.args[1]}]" if packet(parent) in _SPLITS else _label(parent)
-    op = packet(node)
-    return getattr(op, "__name__", None) or _short(node.name)
+        return f"{_label(parent)} [{node.args[1]}]" if _is_view(node) else _label(parent)
+    return operator_name(node) if node.op == "call_function" else _short(node.name)
 
 
 def _short(name: str) -> str:

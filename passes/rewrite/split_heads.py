@@ -26,7 +26,7 @@ from mla_compile.passes.decide.sources import cut
 from mla_compile.passes.dependence.parts import AxisParts, Made, PartMaker
 from mla_compile.passes.dependence.steps import Blind, Joined
 from mla_compile.passes.ir.arrange import same_layout
-from mla_compile.passes.ir.graph import Builder, packet, shape
+from mla_compile.passes.ir.graph import Builder, shape
 from mla_compile.passes.linear.records import Maps
 
 aten = torch.ops.aten
@@ -111,7 +111,7 @@ def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
     """Slices of joined heads are made of the heads they show: the others may not be needed any more."""
     for node, dim in parts.visited():
         how = parts.step(node, dim)
-        if packet(node) is not aten.slice or not isinstance(how, Joined):
+        if node.target is not aten.slice.Tensor or not isinstance(how, Joined):
             continue
         (shown,) = how.parts
         if len(parts.runs(shown.node, shown.dim)) > 1:

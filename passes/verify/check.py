@@ -19,8 +19,8 @@ from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.expr import widened
-from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, packet, val, whole_rows
-from mla_compile.passes.ir.operators import FILLS
+from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
+from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import ancestors
 
@@ -120,7 +120,7 @@ def nearest_known(
     for node in queue:
         if node in without or node.name in weights or not (is_tensor(node) or node.all_input_nodes):
             continue
-        if packet(node) in FILLS:  # zeros that something is written into are no input, but zeros
+        if isinstance(decode(node), Fill):  # zeros that something is written into are no input, but zeros
             continue
         if is_tensor(node) and ORIGIN in node.meta and not (without and any(a in without for a in ancestors(node))):
             found[node.meta[ORIGIN]] = node

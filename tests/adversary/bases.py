@@ -18,12 +18,12 @@ from mla_compile.analysis import analyse
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.errors import MlaCompileWarning
-from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.walk import ancestors
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generator import Case, cases
+from tests.support.programs import canonical
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _base(case: Case, past: int, symbolic: bool) -> Base | None:
         warnings.simplefilter("ignore", MlaCompileWarning)
         traced = make_fx(call, tracing_mode=mode, pre_dispatch=True, _allow_non_fake_inputs=True)(*flat)
         program = capture.from_graph_module(traced)
-    normalize(program.gm.graph)
+    canonical(program)
     program.gm.recompile()
     (verdict,) = verdicts(program)
     if not verdict.absorb or verdict.plan is None:

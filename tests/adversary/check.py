@@ -15,7 +15,6 @@ from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.options import Options
-from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.report.report import SiteReport
 from mla_compile.runtime.folds import compute
@@ -24,6 +23,7 @@ from tests.adversary.mutations import Mutation
 from tests.adversary.obligations import Obligations, check_codes, said
 from tests.adversary.oracle import attends, claimed_rank, rank
 from tests.adversary.places import Refused, apply, choose, edges
+from tests.support.programs import canonical
 
 EXACT = 1e-9  # relative to the largest value
 THROUGH_FLOAT32 = 3e-5
@@ -66,7 +66,7 @@ def _checked(base: Base, program: Program, mutation: Mutation, place: str, edge:
     compare(base, program, outcome.program)
     reports = outcome.report.sites
     plain = program.copy()
-    normalize(plain.gm.graph)
+    canonical(plain)
     if not reports and not attends(plain):
         raise Refused("no softmax lies between two products any more")
     assert reports, "an attention that nothing is said about"

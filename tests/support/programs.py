@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile import pipeline
+from mla_compile.analysis import canonicalize
 from mla_compile.capture import capture
 from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.options import Options
 from mla_compile.passes.attention.find import find_attention
-from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
@@ -38,6 +38,13 @@ def trace(fn: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], weigh
     gm.recompile()
     fake = next(n.meta["val"].fake_mode for n in gm.graph.nodes if "val" in n.meta)
     return Program(gm, weights=dict(zip(names, weights, strict=True)), fake_mode=fake)
+
+
+def canonical(program: Program) -> fx.Graph:
+    """The graph of a program as the analyses read it."""
+    canonicalize(program)
+    program.gm.recompile()
+    return program.gm.graph
 
 
 def export(module: nn.Module, inputs: Sequence[Any], dynamic: Any = None) -> Program:
@@ -85,10 +92,10 @@ def codes(outcome: pipeline.Outcome) -> list[Code]:
 
 
 def assert_untouched(program: Program, outcome: pipeline.Outcome) -> None:
-    """Nothing was absorbed, and the graph is what normalization alone leaves of it."""
+    """Nothing was absorbed, and the graph is what giving operators one spelling alone leaves of it."""
     assert outcome.absorbed == 0
     plain = program.copy()
-    normalize(plain.gm.graph)
+    canonical(plain)
     remove_dead_code(plain.gm.graph)
     assert text(outcome.program) == text(plain)
 
@@ -174,7 +181,7 @@ def assert_computed_as_before(program: Program, outcome: pipeline.Outcome, side:
     And it is read: with ``side`` the values, K meets the queries in a product as wide as K, not in the latent.
     """
     plain = program.copy()
-    normalize(plain.gm.graph)
+    canonical(plain)
     (found,) = find_attention(plain.gm.graph, weight_nodes(plain.gm.graph, plain.weights))
     kept = [p.k.node for p in found.products] if side == "values" else [found.v.node]
     now = {n.name: n for n in outcome.program.gm.graph.nodes}
@@ -199,6 +206,7 @@ def assert_computed_as_before(program: Program, outcome: pipeline.Outcome, side:
 
 def linear_map(program: Program) -> LinearMap:
     """The linear map of a traced program's only result."""
+    canonicalize(program.gm.graph)
     graph = program.gm.graph
     maps = LinearMaps(weight_nodes(graph, program.weights), program.fake_mode)
     (result,) = graph.output_node().args[0]

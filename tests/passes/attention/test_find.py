@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from mla_compile.passes.attention.find import find_attention
-from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.walk import weight_nodes
 from tests.support.modules import CORES, causal
-from tests.support.programs import seeded, trace
+from tests.support.programs import canonical, seeded, trace
 
 B, H, S, T, K, V = 2, 3, 4, 7, 6, 5
 
@@ -25,8 +24,8 @@ def qkv(B=B, H=H, S=S, T=T, K=K, V=V, dtype=torch.float64):
 
 def find(fn, inputs, weights=()):
     program = trace(fn, inputs, weights)
-    normalize(program.gm.graph)
-    return find_attention(program.gm.graph, weight_nodes(program.gm.graph, program.weights))
+    graph = canonical(program)
+    return find_attention(graph, weight_nodes(graph, program.weights))
 
 
 def one(fn, inputs, weights=()):

@@ -10,7 +10,7 @@ from mla_compile.passes.dependence.parts import AxisParts, PartMaker
 from mla_compile.passes.dependence.steps import step
 from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.walk import weight_nodes
-from tests.support.programs import seeded, trace
+from tests.support.programs import canonical, seeded, trace
 
 A, B_, C = (seeded(2, h, 7, 5, seed=s) for h, s in ((3, 1), (2, 2), (5, 3)))
 
@@ -49,7 +49,7 @@ LEGAL = {
 def made(fn, dim, start, stop):
     """Positions of the result, from their parts; the whole; and where the axis may be cut."""
     program = trace(fn, [A, B_, C], [])
-    graph = program.gm.graph
+    graph = canonical(program)
     (result,) = graph.output_node().args[0]
     parts = AxisParts(weight_nodes(graph, ()), (), lambda node: frozenset([node]))
     runs = parts.runs(result, dim)

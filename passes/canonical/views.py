@@ -1,0 +1,335 @@
+"""Views, permutations, slices and joins: of each the one spelling that later passes read.
+
+Before::
+
+    k = flatten(swapaxes(x, 1, -1), 2); a, b = chunk(k, 2, -1); c = hstack([a, b])
+
+After::
+
+    k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
+
+The nodes keep their names, their metadata and their users: numbers, strides and dtype are those they had, so that a
+report, a check that looks nodes up by name and the values of an ONNX file are the same as without this pass. What the
+user called is kept for reports (:data:`~mla_compile.passes.ir.graph.SPELLED`).
+
+What later passes read (by :func:`mla_compile.passes.ir.operators.decode`, which gives the record):
+
+=============================  ==========================  =========================================================
+spelling                       record                      stands for
+=============================  ==========================  =========================================================
+permute(x, dims >= 0)          Permute                     transpose, t, T, mT, H, mH, adjoint, swapaxes, swapdims,
+                                                           movedim, moveaxis
+view(x, sizes)                 Regroup                     _unsafe_view, _reshape_alias, unflatten, view_as
+reshape(x, sizes)              Regroup                     flatten, reshape_as: what may copy
+unsqueeze, squeeze.dims        Regroup                     squeeze, squeeze.dim
+expand(x, sizes)               Broadcast                   expand_as, broadcast_to
+repeat(x, counts)              Repeat                      tile
+repeat_interleave(x, n, dim)   Repeat, interleaved         the same with ``output_size``
+slice(x, dim, a, b, step)      Slice                       narrow
+split_with_sizes, getitem      Slice                       split, chunk, tensor_split and their unsafe variants
+select(x, dim, index)          Select                      unbind, getitem
+cat(parts, dim)                Join                        concat, concatenate, hstack, vstack, row_stack, dstack,
+                                                           column_stack
+stack(parts, dim)              Stack
+=============================  ==========================  =========================================================
+
+A split at sizes that are only known at run time, and a narrow by a number read from data, stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from mla_compile.passes.ir.graph import SPELLED, args_of, argument, axis, evaluate_fake, packet, shape, val
+from mla_compile.passes.ir.operators import SPLITS
+from mla_compile.passes.ir.sizes import same, size
+
+aten = torch.ops.aten
+Dim: TypeAlias = "int | fx.Node"
+Spelling: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
+"""An operator and its arguments."""
+
+
+def canonicalize(graph: fx.Graph) -> int:
+    """Gives every operator of the table its one spelling; returns how many nodes had another."""
+    changed = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        rule = _RULES.get(packet(node))
+        new = None if rule is None else rule(node)
+        if new is not None and (node.target, node.args, node.kwargs) != (*new, {}):
+            _respell(node, *new)
+            changed += 1
+        elif node.target is aten.unbind.int:
+            changed += _unbind(node)
+    return changed
+
+
+def _respell(node: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], called: str = "") -> None:
+    """In place: whoever knows the node, or its name, still finds it."""
+    if op is not node.target:
+        node.meta.setdefault(SPELLED, called or packet(node).__name__)
+    node.target, node.args, node.kwargs = op, args, {}
+
+
+def _unbind(node: fx.Node) -> int:
+    """The parts of an unbind select one position each: ONNX has no counterpart of a tuple of views."""
+    x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim", 0), len(shape(argument(node, 0, "self"))))
+    parts = list(node.users)
+    if any(part.target is not operator.getitem for part in parts):
+        return 0
+    for part in parts:
+        index = args_of(part)[1]
+        _respell(part, aten.select.int, (x, dim, index), f"unbind [{index}]")
+    node.graph.erase_node(node)
+    return 1
+
+
+# Permutations.
+
+
+def _permute(node: fx.Node) -> Spelling:
+    rank = len(shape(node))
+    return _permuted(node, [axis(d, rank) for d in argument(node, 1, "dims")])
+
+
+def _permuted(node: fx.Node, order: list[int]) -> Spelling:
+    return aten.permute.default, (args_of(node)[0], order)
+
+
+def _transpose(node: fx.Node) -> Spelling:
+    """transpose, swapaxes and swapdims call the two axes by three names, and torch never passes them by name."""
+    order = list(range(len(shape(node))))
+    if order:
+        a, b = (axis(d, len(order)) for d in args_of(node)[1:3])
+        order[a], order[b] = order[b], order[a]
+    return _permuted(node, order)
+
+
+def _reverse(node: fx.Node) -> Spelling:
+    return _permuted(node, list(range(len(shape(node))))[::-1])
+
+
+def _matrix_transpose(node: fx.Node) -> Spelling | None:
+    """mT, and mH, H and adjoint, which conjugate too: of real numbers, that is nothing."""
+    order = list(range(len(shape(node))))
+    if val(node).dtype.is_complex and packet(node) is not aten.mT:
+        return None
+    return _permuted(node, [*order[:-2], *order[:-3:-1]])
+
+
+def _movedim(node: fx.Node) -> Spelling:
+    rank = len(shape(node))
+    sources, targets = ([d] if isinstance(d, int) else d for d in args_of(node)[1:3])
+    moved = {axis(b, rank): axis(a, rank) for a, b in zip(sources, targets, strict=True)}
+    left = iter(d for d in range(rank) if d not in moved.values())
+    return _permuted(node, [moved[d] if d in moved else next(left) for d in range(rank)])
+
+
+# Other axes, the same numbers.
+
+
+def _view(node: fx.Node) -> Spelling | None:
+    x, told = argument(node, 0, "self"), argument(node, 1, "size")
+    return (aten.view.default, (x, list(told))) if isinstance(told, (list, tuple)) else None
+
+
+def _view_as(node: fx.Node) -> Spelling:
+    x, other = args_of(node)
+    return aten.view.default, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
+
+
+def _unflatten(node: fx.Node) -> Spelling:
+    x, dim, told = argument(node, 0, "self"), argument(node, 1, "dim"), argument(node, 2, "sizes")
+    rank = len(shape(x))
+    dim, own = axis(dim, rank), [(x, k) for k in range(rank)]
+    before, after = _sizes(node, own[:dim]), _sizes(node, own[dim + 1 :], len(told) + dim)
+    return aten.view.default, (x, [*before, *told, *after])
+
+
+def _reshape(node: fx.Node) -> Spelling:
+    return aten.reshape.default, (argument(node, 0, "self"), list(argument(node, 1, "shape")))
+
+
+def _reshape_as(node: fx.Node) -> Spelling:
+    x, other = args_of(node)
+    return aten.reshape.default, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
+
+
+def _flatten(node: fx.Node) -> Spelling:
+    x = argument(node, 0, "self")
+    rank = len(shape(x))
+    first, last = (axis(argument(node, k, name, d), max(rank, 1)) for k, name, d in _FLATTENED)
+    own = [(x, k) for k in range(rank)]
+    before, after = _sizes(node, own[:first]), _sizes(node, own[last + 1 :], first + 1)
+    merged = shape(node)[first]
+    return aten.reshape.default, (x, [*before, merged if isinstance(merged, int) else -1, *after])
+
+
+_FLATTENED = ((1, "start_dim", 0), (2, "end_dim", -1))
+
+
+def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -> list[Dim]:
+    """The sizes of axes of ``node`` from ``first`` on: numbers, or read from the given axes of other tensors."""
+    known = shape(node)[first:]
+    return [own if isinstance(own, int) else _size_of(x, k, node) for own, (x, k) in zip(known, axes, strict=False)]
+
+
+def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
+    """A node before ``reader`` with the size of an axis of ``x``."""
+    for user in x.users:
+        if user.target is aten.sym_size.int and user.args == (x, dim) and user < reader:
+            return user
+    return _number(reader, aten.sym_size.int, (x, dim), val(x).shape[dim])
+
+
+def _number(reader: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
+    """A new node before ``reader`` with a number that one of its arguments is."""
+    with reader.graph.inserting_before(reader):
+        node = reader.graph.call_function(op, args)
+    node.meta.update({k: v for k, v in reader.meta.items() if k not in ("val", "tensor_meta", SPELLED)})
+    node.meta["val"] = value
+    return node
+
+
+def _unsqueeze(node: fx.Node) -> Spelling:
+    return aten.unsqueeze.default, (argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(shape(node))))
+
+
+def _squeeze(node: fx.Node) -> Spelling | None:
+    x, told = argument(node, 0, "self"), argument(node, 1, "dim")
+    rank = len(shape(x))
+    dims = range(rank) if told is None else [told] if isinstance(told, int) else told
+    gone = [axis(d, rank) for d in dims if same(shape(x)[d], 1)] if rank else []
+    return (aten.squeeze.dims, (x, gone)) if gone else None
+
+
+# Copies of axes.
+
+
+def _expand(node: fx.Node) -> Spelling | None:
+    x, told = argument(node, 0, "self"), argument(node, 1, "size")
+    return None if node.kwargs.get("implicit") else (aten.expand.default, (x, list(told)))
+
+
+def _expand_as(node: fx.Node) -> Spelling:
+    x, other = args_of(node)
+    extra = len(shape(other)) - len(shape(x))
+    sizes = _sizes(node, [(other, k) for k in range(len(shape(other)))])
+    kept = (k >= extra and same(shape(x)[k - extra], shape(node)[k]) for k in range(len(sizes)))
+    return aten.expand.default, (x, [-1 if own else wide for own, wide in zip(kept, sizes, strict=True)])
+
+
+def _tile(node: fx.Node) -> Spelling:
+    """``tile`` takes fewer numbers than there are axes."""
+    x, counts = argument(node, 0, "self"), argument(node, 1, "dims")
+    return aten.repeat.default, (x, [*[1] * (len(shape(node)) - len(counts)), *counts])
+
+
+def _repeat_interleave(node: fx.Node) -> Spelling | None:
+    """What the size of the result is follows from the count."""
+    x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
+    if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
+        return None
+    return aten.repeat_interleave.self_int, (x, count, axis(dim, len(shape(x))))
+
+
+# Parts.
+
+
+def _narrow(node: fx.Node) -> Spelling | None:
+    if node.target is not aten.narrow.default:
+        return None
+    x, dim, start, length = (argument(node, k, name) for k, name in enumerate(("self", "dim", "start", "length")))
+    if free_unbacked_symbols([val(node), *(n.meta["val"] for n in (start, length) if isinstance(n, fx.Node))]):
+        return None  # torch can tell less of a slice by such a number
+    end: Dim | None
+    if isinstance(start, int) and isinstance(length, int):
+        end = start + length
+        if start < 0 and end == 0:  # to the end of the axis: a slice would take 0 for its beginning
+            end = None
+    elif start == 0:
+        end = length
+    elif _counts_from_the_front(start):
+        both = (start, length)
+        end = _number(node, operator.add, both, evaluate_fake(None, operator.add, both, {}))
+    else:
+        return None
+    return aten.slice.Tensor, (x, axis(dim, len(shape(node))), start, end)
+
+
+def _counts_from_the_front(start: Dim) -> bool:
+    known = start if isinstance(start, int) else size(start.meta["val"])
+    return known >= 0 if isinstance(known, int) else bool(known.is_nonnegative)
+
+
+def _split(node: fx.Node) -> Spelling | None:
+    x, dim = argument(node, 0, "self"), argument(node, 2, "dim", 0)
+    parts = node.meta["val"]
+    if not isinstance(parts, (tuple, list)) or not parts:
+        return None
+    sizes = [part.shape[dim] for part in parts]
+    if not all(isinstance(s, int) for s in (*sizes, shape(x)[dim])) or sum(sizes) != shape(x)[dim]:
+        return None
+    return aten.split_with_sizes.default, (x, sizes, axis(dim, len(shape(x))))
+
+
+# Joins.
+
+
+def _cat(node: fx.Node) -> Spelling:
+    return _joined(argument(node, 0, "tensors"), argument(node, 1, "dim", 0), node)
+
+
+def _joined(parts: Sequence[fx.Node], dim: int, node: fx.Node) -> Spelling:
+    return aten.cat.default, (list(parts), axis(dim, len(shape(node))))
+
+
+_STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack: 0, aten.dstack: 2}
+
+
+def _stack_along(node: fx.Node) -> Spelling | None:
+    """hstack, vstack, dstack and column_stack of tensors that have the axis: they add one where it is missing."""
+    parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
+    if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):
+        return _joined(parts, 0, node)
+    enough = all(len(shape(x)) >= max(dim + 1, 2) for x in parts)
+    return _joined(parts, dim, node) if enough else None
+
+
+def _stack(node: fx.Node) -> Spelling:
+    return aten.stack.default, (list(argument(node, 0, "tensors")), axis(argument(node, 1, "dim", 0), len(shape(node))))
+
+
+_RULES: dict[Any, Callable[[fx.Node], Spelling | None]] = {
+    aten.permute: _permute,
+    **dict.fromkeys((aten.transpose, aten.swapaxes, aten.swapdims), _transpose),
+    **dict.fromkeys((aten.t, aten.numpy_T), _reverse),
+    **dict.fromkeys((aten.mT, aten.mH, aten.matrix_H, aten.adjoint), _matrix_transpose),
+    **dict.fromkeys((aten.movedim, aten.moveaxis), _movedim),
+    **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias), _view),
+    aten.view_as: _view_as,
+    aten.unflatten: _unflatten,
+    aten.reshape: _reshape,
+    aten.reshape_as: _reshape_as,
+    aten.flatten: _flatten,
+    aten.unsqueeze: _unsqueeze,
+    aten.squeeze: _squeeze,
+    **dict.fromkeys((aten.expand, aten.broadcast_to), _expand),
+    aten.expand_as: _expand_as,
+    aten.tile: _tile,
+    aten.repeat_interleave: _repeat_interleave,
+    aten.narrow: _narrow,
+    **dict.fromkeys(SPLITS, _split),
+    **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), _cat),
+    **dict.fromkeys(_STACKS, _stack_along),
+    aten.stack: _stack,
+}
+"""The spelling of each operator; None where a node stays as it is."""
