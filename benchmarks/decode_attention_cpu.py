@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mla_compile import ops
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-3}  # relative RMS error of the op
 SCALE = 192**-0.5
@@ -77,7 +78,7 @@ def measure(B: int, H: int, T: int, L: int, R: int, dtype: str, seconds: float, 
 
     query, latent, rope = random(B, 1, H, L + R), random(B, T, L), random(B, T, R)
     out = ops.decode_attention(query, latent, rope, scale=SCALE)[0].double()
-    want = reference.decode_attention(query.double(), latent.double(), rope.double(), scale=SCALE)[0]
+    want = reference.decode_attention(DecodeCall(query.double(), latent.double(), rope.double(), scale=SCALE))[0]
     error = float((out - want).norm() / want.norm())
     if not error <= TOLERANCE[dtype]:
         raise SystemExit(f"wrong before fast: relative error {error:.1e} at B={B} H={H} T={T} L={L} R={R} {dtype}")

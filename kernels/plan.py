@@ -3,20 +3,16 @@
 A pure function of shapes, dtypes and a description of the device. It reads no tensor, so it never waits for the device
 and may run while a CUDA graph is captured; equal arguments are answered from a cache.
 
-A *tile* is ``block_n`` cached tokens met by ``block_m`` query rows (row m is token m // H, head m % H). The tile comes
-from ``tuned.json``: one row per GPU generation, cache dtype and number of query rows; a row that does not fit the
-device's shared memory is made smaller until it does.
-
-The tokens of a request are divided into *splits* that run side by side. With ``C = B * row_blocks * splits`` blocks
-over ``slots = SMs * blocks per SM``, each walking ``tiles = ceil(ceil(T / block_n) / splits)``, the splits chosen are
-those with the least
+The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. With
+``C = B * row_blocks * splits`` blocks over ``slots = SMs * blocks per SM``, each walking ``tiles = ceil(ceil(T /
+block_n) / splits)``, the splits chosen are those with the least
 
     microseconds = ceil(C / slots) * (t0 + tiles * max(t_tile, bytes of a tile * readers / bandwidth)) + combine
     readers      = min(C, slots) / row_blocks       the row blocks of one split share the tile through the L2 cache
     combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate     float32 partials, out and in
 
 and a split has at least 256 tokens, because below that writing its partial result costs as much as reading its tile.
-``t0`` and ``t_tile`` stand in ``tuned.json``; the sizes of shared memory are computed by :func:`shared_memory`.
+``t0`` and ``t_tile`` stand in ``tuned.json``.
 
 With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device: its result does
 not depend on what else is in the batch.
@@ -31,25 +27,28 @@ from functools import lru_cache
 import torch
 
 from mla_compile.errors import InputError
-from mla_compile.kernels.devices import PRESETS, Device, preset
-from mla_compile.kernels.tuned import Kernel, Row, table
+from mla_compile.kernels.devices import Device, preset
+from mla_compile.kernels.tiles import KB, LEAST, Layout, NoPlanError, fitted, padded, shared_memory, starting_row
+from mla_compile.kernels.tuned import WIDTH, Kernel, Row
 
-CHUNK = 1024  # tokens of a split with deterministic=True; a multiple of every block_n
+# The numbers of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has the same.
+CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n; 128 Ki tokens are 128 splits
 MIN_SPLIT = 256  # tokens below which a split is not worth its partial result
-MAX_SPLITS = 128  # the plan's own; a caller may ask for more
+MAX_SPLITS = 128  # the plan's own, about one per multiprocessor for a single request; a caller may ask for more
 GRID_LIMIT = 65535  # blocks along a grid's second and third axis (CUDA programming guide, compute capabilities)
 COMBINE_US = 2.0  # a dependent launch inside a CUDA graph
 L2_RATE = 8e12  # bytes/s at which partials are written and read again
+WORTHWHILE = 0.995  # more splits have to take less than this share of the time: the times are estimates
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
-_KB = 1024
-_SLACK = 2 * _KB  # reductions across warps, page ids, statistics
-_GLUON_SMEM = 220 * _KB  # Q 72, two stages of 72, statistics and barriers 2, and room to align
 _HALF = (torch.float16, torch.bfloat16)
 
-__all__ = [
-    "CHUNK", "PRESETS", "Device", "Layout", "NoPlanError", "Plan", "Row", "check", "padded", "plan", "shared_memory",
-    "table",
-]  # fmt: skip
+# What the Hopper kernel (kernels/hopper/decode_gluon.py) is written for.
+HOPPER_WIDTHS = (512, 64)  # latent and rope
+HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
+HOPPER_PAGE = 16  # a box of its copy engine is 16, 32 or 64 rows and lies in one page
+HOPPER_SMEM = 220 * KB  # query 72, two stages of 72, statistics and barriers 2, and room to align
+
+__all__ = ["Device", "NoPlanError", "Plan", "check", "plan"]
 
 
 @dataclass(frozen=True)
@@ -76,70 +75,6 @@ class Plan:
     def row_blocks(self, rows: int) -> int:
         """Blocks along the grid's first axis for ``rows`` = S*H query rows."""
         return -(-rows // self.block_m)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The padded widths of a cached row, in columns, and the bytes of an element of the cache and of the products.
-
-    ``values`` is 0 where the latent rows are the values. ``paged``: a tile's place is looked up in a block table.
-    ``mask_bytes`` are read in the loop for each query row and token: 0 for no mask, and for one that only lists tiles.
-    """
-
-    latent: int
-    rope: int
-    values: int
-    cache_bytes: int
-    dot_bytes: int
-    paged: bool
-    mask_bytes: int = 0
-
-    @property
-    def out(self) -> int:
-        """Columns of the accumulator."""
-        return self.values or self.latent
-
-
-def padded(width: int) -> int:
-    """The columns a kernel works on: the next power of two, at least the 16 a matrix product needs; 0 stays 0."""
-    return 0 if width == 0 else max(16, 1 << (width - 1).bit_length())
-
-
-def shared_memory(
-    layout: Layout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
-) -> int:
-    """An upper bound of the bytes that Triton's compiler takes for one block of the attention kernel.
-
-    The queries and a ring of tiles; the softmax weights where the product reads them from shared memory. A paged tile
-    has half the depth, since its address is loaded a stage earlier. Products of Hopper's warpgroups read the tile where
-    it lies while the next one arrives, so they hold one more; Blackwell's (64 rows or more) need the tile twice, once
-    as values. An fp8 tile is held as it came and converted on the way into a product, through shared memory. A float32
-    query is held as two parts, whose products add up to a float32 one.
-    """
-    warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
-    tensor_memory = capability[0] == 10 and block_m >= 64 and layout.dot_bytes == 2
-    depth = max(1, (num_stages - 1) // 2) if layout.paged else max(1, num_stages - 1)
-    buffers = depth + (warpgroup or (tensor_memory and num_stages > 1))
-    queries = block_m * (layout.latent + layout.rope) * layout.dot_bytes * (2 if layout.dot_bytes == 4 else 1)
-    columns = layout.latent + layout.rope + layout.values
-    converted = 0
-    if layout.cache_bytes < layout.dot_bytes:
-        twice = layout.out if tensor_memory else 0
-        converted = (columns + twice if warpgroup or tensor_memory else layout.out) * layout.dot_bytes
-        ring = buffers * columns * layout.cache_bytes
-    else:
-        again = layout.latent if tensor_memory and not layout.values else 0
-        ring = buffers * (columns + again) * layout.cache_bytes
-    weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
-    # A mask goes from the layout it is loaded in to that of the scores, as two bytes at least; with a narrow latent
-    # the compiler holds one more.
-    copies = depth + (1 if warpgroup and layout.latent <= 256 else 0)
-    mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
-    return queries + block_n * (ring + converted) + weights + mask + _SLACK
-
-
-class NoPlanError(InputError):
-    """Rows so wide that no tile fits this device's shared memory: the reference has to do."""
 
 
 def _require(ok: bool, message: str) -> None:
@@ -169,49 +104,7 @@ def _mask_bytes(masked: bool, given: int | None) -> int:
     return given if given is not None else 4 * masked
 
 
-def _starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel) -> Row:
-    """The table's row for this device; for columns that none of its rows foresees, that of the widest, narrowed."""
-    known = [r for r in table() if r.kernel == kernel and r.cache == kind and r.capability <= device.capability]
-    _require(bool(known), f"tuned.json has no {kernel} row for {device.name}, capability {device.capability}")
-    newest = max(r.capability for r in known)
-    known = [r for r in known if r.capability == newest]
-    suitable = [r for r in known if r.suits(rows, layout.paged)] or known[-1:]
-    for row in suitable:
-        if row.max_width is None or layout.out <= row.max_width:
-            return row
-    widest = max(suitable, key=lambda r: r.max_width or 0)
-    return replace(widest, block_m=max(16, widest.block_m * (widest.max_width or layout.out) // layout.out))
-
-
-def _smaller(row: Row) -> list[Row]:
-    """The row itself, then ever smaller ones: less depth first, then fewer tokens, then fewer query rows."""
-    steps = [row, replace(row, num_stages=2)]
-    n, m = row.block_n, row.block_m
-    while n > 16 or m > 16:
-        if n > 16 and (n > 32 or m == 16):
-            n //= 2
-        elif m > 16:
-            m //= 2
-        steps.append(replace(row, block_m=m, block_n=n, num_stages=2, num_warps=8 if m > 16 else 4))
-    return steps
-
-
-def _fitted(row: Row, layout: Layout, device: Device) -> tuple[Row, int]:
-    least = 0
-    for smaller in _smaller(row):
-        shape = (smaller.block_m, smaller.block_n, smaller.num_warps, smaller.num_stages)
-        smem = shared_memory(layout, *shape, device.capability)
-        if smem <= device.smem:
-            return smaller, smem
-        least = smem
-    widths = f"{layout.latent}+{layout.rope}" + (f" and {layout.values}" if layout.values else "")
-    raise NoPlanError(
-        f"plan: rows of {widths} columns of {layout.cache_bytes} bytes need {least} bytes of shared memory at the "
-        f"smallest tile, {device.name} has {device.smem}; use narrower rows, half precision or the reference"
-    )
-
-
-def _gluon_suits(
+def _hopper_suits(
     rows: int,
     widths: tuple[int, int, int | None],
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -219,19 +112,19 @@ def _gluon_suits(
     masked: bool,
     device: Device,
 ) -> bool:
-    """Hopper's own kernel is written for 512+64 half precision rows, tiles of 64 tokens and no mask.
+    """Whether the Hopper kernel is for calls of these sizes: half precision rows of its widths, and no mask.
 
     What else it needs (strides, no soft-cap, no window) is for the launch to see: it asks again with ``gluon=False``.
     """
     return (
         device.capability == (9, 0)
-        and device.smem >= _GLUON_SMEM
-        and widths == (512, 64, None)
+        and device.smem >= HOPPER_SMEM
+        and widths == (*HOPPER_WIDTHS, None)
         and dtypes[1] in _HALF
         and (dtypes[0] == dtypes[1] or dtypes == (torch.float32, torch.bfloat16))
-        and rows > 32  # below, padding to 64 rows is all it would add
+        and rows > HOPPER_BLOCK // 2  # below, padding to a whole block is all it would add
         and not masked
-        and (page or 16) % 16 == 0  # a box of TMA lies in one page
+        and (page or HOPPER_PAGE) % HOPPER_PAGE == 0
     )
 
 
@@ -241,17 +134,18 @@ def _microseconds(
     """The module's formula. ``work`` is batch, query rows and tiles of a request."""
     batch, rows, tiles = work
     row_blocks = -(-rows // row.block_m)
-    per_sm = max(1, min(row.occupancy, (device.smem + _KB) // (smem + _KB)))  # a block also takes 1 KB of the SM's
+    per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # a block also takes 1 KB of the SM's
     slots = device.sms * per_sm
     blocks = batch * row_blocks * splits
     columns = layout.latent + layout.rope + layout.values
     readers = min(blocks, slots) / row_blocks
-    bandwidth = device.bandwidth or preset(device.capability).bandwidth or 1e12
+    bandwidth = device.bandwidth or preset(device.capability).bandwidth
+    assert bandwidth is not None  # every preset has one
     read = 1e6 * row.block_n * columns * layout.cache_bytes * readers / bandwidth
     combine = 0.0
     if splits > 1:
         combine = COMBINE_US + 1e6 * 8 * batch * rows * splits * layout.out / L2_RATE
-    tile = max(row.tile_us * columns / 576, read)
+    tile = max(row.tile_us * columns / WIDTH, read)
     return math.ceil(blocks / slots) * (row.t0_us + math.ceil(tiles / splits) * tile) + combine
 
 
@@ -265,7 +159,7 @@ def _splits(row: Row, smem: int, layout: Layout, device: Device, batch: int, row
         if -(-tiles // per) != splits:
             continue  # some would be empty: fewer do the same work
         time = _microseconds(row, smem, layout, device, (batch, rows, tiles), splits)
-        if time < 0.995 * least:
+        if time < WORTHWHILE * least:
             best, least = splits, time
     return best
 
@@ -321,10 +215,10 @@ def plan(
     )
     rows, kind = S * H, _cache_kind(cache_dtype)
     layout = _layout(L, R, Lv, cache_dtype, page_size is not None, _mask_bytes(masked, mask_bytes))
-    if gluon and _gluon_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, masked, device):
-        row, smem = _starting_row(kind, rows, layout, device, "gluon"), _GLUON_SMEM
+    if gluon and _hopper_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, masked, device):
+        row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
-        row, smem = _fitted(_starting_row(kind, rows, layout, device, "triton"), layout, device)
+        row, smem = fitted(starting_row(kind, rows, layout, device, "triton"), layout, device)
     if deterministic:
         wanted = max(1, -(-T // CHUNK))
         _require(wanted <= GRID_LIMIT, f"T is {T}, more than {GRID_LIMIT} chunks of {CHUNK} tokens")
@@ -359,7 +253,7 @@ def check(
 ) -> Plan:
     """A caller's own plan with its shared memory filled in; raises :class:`InputError` where it cannot be launched."""
     for name, size, least in (
-        ("block_m", chosen.block_m, 16), ("block_n", chosen.block_n, 16), ("num_warps", chosen.num_warps, 1)
+        ("block_m", chosen.block_m, LEAST), ("block_n", chosen.block_n, LEAST), ("num_warps", chosen.num_warps, 1)
     ):  # fmt: skip
         message = f"{name} is {size}, expected a power of two, at least {least}"
         _require(size >= least and size & (size - 1) == 0, message)
@@ -371,7 +265,7 @@ def check(
     )
     _cache_kind(cache_dtype)
     layout = _layout(L, R, Lv, cache_dtype, paged, _mask_bytes(masked, mask_bytes))
-    smem = _GLUON_SMEM
+    smem = HOPPER_SMEM
     if chosen.kernel == "triton":
         smem = shared_memory(
             layout, chosen.block_m, chosen.block_n, chosen.num_warps, chosen.num_stages, device.capability

@@ -23,6 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_compile.kernels.call import DecodeCall
+
 
 def compute_dtype(latent: Tensor) -> torch.dtype:
     """The dtype of scores, softmax, accumulators and LSE: float64 for float64, float32 for everything else."""
@@ -36,31 +38,15 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.clamp(min=torch.finfo(dtype).min).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
 
 
-def decode_attention(
-    query: Tensor,
-    latent: Tensor,
-    rope: Tensor | None = None,
-    values: Tensor | None = None,
-    mask: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    seq_lens: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    kv_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns ``out`` [B,S,H,Lv] in query's dtype and ``lse`` [B,S,H] in float32 (float64 for float64).
-
-    query [B,S,H,L+R], latent [B,T,L], rope [B,T,R] or None (R = 0), values [B,T,Lv] or None (the latent rows),
-    mask bool (True: attend) or float (added), broadcastable to [B,H,S,T], seq_lens int [B] or None (T), sinks [H],
-    kv_scale [] or [B,T]. Any strides. Shapes are not checked here.
-    """
-    dtype = compute_dtype(latent)
-    (B, S, H, _), T = query.shape, latent.shape[1]
-    visible = _visible(B, S, T, seq_lens, causal, window, query.device).expand(B, H, S, T)
-    bias = torch.zeros((), dtype=dtype, device=query.device)
+def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of a call, contiguous or over pages. Any strides; shapes are not checked here."""
+    if call.block_table is not None:
+        call = _gathered(call, call.block_table)
+    latent, mask = call.latent, call.mask
+    dtype, device = compute_dtype(latent), call.query.device
+    (B, S, H, _), T = call.query.shape, latent.shape[1]
+    visible = _visible(B, S, T, call.seq_lens, call.causal, call.window, device).expand(B, H, S, T)
+    bias = torch.zeros((), dtype=dtype, device=device)
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
     elif mask is not None:
@@ -68,66 +54,47 @@ def decode_attention(
         visible = visible & (bias != -torch.inf)
 
     read = visible.any(dim=2).any(dim=1)[:, :, None]  # [B,T,1]: seen by some query of this batch entry
-    factor = torch.ones((), dtype=dtype, device=query.device) if kv_scale is None else kv_scale.to(dtype)[..., None]
+    factor = torch.ones((), dtype=dtype, device=device)
+    if call.kv_scale is not None:
+        factor = call.kv_scale.to(dtype)[..., None]
     c = (latent.to(dtype) * factor).masked_fill(~read, 0.0)
     keys = c
-    if rope is not None:
-        r = rope.to(dtype) * factor if rope.dtype.itemsize == 1 else rope.to(dtype)
+    if call.rope is not None:
+        r = call.rope.to(dtype) * factor if call.rope.dtype.itemsize == 1 else call.rope.to(dtype)
         keys = torch.cat([c, r.masked_fill(~read, 0.0)], dim=-1)
-    v = c if values is None else values.to(dtype).masked_fill(~read, 0.0)
-    score = torch.einsum("bshk,btk->bhst", query.to(dtype), keys) * scale
-    if softcap > 0:
-        score = softcap * torch.tanh(score / softcap)
+    v = c if call.values is None else call.values.to(dtype).masked_fill(~read, 0.0)
+    score = torch.einsum("bshk,btk->bhst", call.query.to(dtype), keys) * call.scale
+    if call.softcap > 0:
+        score = call.softcap * torch.tanh(score / call.softcap)
     score = (score + bias).masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity where nothing is visible
     nothing = lse == -torch.inf
     weight = torch.softmax(score, dim=-1).masked_fill(nothing[..., None], 0.0)
-    if sinks is not None:
-        share = torch.sigmoid(lse - sinks.to(dtype)[:, None]).masked_fill(nothing, 0.0)
+    if call.sinks is not None:
+        share = torch.sigmoid(lse - call.sinks.to(dtype)[:, None]).masked_fill(nothing, 0.0)
         weight = weight * share[..., None]
     out = torch.einsum("bhst,btv->bshv", weight, v)
-    return out.to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+    return out.to(call.query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
 
 
-def paged_decode_attention(
-    query: Tensor,
-    latent_pages: Tensor,
-    rope_pages: Tensor | None,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    kv_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
-
-    latent_pages [P,page,L], rope_pages [P,page,R] or None, block_table int [B,maxpages], seq_lens int [B], kv_scale []
-    or [P,page]. Entries of the table at or past ``ceil(seq_lens[b] / page)`` may be anything.
-    """
-    pages, page = latent_pages.shape[:2]
-    B, T = block_table.shape[0], block_table.shape[1] * page
-    token = torch.arange(T, device=query.device)
-    at = block_table.long()[:, token // page].masked_fill(token >= seq_lens[:, None], 0)  # [B,T]
+def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
+    """The same call over a contiguous cache [B,T,width], T = maxpages * page; unused entries may be anything."""
+    assert call.seq_lens is not None
+    latent, rope, kv_scale = call.latent, call.rope, call.kv_scale
+    pages, page = latent.shape[:2]
+    B, T = table.shape[0], table.shape[1] * page
+    token = torch.arange(T, device=call.query.device)
+    at = table.long()[:, token // page].masked_fill(token >= call.seq_lens[:, None], 0)  # [B,T]
     if pages == 0:  # nothing to look up, and nothing is visible
-        latent_pages = latent_pages.new_zeros(1, page, latent_pages.shape[2])
-        rope_pages = None if rope_pages is None else rope_pages.new_zeros(1, page, rope_pages.shape[2])
+        latent = latent.new_zeros(1, page, latent.shape[2])
+        rope = None if rope is None else rope.new_zeros(1, page, rope.shape[2])
         kv_scale = None if kv_scale is None else kv_scale.new_ones(())
     slot = (token % page).expand(B, T)
-    return decode_attention(
-        query,
-        _rows(latent_pages, at, slot),
-        None if rope_pages is None else _rows(rope_pages, at, slot),
-        scale=scale,
-        causal=causal,
-        seq_lens=seq_lens,
-        sinks=sinks,
-        softcap=softcap,
-        window=window,
+    return call._replace(
+        latent=_rows(latent, at, slot),
+        rope=None if rope is None else _rows(rope, at, slot),
         kv_scale=kv_scale[at, slot] if kv_scale is not None and kv_scale.dim() == 2 else kv_scale,
+        block_table=None,
     )
 
 

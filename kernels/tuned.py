@@ -1,4 +1,4 @@
-"""The table of tiles, tuned.json: read here, chosen from by kernels/plan.py, written by benchmarks/gpu/tune.py."""
+"""The table of tiles, tuned.json: read here, chosen from by kernels/tiles.py, written by benchmarks/gpu/tune.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 Kernel = Literal["triton", "gluon"]
 TABLE = Path(__file__).with_name("tuned.json")
+WIDTH = 576  # columns of the rows that the table's times are of: 512 of the latent and 64 of the rotary key
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Row:
     It is for devices of this ``capability`` up to the next one in the table, for at most ``max_rows`` query rows and
     ``max_width`` columns of output, and for a loop over pages or not; None is any.
 
-    Times are microseconds of one block, for 576-wide rows.
+    Times are microseconds of one block, for rows of ``WIDTH`` columns.
     """
 
     kernel: Kernel

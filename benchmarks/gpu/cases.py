@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.plan import Device, Plan, plan
 
 FP8 = torch.float8_e4m3fn
@@ -113,10 +114,11 @@ class Problem:
         if scales is not None:
             kv = kv * (self._by_row(scales).to(torch.float64) if scales.dim() else scales.to(torch.float64))
         rope = kv[..., L:] if self.shape.R else None
-        return reference.decode_attention(
+        call = DecodeCall(
             self.query.to(torch.float64), kv[..., :L], rope, options.pop("values", None), options.pop("mask", None),
             scale=self.shape.scale, seq_lens=self.lens, **options,
         )  # fmt: skip
+        return reference.decode_attention(call)
 
     def _by_row(self, scales: Tensor) -> Tensor:
         """Per-token scales [P,page] or [B,T] as [B,T,1]."""

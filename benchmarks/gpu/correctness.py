@@ -103,9 +103,9 @@ def checked(posed: Problem, kernel: str) -> Row:
 
 def hopper_compiled() -> bool:
     """Whether every Gluon kernel that was asked for so far compiled; otherwise the library falls back, as it should."""
-    from mla_compile.kernels.hopper import launch as gluon_launch
+    from mla_compile.kernels.hopper import runner
 
-    return bool(gluon_launch._compiled) and None not in gluon_launch._compiled.values()
+    return bool(runner._compiled) and None not in runner._compiled.values()
 
 
 def kernels_for(shape: Shape, device: torch.device, **options: Any) -> list[str]:
@@ -314,9 +314,11 @@ def repeated(run: Run, kernel: str) -> Row:
 
 def consan(run: Run) -> None:
     """The Hopper kernel under Triton's concurrency sanitizer, which stops at a race; small sizes, first of all."""
-    from mla_compile.kernels.hopper import launch as gluon_launch
+    from mla_compile.kernels import launch
+    from mla_compile.kernels.hopper import runner
 
-    gluon_launch.consan()
+    runner.consan()
+    launch.clear()
     shapes = [Shape(B=1, kv=64, H=64), Shape(B=2, kv=200, H=64, S=2), Shape(B=1, kv=513, H=128)]
 
     def cases() -> Iterator[Case]:

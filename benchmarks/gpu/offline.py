@@ -33,12 +33,14 @@ from typing import Any
 
 import torch
 
+from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
-from mla_compile.kernels.hopper import launch as gluon_launch
-from mla_compile.kernels.hopper import steps as gluon_steps
+from mla_compile.kernels.hopper import runner as hopper_runner
+from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
-from mla_compile.kernels.plan import Plan, plan, table
-from mla_compile.kernels.triton.steps import Call, Step, steps
+from mla_compile.kernels.plan import Plan, plan
+from mla_compile.kernels.triton.steps import Step, steps
+from mla_compile.kernels.tuned import table
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,7 +79,7 @@ class Case:
             return 384  # the converted tile beside 64 x 512 sums; 32 rows would not, and read twice
         return 0
 
-    def call(self) -> Call:
+    def call(self) -> DecodeCall:
         """The call, on meta tensors."""
         dtype = CACHES[self.cache]
         query = torch.float32 if self.query else (torch.bfloat16 if self.cache == "float8" else dtype)
@@ -87,12 +89,12 @@ class Case:
             return torch.empty(shape, dtype=of, device="meta")
 
         cache = empty(outer, inner, 576, of=dtype)
-        return Call(
+        return DecodeCall(
             empty(B, 1, self.rows, 576, of=query),
             cache[..., :512],
             cache[..., 512:],
             mask=empty(B, 1, 1, T, of=torch.bool) if self.mask else None,
-            table=empty(B, T // self.page) if self.page else None,
+            block_table=empty(B, T // self.page) if self.page else None,
             seq_lens=empty(B) if self.page else None,
             kv_scale=empty(of=torch.float32) if self.cache == "float8" else None,
             scale=0.1,
@@ -107,7 +109,7 @@ class Case:
             device=device, page_size=self.page or None, masked=self.mask, splits=self.splits, gluon=self.hopper,
         )  # fmt: skip
         found = replace(found, scheduled=self.scheduled)
-        every = gluon_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
+        every = hopper_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
         return next(s for s in every if s.name == self.kernel), found
 
 
@@ -169,7 +171,7 @@ def measure(case: Case) -> dict[str, Any]:
     begin = time.perf_counter()
     step, chosen = case.step()
     if isinstance(step, GluonStep):
-        source, options = gluon_launch.source(step)
+        source, options = hopper_runner.source(step)
     else:
         source, options = ASTSource(*step.source()[:4]), step.options
     row: dict[str, Any] = {

@@ -29,6 +29,7 @@ from benchmarks.gpu.common import Case, Row, Run, SkipError, Store
 from benchmarks.gpu.timing import Clock
 from mla_compile.errors import MlaCompileError
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 
 L, R, PAGE, NODES, ROUNDS = 512, 64, 64, 4, 30
 SCALE = 192**-0.5
@@ -228,7 +229,7 @@ def error(shape: Shape, bound: Bound, device: torch.device) -> float:
     x = inputs(shape, device)
     x["query"] = x["query"].to(shape.dtype)  # as the kernels round it
     exact = {k: v.double() if v.dtype.is_floating_point else v for k, v in x.items()}
-    want, _ = reference.decode_attention(**exact, scale=SCALE, causal=shape.causal)  # type: ignore[arg-type]
+    want, _ = reference.decode_attention(DecodeCall(**exact, scale=SCALE, causal=shape.causal))
     got = bound.kept[1]["out0"].view(want.shape).double()
     return float((got - want).abs().max() / want.abs().max())
 

@@ -59,7 +59,7 @@ def tests(run: Run) -> None:
     marks = "not gpu and not slow" if run.dry else "gpu"
     # Only files with such tests: the others need not even be importable where the GPU is.
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    files = ["tests/kernels/test_plan.py::test_padded_widths"] if run.dry else files
+    files = ["tests/kernels/test_tiles.py::test_padded_widths"] if run.dry else files
     command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}", "-p", "no:cacheprovider"]
 
     def call() -> Row:

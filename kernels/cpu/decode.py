@@ -1,4 +1,4 @@
-"""Decode attention on CPU: the native kernel (cpu_native.py), and the same in torch's operators where it cannot run.
+"""Decode attention on CPU: the native kernel (native.py), and the same in torch's operators where it cannot run.
 
 The second is for machines without a C++ compiler and for float64. The visible part of the cache is walked in blocks
 that stay in cache. One serves as keys and as values, in float32 (float64 for float64), with the softmax carried along
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_compile.kernels.cpu import native as cpu_native
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.cpu import native
 from mla_compile.kernels.reference import additive_mask, compute_dtype
 
 BLOCK = 2048  # tokens in one block: 4 MiB of float32 latent at L = 512
@@ -47,53 +48,47 @@ class _Job:
     window: _Window
 
 
-def decode_attention(
-    query: Tensor,
-    latent: Tensor,
-    rope: Tensor | None = None,
-    values: Tensor | None = None,
-    mask: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Same arguments and results as :func:`mla_compile.kernels.reference.decode_attention`.
+def suits(call: DecodeCall) -> bool:
+    """Whether the kernels here take a call; the reference takes the others."""
+    return (
+        call.query.is_cpu
+        and call.block_table is None
+        and call.seq_lens is None
+        and call.sinks is None
+        and call.kv_scale is None
+        and not (call.softcap or call.window)
+    )
+
+
+def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """The same results as :func:`mla_compile.kernels.reference.decode_attention`, for calls that :func:`suits` accepts.
 
     One difference: a key whose additive mask is finite but at most half the dtype's lowest value, for every query,
     counts as hidden too (its weight is exactly 0), unless some query has no other key.
     """
+    query, latent = call.query, call.latent
     dtype = compute_dtype(latent)
-    if query.shape[:3].numel() == 0:
-        width = (latent if values is None else values).shape[2]
-        return query.new_empty(*query.shape[:3], width), query.new_empty(query.shape[:3], dtype=dtype)
-    library = None if dtype == torch.float64 else cpu_native.load()
-    if library is not None and cpu_native.takes(latent, library):
-        return cpu_native.decode_attention(library, query, latent, rope, values, mask, scale, causal)
+    if 0 in query.shape[:3]:
+        out = query.new_empty(*query.shape[:3], call.summed.shape[2])
+        return out, query.new_empty(query.shape[:3], dtype=dtype)
+    library = None if dtype == torch.float64 else native.load()
+    if library is not None and native.takes(latent, library):
+        return native.decode_attention(library, call)
     with torch.autocast("cpu", enabled=False):  # it would turn the float32 products below into bfloat16 ones
-        return _decode_attention(query, latent, rope, values, mask, scale, causal and query.shape[1] > 1, dtype)
+        return _decode_attention(call)
 
 
-def _decode_attention(
-    query: Tensor,
-    latent: Tensor,
-    rope: Tensor | None,
-    values: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    S, T = query.shape[1], latent.shape[1]
-    seen = None if mask is None else _seen(mask, causal, S, T)
+def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    mask, S, T = call.mask, call.query.shape[1], call.latent.shape[1]
+    seen = None if mask is None else _seen(mask, call.causal and S > 1, S, T)
     windows = [_Window(0, T, True)] if mask is None or seen is None else _windows(mask, seen, T)
-    out, lse = _run(query, latent, rope, values, mask, windows, scale, causal, dtype)
+    out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
         # Weight 0 times a NaN in a row between visible ones that no query sees. Rare: pay for clean copies only now.
         blank = ~seen.unsqueeze(2)  # [B|1,T,1]
-        latent = latent.masked_fill(blank, 0.0)
-        rope = None if rope is None else rope.masked_fill(blank, 0.0)
-        values = None if values is None else values.masked_fill(blank, 0.0)
-        out, lse = _run(query, latent, rope, values, mask, windows, scale, causal, dtype)
+        rope, values = (None if x is None else x.masked_fill(blank, 0.0) for x in (call.rope, call.values))
+        clean = call._replace(latent=call.latent.masked_fill(blank, 0.0), rope=rope, values=values)
+        out, lse = _run(clean, windows)
     return out, lse
 
 
@@ -106,9 +101,8 @@ def _seen(mask: Tensor, causal: bool, S: int, T: int) -> Tensor:
     else:
         visible = mask > torch.finfo(mask.dtype).min / 2
         visible = visible if below is None else visible & below
-        if not bool(
-            visible.any(dim=3).all()
-        ):  # a query with nothing but such keys weighs them all: none may be skipped
+        # A query with nothing but such keys weighs them all: none may be skipped.
+        if not bool(visible.any(dim=3).all()):
             visible = mask != -torch.inf
             visible = visible if below is None else visible & below
     return visible.any(dim=2).any(dim=1)
@@ -129,37 +123,28 @@ def _windows(mask: Tensor, seen: Tensor, T: int) -> list[_Window]:
     return found
 
 
-def _run(
-    query: Tensor,
-    latent: Tensor,
-    rope: Tensor | None,
-    values: Tensor | None,
-    mask: Tensor | None,
-    windows: list[_Window],
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def _run(call: DecodeCall, windows: list[_Window]) -> tuple[Tensor, Tensor]:
     """Splits the call into jobs: all batch entries together where they look at the same keys, else one for each."""
-    B, S, H, _ = query.shape
-    width = (latent if values is None else values).shape[2]
-    out = torch.empty(B, S, H, width, dtype=query.dtype)
+    B, S, H, _ = call.query.shape
+    dtype = compute_dtype(call.latent)
+    out = torch.empty(B, S, H, call.summed.shape[2], dtype=call.query.dtype)
     lse = torch.empty(B, S, H, dtype=dtype)
-    q = query.to(dtype) * scale
+    q = call.query.to(dtype) * call.scale
+    together = len(windows) == 1
     rows = max(1, ROWS // H)
-    step = B if len(windows) == 1 else 1
-    for b in range(0, B, step):
-        group = slice(b, b + step)
-        window = windows[b if len(windows) > 1 else 0]
+    for b in range(0, B, B if together else 1):
+        group = slice(None) if together else slice(b, b + 1)
+        window = windows[0 if together else b]
+        mask = None
+        if call.mask is not None and not window.plain:
+            mask = (call.mask if together else call.mask[group]).permute(0, 3, 2, 1)
         job = _Job(
             q=q[group],
-            latent=latent[group],
-            rope=None if rope is None else rope[group],
-            values=None if values is None else values[group],
-            mask=None
-            if mask is None or window.plain
-            else (mask[group] if len(windows) > 1 else mask).permute(0, 3, 2, 1),
-            causal=causal,
+            latent=call.latent[group],
+            rope=None if call.rope is None else call.rope[group],
+            values=None if call.values is None else call.values[group],
+            mask=mask,
+            causal=call.causal and S > 1,
             window=window,
         )
         for s0 in range(0, S, rows):

@@ -36,6 +36,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mla_compile.kernels.call import DecodeCall
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
@@ -114,23 +116,15 @@ def takes(latent: Tensor, library: Library) -> bool:
     return latent.dtype != torch.float64 and (latent.dtype != torch.float16 or library.float16)
 
 
-def decode_attention(
-    library: Library,
-    query: Tensor,
-    latent: Tensor,
-    rope: Tensor | None,
-    values: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
+def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """As :func:`mla_compile.kernels.cpu.decode.decode_attention`, for rows that :func:`takes` accepts.
 
     Raises :class:`MemoryError` where there is none for the scratch space, a few MB per thread that are kept.
     """
+    query, latent = _dense_rows(call.query), _dense_rows(call.latent)
+    rope, values, mask = call.rope, call.values, call.mask
     B, S, H, _ = query.shape
     T, L = latent.shape[1:]
-    query, latent = _dense_rows(query), _dense_rows(latent)
     query_b, query_s, query_h, _ = query.stride()
     latent_b, latent_t, _ = latent.stride()
     R = rope_at = rope_b = rope_t = values_at = values_b = values_t = 0
@@ -151,7 +145,7 @@ def decode_attention(
         )
     out = torch.empty((B, S, H, Lv), dtype=query.dtype)
     lse = torch.empty((B, S, H), dtype=torch.float32)
-    call = CALL.pack(
+    packed = CALL.pack(
         *(B, S, H, T, L, R, Lv),
         *(query.data_ptr(), query_b, query_s, query_h),
         *(latent.data_ptr(), latent_b, latent_t),
@@ -160,10 +154,10 @@ def decode_attention(
         *(mask_at, mask_b, mask_h, mask_s, mask_t),
         *(out.data_ptr(), lse.data_ptr()),
         *(KINDS[query.dtype], KINDS[latent.dtype], mask_kind),
-        *(causal, torch.get_num_threads(), library.amx),
-        scale,
+        *(call.causal, torch.get_num_threads(), library.amx),
+        call.scale,
     )
-    if library.run(call):
+    if library.run(packed):
         raise MemoryError("mla_compile::decode_attention: no memory for the scratch space of the CPU kernel")
     return out, lse
 

@@ -1,8 +1,8 @@
 """What a decode attention call launches with the Hopper kernel (kernels/hopper/decode_gluon.py), as data.
 
 The counterpart of kernels/triton/steps.py: pure, also for tensors on the meta device, and used by the launch
-(kernels/hopper/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says
-which calls the kernel takes; the others go to the portable one.
+(kernels/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says which
+calls the kernel takes; the others go to the portable one.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_compile.kernels.plan import MIN_SPLIT, Device, Plan
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.devices import Device
+from mla_compile.kernels.plan import (
+    GRID_LIMIT,
+    HOPPER_BLOCK,
+    HOPPER_PAGE,
+    HOPPER_SMEM,
+    HOPPER_WIDTHS,
+    MIN_SPLIT,
+    Plan,
+)
 from mla_compile.kernels.triton import schedule
-from mla_compile.kernels.triton.steps import COMBINE_COLUMNS, COMBINE_SPLITS, TYPES, Call, Step, combine_step
+from mla_compile.kernels.triton.steps import COMBINE_COLUMNS, COMBINE_SPLITS, TYPES, Step, combine_step
 
-LATENT, ROPE, BLOCK = 512, 64, 64
-SMEM = 220 * 1024  # bytes: query 72 KB, two stages of 72 KB, statistics and barriers 2 KB, and room to align
+LATENT, ROPE = HOPPER_WIDTHS
+BLOCK = HOPPER_BLOCK
 REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the 64 K of an SM
-PAGE_STEP = 16  # a box of TMA is 16, 32 or 64 rows and lies in one page
-GRID_LIMIT = 65535
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
@@ -44,7 +52,7 @@ class GluonStep(Step):
     boxes: dict[str, Box]
 
 
-def suits(call: Call, device: Device) -> bool:
+def suits(call: DecodeCall, device: Device) -> bool:
     """Whether the Hopper kernel takes this call: dtypes, widths, features and strides. Pure; sizes are not judged here.
 
     Rows of 512 + 64 columns in half precision, values that are the latent, any H and S; pages of a multiple of 16 rows;
@@ -57,7 +65,7 @@ def suits(call: Call, device: Device) -> bool:
     query = call.query.dtype == dtype or (dtype == torch.bfloat16 and call.query.dtype == torch.float32)
     return (
         device.capability == (9, 0)
-        and device.smem >= SMEM
+        and device.smem >= HOPPER_SMEM
         and (z.L, z.R) == (LATENT, ROPE)
         and call.softcap == 0
         and call.window == 0
@@ -65,7 +73,7 @@ def suits(call: Call, device: Device) -> bool:
         and rope.dtype == dtype
         and query
         and call.query.stride(-1) == 1
-        and z.page % PAGE_STEP == 0
+        and z.page % HOPPER_PAGE == 0
         and z.B <= GRID_LIMIT
         and min(z.B, z.S, z.H, z.T) > 0
         and _addressable(call.latent)
@@ -94,12 +102,12 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
     return outer, row, column
 
 
-def scheduled(call: Call, plan: Plan) -> bool:
+def scheduled(call: DecodeCall, plan: Plan) -> bool:
     """Whether work is shared out over (request, block): the plan says so, and there are lengths to share out by."""
     return plan.scheduled and call.seq_lens is not None and schedule.suits(call.sizes.B)
 
 
-def scratch(call: Call, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each buffer that the launch allocates, as in kernels/triton/steps.py."""
     z, ragged = call.sizes, scheduled(call, plan)
     M = z.S * z.H
@@ -110,7 +118,7 @@ def scratch(call: Call, plan: Plan, device: Device) -> dict[str, tuple[tuple[int
     pieces: tuple[int, ...] = (plan.splits, z.B)
     if ragged:
         parts = schedule.partitions(device.sms, M)
-        pieces = (max(1, parts - 1 + min(parts - 1, z.B)),)
+        pieces = (max(1, schedule.slots(parts, z.B)),)
         found["items"] = ((parts + 1, 2), torch.int32)
         found |= dict.fromkeys(("shift", "first", "count"), ((z.B,), torch.int32))
     if ragged or plan.splits > 1:
@@ -119,7 +127,7 @@ def scratch(call: Call, plan: Plan, device: Device) -> dict[str, tuple[tuple[int
     return found
 
 
-def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
+def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
     """The launches in order: (cut the batch,) attention, (combine).
 
     ``least`` is the tokens that a split has at least (default: the plan's chunk, else MIN_SPLIT).
@@ -135,7 +143,7 @@ def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -
     return attention, combine_step(call, plan, combine_kernels.combine)
 
 
-def _attention(call: Call, plan: Plan, device: Device, least: int) -> GluonStep:
+def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> GluonStep:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     import mla_compile.kernels.hopper.decode_gluon as kernels
@@ -155,7 +163,7 @@ def _attention(call: Call, plan: Plan, device: Device, least: int) -> GluonStep:
         boxes[name] = Box((T, R, C), _strides(tensor), (1, rows, width), tensor.dtype)
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         types[name] = f"tensordesc<{kind}{list(boxes[name].block)},{layout!r}>"
-    for name, tensor in (("table", call.table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
+    for name, tensor in (("table", call.block_table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
         optional[name] = None if tensor is None else TYPES[tensor.dtype]
     optional |= dict.fromkeys(("items", "slots"), "*i32" if ragged else None)
     optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
@@ -169,14 +177,14 @@ def _attention(call: Call, plan: Plan, device: Device, least: int) -> GluonStep:
     scalars: dict[str, int | float] = {
         "scale_log2": float(call.scale * math.log2(math.e)),
         **strides,
-        "table_stride": 0 if call.table is None else call.table.stride(0),
+        "table_stride": 0 if call.block_table is None else call.block_table.stride(0),
         "T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least,
     }  # fmt: skip
     constants: dict[str, Any] = {name: None for name, of in optional.items() if of is None}
     constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1, "REGS": REGISTERS}
     constants["PARTIAL"] = 2 if ragged else int(not whole)
     aligned = {name for name, stride in strides.items() if stride % 16 == 0}
-    given = {"query": call.query, "table": call.table, "lengths": call.seq_lens, "sinks": call.sinks}
+    given = {"query": call.query, "table": call.block_table, "lengths": call.seq_lens, "sinks": call.sinks}
     aligned |= {n for n, b in buffers.items() if n not in boxes and (b not in given or _is_aligned(given[b]))}
     grid = (-(-M // BLOCK), schedule.partitions(device.sms, M) if ragged else plan.splits, 1 if ragged else z.B)
     return GluonStep(
@@ -192,7 +200,7 @@ def _is_aligned(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.data_ptr() % 16 == 0
 
 
-def _cut(call: Call, device: Device) -> Step:
+def _cut(call: DecodeCall, device: Device) -> Step:
     import mla_compile.kernels.triton.schedule_triton as kernels
 
     z = call.sizes
@@ -216,7 +224,7 @@ def _cut(call: Call, device: Device) -> Step:
     )
 
 
-def _combine_slots(call: Call, plan: Plan) -> Step:
+def _combine_slots(call: DecodeCall, plan: Plan) -> Step:
     import mla_compile.kernels.triton.schedule_triton as kernels
 
     z = call.sizes

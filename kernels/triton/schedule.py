@@ -1,4 +1,4 @@
-"""Work for a ragged batch: equal runs of blocks over (request, block), computed on the device once per decode step.
+"""Work for a ragged batch: equal runs of blocks over (request, block), cut on the device at the start of a call.
 
 A grid of (splits, requests) gives every request the same number of splits, so one long request among short ones is
 walked by few SMs while the others have finished. Here the blocks of all requests stand in one line, each request with
@@ -11,11 +11,11 @@ request b of ``n_b = ceil(len_b / 64)`` blocks:
     first_b    = start_b // pay       last_b = (start_b + max(n_b, 1) - 1) // pay       count_b = last_b - first_b + 1
 
 A request with ``count_b`` = 1 lies in one partition, which writes its result. The others leave ``count_b`` partial
-results in scratch slots that follow each other; there are at most ``slots(...)``. An empty request is an item of no
-blocks. Nothing is read back by the host, so a schedule can be captured in a CUDA graph; it has to be made again
-whenever the lengths change, and may be shared by all layers of a step.
+results in scratch slots that follow each other; there are at most :func:`slots` of them. An empty request is an item of
+no blocks. The host reads nothing back, so a call that cuts its batch can be captured in a CUDA graph.
 
-A request's cuts depend on the whole batch, so there is no schedule with ``deterministic=True``.
+This file has the rule in Python; kernels/triton/schedule_triton.py follows it on the device. A request's cuts depend on
+the whole batch, so there is no schedule with ``deterministic=True``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_compile.errors import InputError
+from mla_compile.kernels.plan import HOPPER_BLOCK
 
-BLOCK = 64  # cache rows per block of the Gluon kernel
+BLOCK = HOPPER_BLOCK
 OVERHEAD = 5  # blocks' time for reading the query, filling the pipeline and writing the result (FlashMLA's figure)
 MAX_REQUESTS = 4096  # the kernel holds all lengths at once
 
@@ -48,14 +48,18 @@ class Schedule:
 
     @property
     def slots(self) -> int:
-        """Partial results at most: p partitions make p - 1 cuts, and each request that is cut has one piece more."""
-        cuts = self.partitions - 1
-        return cuts + min(cuts, self.count.shape[0])
+        """Partial results at most."""
+        return slots(self.partitions, self.count.shape[0])
 
 
 def partitions(sms: int, rows: int) -> int:
-    """Partitions for ``rows`` = S*H query rows: the blocks of 64 rows of one partition run at the same time."""
-    return max(1, sms // -(-rows // 64))
+    """Partitions for ``rows`` = S*H query rows: the row blocks of one partition run at the same time."""
+    return max(1, sms // -(-rows // BLOCK))
+
+
+def slots(partitions: int, B: int) -> int:
+    """Partial results at most: p partitions make p - 1 cuts, and each request that is cut has one piece more."""
+    return partitions - 1 + min(partitions - 1, B)
 
 
 def suits(B: int) -> bool:
@@ -85,24 +89,3 @@ def reference(lengths: list[int], T: int, count: int) -> Schedule:
         return torch.tensor(x, dtype=torch.int32)
 
     return Schedule(count, T, tensor(items), tensor(shift), tensor(slots), tensor(pieces))
-
-
-def schedule(seq_lens: Tensor, T: int, count: int) -> Schedule:
-    """The schedule of requests of ``seq_lens`` int32 [B] rows, each cut to T, over ``count`` partitions.
-
-    On a GPU one small kernel on the current stream; on the CPU the reference. Raises :class:`InputError`.
-    """
-    B = seq_lens.shape[0] if seq_lens.dim() == 1 else 0
-    if seq_lens.dtype != torch.int32 or not 1 <= B <= MAX_REQUESTS:
-        got = f"{seq_lens.dtype} {list(seq_lens.shape)}"
-        raise InputError(f"schedule: seq_lens is {got}, expected int32 [B] with B from 1 to {MAX_REQUESTS}")
-    if count < 1 or T < 0:
-        raise InputError(f"schedule: {count} partitions of {T} rows, expected at least 1 and at least 0")
-    if seq_lens.device.type == "cpu":
-        return reference(seq_lens.tolist(), T, count)
-    from mla_compile.kernels.triton import schedule_triton
-
-    items = seq_lens.new_empty(count + 1, 2)
-    shift, first, pieces = seq_lens.new_empty(3, B).unbind()
-    schedule_triton.launch(seq_lens.contiguous(), T, count, items, shift, first, pieces)
-    return Schedule(count, T, items, shift, first, pieces)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import triton
 import triton.language as tl
 from mla_compile.kernels.triton.combine_triton import finish, merge
-from mla_compile.kernels.triton.schedule import BLOCK, OVERHEAD
 
-PARTS = 8  # partitions that one program places: it compares each with every request
+PARTS = 8  # partitions that one program places: it compares each with every request, up to 8 x 4096 at a time
 
 
 @triton.jit
@@ -58,17 +55,6 @@ def cut(
         tl.store(shift + b, slot - begin, mask=valid)
         tl.store(first + b, slot, mask=valid)
         tl.store(count + b, pieces, mask=valid)
-
-
-def launch(
-    seq_lens: Tensor, T: int, partitions: int, items: Tensor, shift: Tensor, first: Tensor, count: Tensor
-) -> None:
-    """Fills the tensors of a Schedule from contiguous int32 lengths."""
-    B = seq_lens.shape[0]
-    cut[(triton.cdiv(partitions + 1, PARTS),)](
-        seq_lens, items, shift, first, count, B, T, partitions,
-        BLOCK_B=triton.next_power_of_2(B), PARTS=PARTS, BLOCK=BLOCK, OVERHEAD=OVERHEAD, num_warps=4,
-    )  # fmt: skip
 
 
 @triton.jit

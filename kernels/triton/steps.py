@@ -1,29 +1,34 @@
 """What one decode attention call launches with Triton, as data: kernels, grids, arguments, compile-time constants.
 
-:func:`steps` is pure. The launch (kernels/triton/launch.py), the compilation without a GPU (benchmarks/gpu/offline.py)
-and the interpreter (tests/support/interpreter.py) all take its answer, so they cannot differ. Tensors may be on the
-meta device.
+:func:`steps` is pure. The launch (kernels/launch.py), the compilation without a GPU (benchmarks/gpu/offline.py) and the
+interpreter (tests/support/interpreter.py) all take its answer, so they cannot differ. Meta tensors will do.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_compile.errors import InputError
-from mla_compile.kernels.plan import MIN_SPLIT, Device, Plan, padded
+from mla_compile.kernels.call import TENSORS, DecodeCall
+from mla_compile.kernels.devices import Device
+from mla_compile.kernels.plan import MIN_SPLIT, Plan
+from mla_compile.kernels.tiles import padded
 
-WORD_BITS = 64  # keys of a tile that the mask's pre-pass can tell apart
-GROUP = 16  # tiles that one program of the mask's pre-pass scans
-LIST_BLOCK = 1024  # tiles listed at a time
-COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time
-COMBINE_COLUMNS = 256
+# Sizes of the small kernels' blocks: some ten elements in the registers of each thread. Not tuned on a GPU yet.
+WORD_BITS = 64  # keys of a tile that the mask's pre-pass can tell apart: the bits of an int64
+GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of its 128 threads
+LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
+COMBINE_SPLITS = 8  # splits that the combine kernel holds at a time,
+COMBINE_COLUMNS = 256  # and columns of each: 32 elements for each of 64 threads
 _I32 = 1 << 31
+_HALF = (torch.float16, torch.bfloat16)
+_SHORT = {"seq_lens": "lengths", "block_table": "table"}
+BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])  # what steps call a call's tensors
 TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -35,74 +40,6 @@ TYPES = {
     torch.bool: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-
-
-class Arguments(NamedTuple):
-    """The tensors of a call in the order of their addresses, then its numbers."""
-
-    query: Tensor
-    latent: Tensor
-    rope: Tensor | None = None
-    values: Tensor | None = None
-    mask: Tensor | None = None
-    table: Tensor | None = None
-    seq_lens: Tensor | None = None
-    sinks: Tensor | None = None
-    kv_scale: Tensor | None = None
-    scale: float = 1.0
-    causal: bool = False
-    softcap: float = 0.0
-    window: int = 0
-
-
-class Call(Arguments):
-    """The checked arguments of one call. ``latent`` and ``rope`` are [B,T,*], or [P,page,*] where ``table`` is given.
-
-    ``mask`` is 4-D and bool or float; a stride of 0 counts as a broadcast axis. ``kv_scale`` is [] or [B,T] / [P,page].
-    """
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """The letters of this call."""
-        B, S, H, _ = self.query.shape
-        paged = self.table is not None
-        T = self.table.shape[1] * self.latent.shape[1] if self.table is not None else self.latent.shape[1]
-        R = 0 if self.rope is None else self.rope.shape[2]
-        V = (self.latent if self.values is None else self.values).shape[2]
-        return Sizes(B, S, H, T, self.latent.shape[2], R, V, self.latent.shape[1] if paged else 0)
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the latent rows are float8."""
-        return self.latent.dtype.itemsize == 1
-
-    @cached_property
-    def dot_dtype(self) -> torch.dtype:
-        """The dtype that both products are computed in: the cache's, and for an fp8 cache one that holds it exactly.
-
-        Weights times a token's own scale can be any size, so those are bfloat16; else what rope or query is.
-        """
-        if not self.fp8:
-            return self.latent.dtype
-        half = (torch.float16, torch.bfloat16)
-        if self.kv_scale is not None and self.kv_scale.dim() > 0:
-            return torch.bfloat16
-        if self.rope is not None and self.rope.dtype in half:
-            return self.rope.dtype
-        return self.query.dtype if self.query.dtype in half else torch.float16
-
-
-class Sizes(NamedTuple):
-    """``page`` is 0 for a contiguous cache; ``V`` the width of what is summed."""
-
-    B: int
-    S: int
-    H: int
-    T: int
-    L: int
-    R: int
-    V: int
-    page: int
 
 
 @dataclass(frozen=True)
@@ -186,7 +123,21 @@ class _Arguments:
         )
 
 
-def scratch(call: Call, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def dot_dtype(call: DecodeCall) -> torch.dtype:
+    """The dtype that both products are computed in: the cache's, and for an fp8 cache one that holds it exactly.
+
+    Weights times a token's own scale can be any size, so those are bfloat16; else what rope or query is.
+    """
+    if call.latent.dtype.itemsize > 1:
+        return call.latent.dtype
+    if call.kv_scale is not None and call.kv_scale.dim() > 0:
+        return torch.bfloat16
+    if call.rope is not None and call.rope.dtype in _HALF:
+        return call.rope.dtype
+    return call.query.dtype if call.query.dtype in _HALF else torch.float16
+
+
+def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each buffer that the launch allocates, by name; sizes come from shapes only."""
     z = call.sizes
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -197,13 +148,13 @@ def scratch(call: Call, plan: Plan, device: Device) -> dict[str, tuple[tuple[int
         found["part"] = ((plan.splits, z.B, z.S * z.H, z.V), torch.float32)
         found["part_lse"] = ((plan.splits, z.B, z.S * z.H), torch.float32)
     if _staged(call, plan, device):
-        found["staged"] = ((z.B, z.S * z.H, z.L + z.R), call.dot_dtype)
+        found["staged"] = ((z.B, z.S * z.H, z.L + z.R), dot_dtype(call))
     if call.mask is not None:
         found["work"] = ((6, _lists(call), max(1, -(-z.T // plan.block_n))), torch.int64)
     return found
 
 
-def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
+def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
     """The launches of one call, in order: the mask's list of tiles, attention, combine (each where it is needed).
 
     ``least`` is the tokens that a split has at least (default: the plan's chunk, else MIN_SPLIT).
@@ -219,18 +170,18 @@ def steps(call: Call, plan: Plan, device: Device, *, least: int | None = None) -
     return tuple(found)
 
 
-def _staged(call: Call, plan: Plan, device: Device) -> bool:
+def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
     """Whether a converted query goes through scratch: for the products of warpgroups."""
-    return device.capability >= (9, 0) and plan.block_m >= 64 and call.query.dtype != call.dot_dtype
+    return device.capability >= (9, 0) and plan.block_m >= 64 and call.query.dtype != dot_dtype(call)
 
 
-def _lists(call: Call) -> int:
+def _lists(call: DecodeCall) -> int:
     """How many lists of tiles: one for all requests where the mask and the lengths are the same for all."""
     assert call.mask is not None
     return call.sizes.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
 
 
-def read_mask_bytes(call: Call) -> int:
+def read_mask_bytes(call: DecodeCall) -> int:
     """Bytes of the mask that the loop reads for each query row and token; 0 where its list of tiles says it all."""
     mask = call.mask
     if mask is None or not (mask.dtype.is_floating_point or _stride(mask, 1) or _stride(mask, 2)):
@@ -247,7 +198,7 @@ def _mask_strides(mask: Tensor) -> dict[str, int]:
     return {f"mask_{letter}": _stride(mask, axis) for axis, letter in enumerate("bhst")}
 
 
-def _list_steps(call: Call, plan: Plan) -> list[Step]:
+def _list_steps(call: DecodeCall, plan: Plan) -> list[Step]:
     import mla_compile.kernels.triton.tiles_triton as kernels
 
     assert call.mask is not None
@@ -288,7 +239,7 @@ def _list_steps(call: Call, plan: Plan) -> list[Step]:
     ]
 
 
-def _rows(call: Call, into: _Arguments, bits: bool) -> bool:
+def _rows(call: DecodeCall, into: _Arguments, bits: bool) -> bool:
     """Pointers and strides of the cached rows. True where offsets inside a request or a page need 64 bits."""
     wide = False
     z = call.sizes
@@ -306,8 +257,8 @@ def _rows(call: Call, into: _Arguments, bits: bool) -> bool:
     return wide
 
 
-def _attention(call: Call, plan: Plan, device: Device, fn: Any, least: int) -> Step:
-    z = call.sizes
+def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int) -> Step:
+    z, dot = call.sizes, dot_dtype(call)
     direct = plan.splits == 1
     bits = device.capability < (8, 9)
     to = _Arguments()
@@ -316,10 +267,10 @@ def _attention(call: Call, plan: Plan, device: Device, fn: Any, least: int) -> S
     to.scratch("out", "out" if direct else "part", TYPES[call.query.dtype] if direct else "*fp32")
     to.scratch("lse", "lse" if direct else "part_lse", "*fp32")
     if _staged(call, plan, device):
-        to.scratch("staged", "staged", TYPES[call.dot_dtype])
+        to.scratch("staged", "staged", TYPES[dot])
     else:
         to.pointer("staged", None)
-    to.pointer("table", call.table)
+    to.pointer("table", call.block_table)
     to.pointer("lengths", call.seq_lens)
     mask = call.mask
     by_row = mask is not None and bool(_stride(mask, 1) or _stride(mask, 2))
@@ -339,7 +290,7 @@ def _attention(call: Call, plan: Plan, device: Device, fn: Any, least: int) -> S
     by_token = call.kv_scale is not None and call.kv_scale.dim() > 0
     scale_b, scale_t = call.kv_scale.stride() if call.kv_scale is not None and by_token else (0, 0)
     to.strides({"scale_b": scale_b, "scale_t": scale_t})
-    to.strides({"table_b": 0 if call.table is None else call.table.stride(0)})
+    to.strides({"table_b": 0 if call.block_table is None else call.block_table.stride(0)})
     to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
     factor = call.scale / call.softcap if call.softcap > 0 else call.scale * math.log2(math.e)
     to.scalars |= {
@@ -365,10 +316,10 @@ def _attention(call: Call, plan: Plan, device: Device, fn: Any, least: int) -> S
         "BLOCK_N": plan.block_n,
         "PAGE": z.page,
         "WIDE": wide,
-        "DTYPE": languages[call.dot_dtype],
+        "DTYPE": languages[dot],
         # tf32x3 keeps both halves of the split query in registers: 3 to 13 KB of spills, where FMA has none.
-        "PRECISION": "ieee" if call.dot_dtype == torch.float32 else "tf32",
-        "NORMALIZE": call.query.dtype == torch.float32 and call.dot_dtype == torch.float16,
+        "PRECISION": "ieee" if dot == torch.float32 else "tf32",
+        "NORMALIZE": call.query.dtype == torch.float32 and dot == torch.float16,
         "CAUSAL": call.causal and z.S > 1,
         "WINDOW": call.window > 0,
         "SOFTCAP": call.softcap > 0,
@@ -382,7 +333,7 @@ def _attention(call: Call, plan: Plan, device: Device, fn: Any, least: int) -> S
     return to.step("attend", fn, (plan.row_blocks(z.S * z.H), plan.splits, z.B), options)
 
 
-def combine_step(call: Call, plan: Plan, fn: Any) -> Step:
+def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:
     """The launch that puts the splits of every request together."""
     z = call.sizes
     to = _Arguments()

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import ExportError, MlaCompileError, ModelFileError, OptionError, nearest
-from mla_compile.kernels.plan import PRESETS, NoPlanError
+from mla_compile.kernels.devices import PRESETS
+from mla_compile.kernels.plan import NoPlanError
 from mla_compile.onnx import cubins
 from mla_compile.onnx.cubins import Cubin
 from mla_compile.onnx.native import API_VERSION, NAME, OP_VERSION, default_folder

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import ExportError
-from mla_compile.kernels import plan as planning
-from mla_compile.kernels.plan import PRESETS
+from mla_compile.kernels import devices
+from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.variants import TUNED, Variant
 
 _HIDDEN = 2  # addresses that Triton appends to a kernel's parameters: its global and its profile scratch
@@ -42,7 +42,7 @@ def kernels_sha256() -> str:
     """Of the sources of the kernels."""
     digest = hashlib.sha256()
     for name in _KERNELS:
-        digest.update((Path(planning.__file__).parent / "triton" / name).read_bytes())
+        digest.update((Path(devices.__file__).parent / "triton" / name).read_bytes())
     return digest.hexdigest()
 
 

@@ -21,9 +21,12 @@ from typing import Any
 import torch
 
 from mla_compile.errors import OptionError
-from mla_compile.kernels import plan as planning
-from mla_compile.kernels.plan import PRESETS, Layout, Plan, Row, padded
-from mla_compile.kernels.triton.steps import Call, Step, steps
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.devices import PRESETS
+from mla_compile.kernels.plan import Plan
+from mla_compile.kernels.tiles import Layout, fitted, padded, starting_row
+from mla_compile.kernels.triton.steps import Step, steps
+from mla_compile.kernels.tuned import Row, table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NO_MASK, LISTED, BOOL, FLOAT = "none", "listed", "bool", "float"  # what the attention loop reads of a mask
@@ -117,7 +120,7 @@ class Variant:
         if self.mask != NO_MASK:
             shape = (_B, 1, 1, _T) if self.mask == LISTED else (_B, _H, _S, _T)
             mask = empty(*shape, of=dtype if self.mask == FLOAT else torch.bool)
-        call = Call(
+        call = DecodeCall(
             empty(_B, _S, _H, dims.La + dims.Lb, of=DTYPES[self.query]),
             empty(_B, _T, dims.La),
             empty(_B, _T, dims.Lb) if dims.Lb else None,
@@ -130,7 +133,7 @@ class Variant:
             softcap=30.0 if dims.softcap else 0.0,
             window=7 if dims.window else 0,
         )
-        row = self.tile.row if self.tile is not None else planning.table()[0]
+        row = self.tile.row if self.tile is not None else table()[0]
         plan = Plan("triton", row.block_m, row.block_n, row.num_warps, row.num_stages, 1 if self.direct else 2, None, 0)
         return next(s for s in steps(call, plan, PRESETS[self.arch]) if s.name == self.step)
 
@@ -159,7 +162,7 @@ class Variant:
 
 
 def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
-    """The tiles that kernels/plan.py has for these rows, for few query rows first.
+    """The tiles that kernels/tiles.py has for these rows, for few query rows first.
 
     Raises :class:`NoPlanError` where no tile fits the architecture's shared memory.
     """
@@ -167,15 +170,12 @@ def tiles(arch: str, dtype: str, dims: Dims, mask: str) -> list[Tile]:
     kind = "float32" if of == torch.float32 else "half"
     read = {BOOL: 1, FLOAT: of.itemsize}.get(mask, 0)
     layout = Layout(padded(dims.La), padded(dims.Lb), padded(dims.Lv or 0), of.itemsize, of.itemsize, False, read)
-    known = [
-        r for r in planning.table() if (r.kernel, r.cache) == ("triton", kind) and r.capability <= device.capability
-    ]
+    known = [r for r in table() if (r.kernel, r.cache) == ("triton", kind) and r.capability <= device.capability]
     newest = max(r.capability for r in known)
     limits = sorted({r.max_rows for r in known if r.capability == newest and r.max_rows and r.suits(1, False)})
     found: list[Tile] = []
     for limit in (*limits, 0):
-        starting = planning._starting_row(kind, limit or 1 << 30, layout, device, "triton")
-        row, smem = planning._fitted(starting, layout, device)
+        row, smem = fitted(starting_row(kind, limit or 1 << 30, layout, device, "triton"), layout, device)
         if found and found[-1].row == row:
             found.pop()  # one tile for both
         found.append(Tile(row, smem, limit))

@@ -16,9 +16,10 @@ import torch
 from mla_compile.backend import reports
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.errors import InputError
-from mla_compile.kernels import decode, reference
-from mla_compile.kernels.plan import Device, Plan, plan
-from mla_compile.kernels.triton import launch
+from mla_compile.kernels import decode, launch, reference
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.devices import Device
+from mla_compile.kernels.plan import Plan, plan
 from mla_compile.options import Options
 from tests.support import models
 
@@ -43,8 +44,9 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     assert error <= tolerance, f"relative error {float(error):.2e}, allowed {tolerance:.0e}"
 
 
-def double(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    return [None if x is None else x.double() for x in tensors]
+def exact(query: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, **how: Any) -> Any:
+    """The reference in float64."""
+    return reference.decode_attention(DecodeCall(query.double(), latent.double(), rope.double(), scale=0.1, **how))
 
 
 # The ops.
@@ -56,7 +58,7 @@ def test_op_agrees_with_the_reference(dtype, S, H):
     B, T = 3, 517
     query, latent, rope = rand(B, S, H, L + R, dtype=dtype), rand(B, T, L, dtype=dtype), rand(B, T, R, dtype=dtype)
     out, lse = torch.ops.mla_compile.decode_attention(query, latent, rope, scale=0.1, causal=True)
-    want, want_lse = reference.decode_attention(*double(query, latent, rope), scale=0.1, causal=True)
+    want, want_lse = exact(query, latent, rope, causal=True)
     close(out, want, TOLERANCE[dtype])
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
     assert out.dtype == dtype
@@ -73,9 +75,7 @@ def test_paged_op_agrees_with_the_reference():
         query, pages[..., :L], pages[..., L:], table, lens, scale=0.1, causal=True
     )
     rows = pages[table.long()].reshape(B, -1, L + R)
-    want, _ = reference.decode_attention(
-        *double(query, rows[..., :L], rows[..., L:]), scale=0.1, seq_lens=lens, causal=True
-    )
+    want, _ = exact(query, rows[..., :L], rows[..., L:], seq_lens=lens, causal=True)
     close(out, want, TOLERANCE[torch.bfloat16])
     assert (out[0] == 0).all()
     assert (lse[0] == -torch.inf).all()
@@ -118,7 +118,7 @@ def test_a_captured_call_follows_its_inputs():
         lens.copy_(torch.tensor(new))
         out.fill_(float("nan"))
         graph.replay()
-        want, _ = reference.decode_attention(*double(query, latent, rope), scale=0.1, seq_lens=lens)
+        want, _ = exact(query, latent, rope, seq_lens=lens)
         close(out, want, TOLERANCE[torch.bfloat16])
 
 

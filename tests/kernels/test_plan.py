@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 import time
 from dataclasses import replace
@@ -12,33 +11,12 @@ import pytest
 import torch
 
 from mla_compile.errors import InputError
-from mla_compile.kernels import devices
 from mla_compile.kernels import plan as planning
-from mla_compile.kernels.plan import (
-    CHUNK,
-    PRESETS,
-    Device,
-    Layout,
-    NoPlanError,
-    Plan,
-    check,
-    padded,
-    plan,
-    shared_memory,
-    table,
-)
-from mla_compile.kernels.tuned import TABLE
-
-KB = 1024
-HALF, FLOAT, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
-H200 = PRESETS["sm_90"]
-
-
-def make(**changes) -> Plan:
-    """A plan for DeepSeek-V3's sizes on an H200, but for ``changes``."""
-    base = {"B": 1, "S": 1, "H": 128, "L": 512, "R": 64, "T": 4096, "query_dtype": HALF, "cache_dtype": HALF}
-    return plan(**{**base, "device": H200, "gluon": False, **changes})
-
+from mla_compile.kernels.devices import PRESETS, Device
+from mla_compile.kernels.plan import CHUNK, check, plan
+from mla_compile.kernels.tiles import Layout, NoPlanError, padded
+from mla_compile.kernels.tuned import table
+from tests.support.plans import FLOAT, FP8, H200, HALF, KB, make
 
 DIMS = [
     (512, 64, None),
@@ -49,6 +27,8 @@ DIMS = [
     (63, 17, 40),
     (512, 64, 128),
 ]
+
+
 ROWS = [(1, 1), (1, 9), (1, 16), (2, 16), (3, 11), (1, 63), (1, 64), (4, 128)]
 
 
@@ -81,28 +61,6 @@ def test_every_plan_fits_shared_memory_and_covers_the_cache(name, cache_dtype):
             tiles = -(-T // got.block_n)
             per = -(-max(tiles, 1) // got.splits)
             assert (got.splits - 1) * per < max(tiles, 1) <= got.splits * per  # all tiles covered, no split empty
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "tile"),
-    [
-        ("sm_90", 1, (16, 32, 4)),
-        ("sm_90", 16, (16, 32, 4)),
-        ("sm_90", 17, (32, 32, 4)),
-        ("sm_90", 32, (32, 32, 4)),
-        ("sm_90", 33, (64, 64, 8)),
-        ("sm_90", 512, (64, 64, 8)),
-        ("sm_80", 16, (16, 32, 4)),
-        ("sm_80", 32, (32, 32, 8)),
-        ("sm_80", 64, (64, 32, 8)),
-        ("sm_86", 64, (32, 32, 8)),
-        ("sm_120", 128, (32, 32, 8)),
-        ("sm_100", 128, (32, 32, 4)),
-    ],
-)
-def test_tile_by_query_rows(name, rows, tile):
-    got = make(H=rows, device=PRESETS[name])
-    assert (got.block_m, got.block_n, got.num_warps) == tile
 
 
 def test_rows_are_heads_times_query_tokens():
@@ -203,12 +161,6 @@ def test_what_cannot_be_planned_says_why(changes, message):
         make(**changes)
 
 
-@pytest.mark.parametrize("L", [576, 1024, 1536, 2048])
-def test_wide_rows_get_smaller_tiles(L):
-    got = make(L=L)
-    assert got.block_m * padded(L) <= 64 * 512
-
-
 def test_hopper_kernel_is_for_what_it_was_written_for():
     suits = {"gluon": True, "page_size": 64}
     got = make(**suits)
@@ -235,83 +187,6 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         assert make(**{**suits, **change}).kernel == "triton", change
 
 
-def test_newer_devices_use_the_newest_rows_not_newer_than_they_are():
-    b300 = Device("B300", (10, 3), 148, 227 * KB)
-    assert make(device=b300).block_m == make(device=PRESETS["sm_100"]).block_m
-    orin = Device("Orin", (8, 7), 16, 163 * KB)
-    assert make(device=orin).block_m == make(device=PRESETS["sm_86"]).block_m
-
-
-# What Triton 3.6.0 took, in KB (compiled without a GPU): block_m, block_n, warps, stages, capability.
-@pytest.mark.parametrize(
-    ("config", "taken"),
-    [
-        ((16, 32, 4, 5, (9, 0)), 91),
-        ((16, 32, 4, 3, (9, 0)), 55),
-        ((32, 32, 4, 3, (9, 0)), 74),
-        ((32, 32, 8, 5, (9, 0)), 110),
-        ((64, 64, 8, 2, (9, 0)), 216),
-        ((64, 32, 8, 5, (9, 0)), 180),
-        ((64, 32, 8, 7, (9, 0)), 216),
-        ((16, 32, 4, 5, (8, 0)), 91),
-        ((32, 32, 8, 3, (8, 0)), 74),
-        ((64, 32, 8, 2, (8, 0)), 112),
-        ((64, 64, 8, 2, (8, 0)), 152),
-        ((64, 32, 8, 2, (10, 0)), 208),
-        ((64, 64, 8, 2, (10, 0)), 344),
-        ((64, 16, 8, 2, (10, 0)), 141),
-    ],
-)
-def test_the_estimate_is_an_upper_bound_and_close(config, taken):
-    estimate = shared_memory(Layout(512, 64, 0, 2, 2, paged=True), *config) / KB
-    assert taken <= estimate <= taken + 10
-
-
-@pytest.mark.parametrize(
-    ("layout", "config", "taken"),
-    [
-        (Layout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 3, (9, 0)), 93184),
-        (Layout(512, 64, 0, 2, 2, paged=False), (16, 32, 4, 5, (9, 0)), 166912),
-        (Layout(512, 64, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 221184),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 64, 8, 2, (9, 0)), 237568),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 225280),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 64, 4, 2, (9, 0)), 229376),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=1), (64, 32, 4, 3, (9, 0)), 192512),
-        (Layout(256, 32, 0, 2, 2, False, mask_bytes=1), (64, 64, 8, 2, (9, 0)), 126976),
-        (Layout(256, 32, 0, 2, 2, False, mask_bytes=1), (64, 64, 4, 3, (9, 0)), 163840),
-        (Layout(256, 32, 0, 2, 2, False, mask_bytes=2), (64, 64, 4, 2, (9, 0)), 126976),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (16, 32, 4, 3, (9, 0)), 97280),
-        (Layout(512, 64, 0, 2, 2, False, mask_bytes=4), (64, 32, 8, 2, (8, 0)), 122880),
-        (Layout(512, 64, 128, 2, 2, paged=False), (64, 32, 8, 2, (9, 0)), 163840),
-        (Layout(512, 32, 0, 2, 2, paged=False), (64, 64, 8, 2, (9, 0)), 208896),
-        (Layout(512, 64, 0, 4, 4, paged=True), (16, 32, 4, 2, (9, 0)), 147456),
-        (Layout(512, 64, 0, 4, 4, paged=False), (16, 16, 4, 2, (8, 6)), 110592),
-        (Layout(512, 64, 0, 4, 4, paged=False), (16, 64, 4, 2, (9, 0)), 221184),
-        (Layout(512, 64, 0, 4, 4, paged=False), (32, 16, 8, 2, (9, 0)), 184320),
-        (Layout(512, 64, 0, 1, 2, paged=True), (16, 32, 4, 5, (8, 0)), 55560),
-        (Layout(512, 64, 0, 1, 2, paged=True), (16, 64, 4, 3, (8, 0)), 71940),
-        (Layout(512, 64, 0, 1, 2, paged=True), (32, 32, 8, 3, (8, 0)), 71812),
-        (Layout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 2, (8, 0)), 143616),
-        (Layout(512, 64, 0, 1, 2, paged=True), (64, 64, 8, 3, (9, 0)), 184580),
-        (Layout(512, 64, 0, 1, 2, paged=True), (64, 32, 8, 3, (9, 0)), 131072),
-        (Layout(512, 64, 0, 1, 2, paged=True), (32, 32, 4, 3, (9, 0)), 71812),
-    ],
-)
-def test_the_estimate_of_our_kernel_is_an_upper_bound(layout, config, taken):
-    assert taken <= shared_memory(layout, *config) <= 1.8 * taken
-
-
-def test_a_mask_that_is_read_in_the_loop_makes_the_tile_smaller():
-    listed, added = make(masked=True, mask_bytes=0), make(masked=True)
-    assert (listed.block_m, listed.block_n) == (64, 64)
-    assert (added.block_m, added.block_n) == (64, 32)
-    assert listed == make()
-
-
-def test_padded_widths():
-    assert [padded(w) for w in (0, 1, 16, 17, 64, 512, 513, 576)] == [0, 16, 16, 32, 64, 512, 1024, 1024]
-
-
 def test_the_plan_reads_no_tensor(monkeypatch):
     """Neither tensors nor the device are touched: what would wait for the device fails here."""
 
@@ -334,47 +209,3 @@ def test_a_repeated_plan_costs_microseconds():
         return 1e6 * (time.perf_counter() - start) / 200
 
     assert statistics.median(microseconds() for _ in range(7)) < 20
-
-
-def test_device_of_cuda_is_read_once_and_falls_back_where_torch_reports_less(monkeypatch):
-    calls = []
-
-    class Properties:
-        name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
-
-    def properties(index):
-        calls.append(index)
-        return Properties()
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    devices._cuda_device.cache_clear()
-    try:
-        got = [Device.of(torch.device("cuda", 0)) for _ in range(3)]
-        Properties.shared_memory_per_block_optin = 232448
-        Properties.memory_clock_rate, Properties.memory_bus_width = 3201000, 6144
-        more = Device.of(torch.device("cuda", 1))
-    finally:
-        devices._cuda_device.cache_clear()
-    assert got == [Device("NVIDIA H200", (9, 0), 132, 227 * KB, 4.3e12)] * 3
-    assert calls == [0, 1]
-    assert more.smem == 232448
-    assert more.bandwidth == pytest.approx(4.917e12, rel=1e-3)
-    assert Device.of(torch.device("cpu")) is PRESETS["sm_80"]
-
-
-def test_the_table_says_where_it_comes_from_and_every_row_is_used_as_it_stands():
-    content = json.loads(TABLE.read_text())
-    assert content["provenance"]
-    assert all(row.provenance == "not yet run on a GPU" or row.provenance.startswith("measured on") for row in table())
-    dtypes = {"half": HALF, "float32": FLOAT, "float8": FP8}
-    for row in table():
-        device = next(d for d in PRESETS.values() if d.capability == row.capability)
-        for page in (None, 64):
-            if row.paged not in (None, page is not None):
-                continue
-            got = make(
-                H=row.max_rows or 128, L=row.max_width or 512, cache_dtype=dtypes[row.cache], page_size=page,
-                device=device, gluon=row.kernel == "gluon",
-            )  # fmt: skip
-            shape = (got.block_m, got.block_n, got.num_warps, got.num_stages)
-            assert shape == (row.block_m, row.block_n, row.num_warps, row.num_stages), row

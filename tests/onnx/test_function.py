@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, helper
 
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx.function import Signature, function
 from mla_compile.onnx.op import DOMAIN, INPUTS, NAME
 
@@ -150,11 +151,11 @@ def test_function_is_the_reference(name):
             wide[key] = wide[key][:, :T]
     if case.value_width:
         wide["values"] = torch.cat([wide["latent"], wide["rope"]], 2)[..., : case.value_width]
-    expected, expected_lse = reference.decode_attention(
+    expected, expected_lse = reference.decode_attention(DecodeCall(
         wide["query"], wide["latent"], wide.get("rope"), wide.get("values"), wide.get("mask"), scale=0.3,
         causal=case.causal, seq_lens=wide.get("seq_lens"), sinks=wide.get("sinks"), softcap=case.softcap,
         window=case.window,
-    )  # fmt: skip
+    ))  # fmt: skip
     tolerance = 2e-3 if case.query_dtype == torch.float16 else 2e-6
     assert out.shape == tuple(expected.shape)
     assert np.isfinite(out).all()

@@ -22,6 +22,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx import build
 from tests.support import onnx_native_cases
 from tests.support.onnx_native_cases import SMALL
@@ -160,10 +161,10 @@ def exact(given: dict[str, Tensor], case: Case) -> tuple[Tensor, Tensor]:
     values = cut.get("values")
     if case.value_width:
         values = torch.cat([cut[n] for n in ("latent", "rope") if n in cut], -1)[..., : case.value_width]
-    return reference.decode_attention(
+    return reference.decode_attention(DecodeCall(
         x["query"], cut["latent"], cut.get("rope"), values, x.get("mask"), scale=0.25, causal=bool(case.causal),
         seq_lens=x.get("seq_lens"), sinks=x.get("sinks"), softcap=case.softcap, window=case.window,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 CASES = {

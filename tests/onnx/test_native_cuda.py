@@ -16,7 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from mla_compile.kernels.plan import PRESETS, plan
+from mla_compile.kernels.devices import PRESETS
+from mla_compile.kernels.plan import plan
 from mla_compile.onnx import native
 from mla_compile.onnx.variants import DTYPES, TUNED
 from tests.support import interpreter, onnx_native_cases

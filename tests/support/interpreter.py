@@ -103,11 +103,7 @@ def run(
 
     assert _interpreted(), "this process compiles: send the work to interpreter.worker()"
     device = device or PRESETS["sm_90"]
-    buffers: dict[str, Any] = {
-        name: getattr(call, name)
-        for name in ("query", "latent", "rope", "values", "mask", "table", "sinks", "kv_scale")
-    }
-    buffers["lengths"] = call.seq_lens
+    buffers: dict[str, Any] = dict(zip(steps.BUFFERS, call, strict=False))  # the tensors are a call's first fields
     for name, (shape, dtype) in steps.scratch(call, plan, device).items():
         buffers[name] = torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
     for step in steps.steps(call, plan, device, least=least):

@@ -6,14 +6,16 @@ import mmap
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
+from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import Plan
-from mla_compile.kernels.triton.launch import chosen_plan
-from mla_compile.kernels.triton.steps import Call
+from mla_compile.kernels.triton.steps import dot_dtype
 from tests.support import interpreter
 
 FP8 = torch.float8_e4m3fn
@@ -60,12 +62,24 @@ class Case:
     garbage: float = float("nan")
 
 
+def ids(case: Case) -> str:
+    """What of a case differs from the default."""
+    plain = Case()
+    changed = {k: v for k, v in case.__dict__.items() if str(v) != str(getattr(plain, k))}
+    return ",".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items()) or "plain"
+
+
+def same(cases: list[Case]) -> pytest.MarkDecorator:
+    """Runs a test for each case."""
+    return pytest.mark.parametrize("case", cases, ids=ids)
+
+
 @dataclass(frozen=True)
 class Made:
-    """A call, and the reference's arguments for it in float64."""
+    """A call, and the same one in float64 for the reference."""
 
-    call: Call
-    exact: dict[str, Any]
+    call: DecodeCall
+    exact: DecodeCall
 
 
 def _visible_by_mask(case: Case, g: torch.Generator) -> Tensor:
@@ -125,14 +139,18 @@ def make(case: Case) -> Made:
         scale = torch.rand(B, T, generator=g) * 3 + 0.01
     factor = 1.0 if scale is None else (scale.double() if scale.dim() == 0 else scale.double()[..., None])
     exact_rope = stored_rope.double() * (factor if rope_dtype == FP8 else 1.0)
-    exact = {
-        "query": query.double(),
-        "latent": (stored[..., : case.L].double() * factor).masked_fill(unread[..., None], 0.0),
-        "rope": exact_rope.masked_fill(unread[..., None], 0.0) if case.R else None,
-        "values": None if values is None else values.to(case.dtype).double(),
-        "mask": mask if mask is None or mask.dtype == torch.bool else mask.double(),
-        "seq_lens": lens,
-    }
+    numbers: dict[str, Any] = {
+        "scale": case.scale, "causal": case.causal, "softcap": case.softcap, "window": case.window
+    }  # fmt: skip
+    exact = DecodeCall(
+        query.double(),
+        (stored[..., : case.L].double() * factor).masked_fill(unread[..., None], 0.0),
+        exact_rope.masked_fill(unread[..., None], 0.0) if case.R else None,
+        None if values is None else values.to(case.dtype).double(),
+        mask if mask is None or mask.dtype == torch.bool else mask.double(),
+        lens,
+        **numbers,
+    )
 
     def dirty(x: Tensor) -> Tensor:
         bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
@@ -153,12 +171,10 @@ def make(case: Case) -> Made:
     else:
         latent, rope = _contiguous(latent), _contiguous(rope)
     sinks = torch.randn(case.H, generator=g) if case.sinks else None
-    exact["sinks"] = None if sinks is None else sinks.double()
-    call = Call(
-        query, latent, rope if case.R else None, values, mask, table, lens, sinks, scale,
-        case.scale, case.causal, case.softcap, case.window,
+    call = DecodeCall(
+        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, table, **numbers
     )  # fmt: skip
-    return Made(call, exact)
+    return Made(call, exact._replace(sinks=None if sinks is None else sinks.double()))
 
 
 def _moved(x: Tensor) -> torch.dtype:
@@ -210,10 +226,8 @@ def check(case: Case, plan: Plan | None = None) -> float:
     seen: dict[str, Tensor] = {}
     plan = plan or planned(case)
     out, lse = interpreter.run(made.call, plan, PRESETS[case.device], least=case.least, seen=seen)
-    want, want_lse = reference.decode_attention(
-        **made.exact, scale=case.scale, causal=case.causal, softcap=case.softcap, window=case.window
-    )
-    compare(out, lse, want, want_lse, made.call.dot_dtype, case)
+    want, want_lse = reference.decode_attention(made.exact)
+    compare(out, lse, want, want_lse, dot_dtype(made.call), case)
     if made.call.mask is not None and case.sees in ("tail", "left"):
         tiles = -(-made.call.sizes.T // plan.block_n)
         assert int(seen["work"][5, 0, 0]) < tiles, "a tile that nobody sees is on the list"
@@ -244,8 +258,8 @@ def compare(out: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor, dot: torch
 
 def check_planned(case: Case, splits: int, deterministic: bool) -> Plan:
     """The planner's own plan for the case's device, run."""
-    call = make(case).call
-    plan = chosen_plan(call, PRESETS[case.device], num_splits=splits, deterministic=deterministic, gluon=False)
+    call = make(case).call._replace(num_splits=splits, deterministic=deterministic)
+    plan = chosen_plan(call, PRESETS[case.device], gluon=False)
     check(case, plan)
     return plan
 
@@ -265,16 +279,16 @@ def alone_and_together(case: Case, capacities: tuple[int, ...]) -> None:
             assert torch.equal(own_lse[0], lse[b])
 
 
-def _request(call: Call, b: int, capacity: int) -> Call:
+def _request(call: DecodeCall, b: int, capacity: int) -> DecodeCall:
     """Request b of a batch, its cache cut or continued with garbage to ``capacity`` tokens."""
     assert call.seq_lens is not None
     one = slice(b, b + 1)
-    if call.table is not None:
+    if call.block_table is not None:
         pages = -(-capacity // call.latent.shape[1])
         table = torch.full((1, pages), -1, dtype=torch.int32)
-        kept = min(pages, call.table.shape[1])
-        table[:, :kept] = call.table[one, :kept]
-        return call._replace(query=call.query[one], table=table, seq_lens=call.seq_lens[one])
+        kept = min(pages, call.block_table.shape[1])
+        table[:, :kept] = call.block_table[one, :kept]
+        return call._replace(query=call.query[one], block_table=table, seq_lens=call.seq_lens[one])
 
     def cut(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -305,25 +319,18 @@ def far_rows(paged: bool) -> None:
         chosen = [pages - 1, pages - 7, 3]
         cache[chosen] = torch.cat([rows, rows[:8]]).view(3, page, L + R)
         table = torch.tensor([chosen], dtype=torch.int32)
-        call = Call(
-            query,
-            cache[..., :L],
-            cache[..., L:],
-            table=table,
-            seq_lens=torch.tensor([40], dtype=torch.int32),
-            scale=0.2,
-        )
+        lens = torch.tensor([40], dtype=torch.int32)
+        call = DecodeCall.paged(query, cache[..., :L], cache[..., L:], table, lens, scale=0.2)
         assert chosen[0] * cache.stride(0) > 1 << 31
     else:  # 40 tokens, far apart: the product with the row's stride passes 2^31 inside the request
         stride = (1 << 31) // 39 + 8
         cache = flat.as_strided((1, 40, L + R), (0, stride, 1))
         cache[0] = rows
-        call = Call(query, cache[..., :L], cache[..., L:], scale=0.2)
+        call = DecodeCall(query, cache[..., :L], cache[..., L:], scale=0.2)
         assert 39 * stride > 1 << 31
     out, lse = interpreter.run(call, Plan("triton", 16, 32, 4, 2, 2, None, 0), least=0)
-    want, want_lse = reference.decode_attention(
-        query.double(), rows[None, :, :L].double(), rows[None, :, L:].double(), scale=0.2
-    )
+    exact = DecodeCall(query.double(), rows[None, :, :L].double(), rows[None, :, L:].double(), scale=0.2)
+    want, want_lse = reference.decode_attention(exact)
     compare(out, lse, want, want_lse, torch.float16, Case())
 
 
@@ -331,10 +338,10 @@ def counted(mask: Tensor, block_n: int, causal: bool, lens: tuple[int, ...]) -> 
     """The tiles that the pre-pass lists for each request, for a call with this mask [B,H,S,T]."""
     B, H, S, T = mask.shape
     g = torch.Generator().manual_seed(0)
-    call = Call(
+    call = DecodeCall(
         torch.randn(B, S, H, 24, generator=g).half(), torch.randn(B, T, 16, generator=g).half(),
         torch.randn(B, T, 8, generator=g).half(), mask=mask, seq_lens=torch.tensor(lens, dtype=torch.int32),
-        causal=causal,
+        scale=1.0, causal=causal,
     )  # fmt: skip
     seen: dict[str, Tensor] = {}
     interpreter.run(call, Plan("triton", 16, block_n, 4, 2, 1, None, 0), seen=seen)
@@ -356,6 +363,6 @@ def every_fp8_value() -> Tensor:
     bits = torch.arange(256, dtype=torch.uint8)
     latent = bits[:, None, None].expand(256, 1, 16).contiguous().view(FP8)
     query = torch.zeros(256, 1, 1, 16, dtype=torch.float16)
-    call = Call(query, latent, kv_scale=torch.ones(()), scale=1.0)
+    call = DecodeCall(query, latent, kv_scale=torch.ones(()), scale=1.0)
     out, _ = interpreter.run(call, Plan("triton", 16, 16, 4, 2, 1, None, 0), PRESETS["sm_80"])
     return out[:, 0, 0, 0]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mla_compile.kernels import reference
-from mla_compile.kernels.devices import PRESETS
-from mla_compile.kernels.plan import Device
-from mla_compile.kernels.triton.launch import chosen_plan
-from mla_compile.kernels.triton.steps import Call, Step, steps
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.devices import PRESETS, Device
+from mla_compile.kernels.launch import chosen_plan
+from mla_compile.kernels.triton.steps import Step, steps
 from mla_compile.onnx import build, cubins
 from mla_compile.onnx.cubins import Cubin
 from mla_compile.onnx.variants import DTYPES, TUNED, Dims, Variant, variants
@@ -222,7 +222,7 @@ def exact(case: Case, made: Made) -> tuple[Tensor, Tensor]:
     assert made.tensors["query"] is not None
     given["query"] = made.tensors["query"].to(case.dtype).double()  # as the kernels round it
     attributes = {**made.attributes, "causal": case.causal}
-    return reference.decode_attention(**given, **attributes)
+    return reference.decode_attention(DecodeCall(**given, **attributes))
 
 
 def _expected(case: Case, made: Made) -> tuple[tuple[Step, ...], int]:
@@ -236,7 +236,7 @@ def _expected(case: Case, made: Made) -> tuple[tuple[Step, ...], int]:
     ordered = S > 1 and (case.causal or window > 0)
     query = x["query"] if ordered or by_row else x["query"].view(B, 1, S * H, width)
     cut = {name: None if x[name] is None else x[name][:, :T] for name in ("latent", "rope", "values")}  # type: ignore[index]
-    call = Call(
+    call = DecodeCall(
         query, cut["latent"], cut["rope"], cut["values"], x["mask"], seq_lens=x["seq_lens"],
         scale=made.attributes["scale"], causal=case.causal, softcap=made.attributes.get("softcap", 0.0), window=window,
     )  # fmt: skip

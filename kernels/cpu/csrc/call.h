@@ -16,7 +16,7 @@ struct Rows {  // [B,T,width], the last axis contiguous; strides in elements
   int64_t b, t;
 };
 
-struct Call {  // cpu_native.py packs exactly these 8-byte fields
+struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t B, S, H, T, L, R, Lv;
   const char* query;
   int64_t query_b, query_s, query_h;

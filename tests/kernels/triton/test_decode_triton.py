@@ -1,48 +1,22 @@
-"""The Triton kernels against the float64 reference, in Triton's interpreter: every feature, on small sizes.
+"""The attention kernel against the reference in float64, in Triton's interpreter: every feature, on small sizes.
 
-Each case runs in one process that interprets (tests/support/interpreter.py). Rows that no query may see hold NaN in all
-of them, table entries past a request's length hold -1, and scratch starts as NaN.
+Rows that no query may see hold NaN in all cases, table entries past a request's length hold -1, and scratch starts as
+NaN. Masks are in test_tiles_triton.py, splits in test_combine_triton.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from tests.support import interpreter_cases
+from tests.support.interpreter_cases import FP8, Case, same
 
-from tests.support import interpreter, interpreter_cases
-from tests.support.interpreter_cases import FP8, Case
-
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Run = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with interpreter.worker() as started:
-        yield started
-
-
-@pytest.fixture
-def run(pool: ProcessPoolExecutor) -> Run:
-    """Calls a function of tests/support/interpreter_cases.py over there."""
-    return lambda function, *given: pool.submit(function, *given).result(timeout=300)
-
-
-def ids(case: Case) -> str:
-    """What of a case differs from the default."""
-    plain = Case()
-    changed = {k: v for k, v in case.__dict__.items() if str(v) != str(getattr(plain, k))}
-    return ",".join(f"{k}={str(v).removeprefix('torch.')}" for k, v in changed.items()) or "plain"
-
-
-def same(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=ids)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @same([Case(H=H, splits=n, S=S, causal=True) for H in (1, 3, 8, 12, 16, 20, 40, 64) for S, n in ((1, 1), (3, 2))])
@@ -136,56 +110,6 @@ def test_several_query_tokens(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
 
-AXES = ["1111", "111T", "B11T", "1H1T", "11ST", "B1ST", "BHST", "BHS1"]
-
-
-@same([Case(mask=f"{kind} {axes}", S=3, H=5, causal=axes[2] == "S") for kind in ("bool", "add") for axes in AXES])
-def test_masks_of_every_form(case: Case, run: Run):
-    run(interpreter_cases.check, case)
-
-
-@same(
-    [
-        Case(mask=f"{kind} {axes}", sees=sees, S=2, causal=True, splits=n, T=160, lens=(160, 131), block_n=n_block)
-        for sees in ("left", "tail", "holes", "nothing")
-        for kind, axes, n, n_block in (("bool", "B11T", 1, 32), ("add", "B1ST", 3, 16), ("bool", "111T", 2, 64))
-    ]
-    + [Case(mask="half B11T", window=20, sinks=True, splits=2), Case(mask="bool B1ST", S=3, window=9, causal=True)]
-    + [Case(mask="bool B11T", Lv=24, splits=2), Case(mask="add BHST", dtype=F32, softcap=5.0, S=2)]
-)
-def test_masks_skip_what_nobody_sees(case: Case, run: Run):
-    run(interpreter_cases.check, case)
-
-
-@same([Case(mask=f"lowest {axes}", sees="tail", splits=n, S=2) for axes in ("B11T", "B1ST") for n in (1, 2)])
-def test_lowest_values_hide(case: Case, run: Run):
-    """A finite mask at its dtype's lowest value hides: NaN behind it stays out, its tiles are not on the list."""
-    run(interpreter_cases.check, case)
-
-
-def test_tiles_of_a_mask(run: Run):
-    sees = torch.zeros(2, 1, 2, 300, dtype=torch.bool)
-    sees[0, :, 0, 70:75] = True
-    sees[0, :, 1, 290] = True
-    sees[1, :, :, 0] = True
-    assert run(interpreter_cases.counted, sees.expand(2, 4, 2, 300), 32, False, (300, 300)) == [[2, 9], [0]]
-    assert run(interpreter_cases.counted, sees.expand(2, 4, 2, 300), 32, False, (280, 0)) == [[2], []]
-    # Causality takes what a row's mask leaves; here query 0 sees keys up to 289 and so never key 290.
-    sees[0, :, 0] = False
-    sees[0, :, 0, 295] = True
-    assert run(interpreter_cases.counted, sees.expand(2, 4, 2, 300), 32, True, (292, 300)) == [[9], [0]]
-
-
-def test_only_lowest_keys_are_weighed(run: Run):
-    """Where a query has nothing but lowest-masked keys, softmax weighs them all, so all tiles are walked."""
-    low = torch.finfo(F32).min
-    mask = torch.full((1, 1, 2, 100), low)
-    mask[:, :, 0, 3] = 0.0
-    assert run(interpreter_cases.counted, mask.expand(1, 4, 2, 100), 32, False, (100,)) == [[0, 1, 2, 3]]
-    mask[:, :, 1, 5] = 0.0
-    assert run(interpreter_cases.counted, mask.expand(1, 4, 2, 100), 32, False, (100,)) == [[0]]
-
-
 @same(
     [
         Case(sinks=True),
@@ -203,18 +127,6 @@ def test_only_lowest_keys_are_weighed(run: Run):
 )
 def test_sinks_softcap_window_values(case: Case, run: Run):
     run(interpreter_cases.check, case)
-
-
-@same([Case(splits=n, page=page, least=least) for n in (1, 2, 5, 16) for page, least in ((0, 0), (16, 64))])
-def test_splits(case: Case, run: Run):
-    run(interpreter_cases.check, case)
-
-
-@pytest.mark.parametrize("page", [0, 16])
-@pytest.mark.parametrize("feature", [{}, {"window": 50}, {"sinks": True, "S": 2, "causal": True}], ids=str)
-def test_deterministic(page: int, feature: dict[str, Any], run: Run):
-    case = Case(lens=(150, 31, 64, 0), T=192, page=page, chunk=64, H=3, **feature)
-    run(interpreter_cases.alone_and_together, case, (160, 256))
 
 
 @same(

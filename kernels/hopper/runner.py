@@ -1,34 +1,23 @@
-"""Compiles and launches the steps of the Hopper kernel: descriptors by address, a probe, and Triton's ConSan.
+"""A step of the Hopper kernel as a function of a stream and addresses: descriptors by address, a probe, ConSan.
 
-Kept apart from kernels/triton/launch.py, which calls it, because of what only Gluon needs. Nothing here imports Triton
-before a call on a GPU.
+The counterpart of kernels/triton/runner.py, with what only Gluon needs. Nothing here imports Triton before a call on a
+GPU.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from mla_compile.kernels.hopper.steps import Box, GluonStep
-from mla_compile.kernels.triton.bind import bind
+from mla_compile.kernels.triton.runner import Address, Launch, bind
 
 LOG = logging.getLogger("mla_compile.kernels")
 _compiled: dict[Any, Any] = {}
 _options: dict[str, Any] = {}  # added to every compilation: ConSan
-
-
-class _Address:
-    """What Triton asks of a descriptor's tensor, without keeping a cache alive that its owner has dropped."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.address, self.dtype = address, dtype
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 @lru_cache(maxsize=4096)
@@ -38,7 +27,7 @@ def descriptor(box: Box, address: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    base = _Address(address, box.dtype)
+    base = Address(address, box.dtype)
     return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block), layout)
 
 
@@ -70,8 +59,8 @@ def compiled(step: GluonStep, index: int) -> Any | None:
     return _compiled[key]
 
 
-def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Callable[[int, list[int]], None] | None:
-    """A function that launches a step over (stream, addresses); None where it does not compile."""
+def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | None:
+    """A function that launches a step, as :func:`mla_compile.kernels.triton.runner.launch_of`; None: not compiled."""
     kernel = compiled(step, index)
     if kernel is None:
         return None
@@ -97,13 +86,11 @@ def consan() -> None:
     """From here on, in this process, the Hopper kernel is compiled with Triton's ConSan, which reports races.
 
     For the first run on a GPU: it sees what the CPU simulation cannot (fences between proxies, single warps). Slow; an
-    error is a device-side assertion, after which the process cannot use the GPU. Its scratch is taken from torch.
+    error is a device-side assertion, after which the process cannot use the GPU. Its scratch is taken from torch. Kinds
+    of call that were launched before keep the kernel they have, until :func:`mla_compile.kernels.launch.clear`.
     """
     import triton
     from triton import knobs
 
-    from mla_compile.kernels.triton import launch
-
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     knobs.compilation.instrumentation_mode = _options["instrumentation_mode"] = "consan"
-    launch.clear()

@@ -17,7 +17,7 @@ from benchmarks.gpu.cases import Shape, problem
 from benchmarks.gpu.common import OutOfTimeError, Run, SkipError, Store, counted
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels import tuned
-from mla_compile.kernels.plan import PRESETS
+from mla_compile.kernels.devices import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

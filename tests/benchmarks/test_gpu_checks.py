@@ -8,6 +8,7 @@ import torch
 from benchmarks.gpu import correctness, kernels_bench
 from benchmarks.gpu.cases import Shape, poisoned, problem
 from mla_compile.kernels import reference
+from mla_compile.kernels.call import DecodeCall
 
 CPU = torch.device("cpu")
 
@@ -71,7 +72,8 @@ def test_problems_hide_nan_in_all_that_no_request_owns():
 def test_truth_is_the_reference_of_the_gathered_rows():
     posed = problem(Shape(B=2, kv=20, H=3, L=16, R=8, page=16), CPU, seed=3)
     rows = posed.rows(20).double()
-    want = reference.decode_attention(posed.query.double(), rows[..., :16], rows[..., 16:], scale=posed.shape.scale)
+    call = DecodeCall(posed.query.double(), rows[..., :16], rows[..., 16:], scale=posed.shape.scale)
+    want = reference.decode_attention(call)
     torch.testing.assert_close(posed.truth(), want)
 
 

@@ -1,0 +1,120 @@
+"""The arguments of one decode attention call: the record that ops, checks, reference, CPU and GPU kernels share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+DENSE = "mla_compile::decode_attention"
+PAGED = "mla_compile::paged_decode_attention"
+
+
+class Sizes(NamedTuple):
+    """The letters of a call. ``V`` is the width of what is summed, ``page`` is 0 for a contiguous cache."""
+
+    B: int
+    S: int
+    H: int
+    T: int
+    L: int
+    R: int
+    V: int
+    page: int
+
+
+class DecodeCall(NamedTuple):
+    """Attention of H query heads over one shared row ``[latent, rope]`` per token, which is summed as ``latent``.
+
+    =============  ==================================================================================================
+    query          [B,S,H,L+R] absorbed queries: columns 0..L meet the latent, L..L+R the rotary key. The cache's dtype,
+                   or float32 beside half precision or fp8 (an absorbed query can exceed float16)
+    latent         [B,T,L], any strides (never copied): float16, bfloat16, float32, float64, float8_e4m3fn
+    rope           [B,T,R] or None (R = 0); latent's dtype, beside fp8 also half precision
+    values         [B,T,Lv] or None: the latent rows are the values
+    mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
+    seq_lens       int32 [B]: keys from there on are hidden; more than T counts as T. None: T
+    sinks          float [H]: a score without a value, in the softmax's denominator only
+    kv_scale       float32 [] or [B,T]: what fp8 rows are multiplied by (rope only where it is fp8 too)
+    scale          the factor of the scores: 1/sqrt(N+R) of the model before absorption, not 1/sqrt(L+R)
+    causal         query s sees keys t <= len - S + s, where len is seq_lens[b] or T; together with the mask
+    softcap        > 0: score = softcap * tanh(score / softcap), before the mask
+    window         > 0: query s sees only keys t > len - S + s - window
+    num_splits     parts into which each request's keys are divided; 0: the plan chooses
+    deterministic  a request's result does not depend on the rest of its batch: parts are cut at fixed places
+    =============  ==================================================================================================
+
+    Over pages, token t of request b is row ``t % page`` of page ``block_table[b, t // page]``, and
+
+    =============  ==================================================================================================
+    latent         [P,page,L]: pages of a power of two up to 256 rows
+    rope           [P,page,R] or None
+    values, mask   None
+    seq_lens       int32 [B], at most maxpages * page; 0 is allowed
+    kv_scale       float32 [] or [P,page]
+    block_table    int32 [B,maxpages]; entries at or past ceil(seq_lens[b] / page) are never read (-1 is customary)
+    =============  ==================================================================================================
+
+    The result is ``out`` [B,S,H,Lv] (Lv = L without ``values``), contiguous, in query's dtype, and ``lse`` [B,S,H], the
+    natural logarithm of the sum of the exponentials of the scores, sinks left out, in float32 (float64 for float64). A
+    query that sees no key gets 0 and minus infinity.
+
+    Fields stand in the order of the dense op's arguments, so ``DecodeCall(*args, **kwargs)`` is a call of that op. A
+    named tuple, because one is made for every call: a frozen dataclass of so many fields takes 1.2 us longer to make.
+    """
+
+    query: Tensor
+    latent: Tensor
+    rope: Tensor | None = None
+    values: Tensor | None = None
+    mask: Tensor | None = None
+    seq_lens: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_scale: Tensor | None = None
+    block_table: Tensor | None = None
+    scale: float = math.nan  # every function and op asks for it; NaN shows where one was forgotten
+    causal: bool = False
+    softcap: float = 0.0
+    window: int = 0
+    num_splits: int = 0
+    deterministic: bool = False
+
+    @classmethod
+    def paged(
+        cls,
+        query: Tensor,
+        latent_pages: Tensor,
+        rope_pages: Tensor | None,
+        block_table: Tensor,
+        seq_lens: Tensor,
+        sinks: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+        **numbers: Any,
+    ) -> DecodeCall:
+        """A call over pages, from the paged op's arguments in their order."""
+        return cls(query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, block_table, **numbers)
+
+    @property
+    def op(self) -> str:
+        """The name of the op that this is a call of."""
+        return DENSE if self.block_table is None else PAGED
+
+    @property
+    def summed(self) -> Tensor:
+        """The rows that are summed."""
+        return self.latent if self.values is None else self.values
+
+    @property
+    def sizes(self) -> Sizes:
+        """The letters, of a call whose shapes fit together. Over pages, T is the room of a row of the block table."""
+        B, S, H, _ = self.query.shape
+        _, T, L = self.latent.shape
+        page = 0
+        if self.block_table is not None:
+            page, T = T, self.block_table.shape[1] * T
+        R = 0 if self.rope is None else self.rope.shape[2]
+        return Sizes(B, S, H, T, L, R, self.summed.shape[2], page)
+
+
+TENSORS = DecodeCall._fields.index("scale")  # how many fields, the first ones, are tensors; the others are numbers

@@ -1,0 +1,214 @@
+"""Launches a call on a GPU: checked, planned, compiled and bound once per kind of call, then found by a look-up.
+
+A call is known by what its launch depends on: dtypes, shapes, strides and alignment of its tensors, and its numbers.
+The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
+tensor or waits for the device, sizes come from shapes, and launches go to the current stream: after one warm-up call of
+the same kind, a call can be captured in a CUDA graph.
+
+The plan chooses between the portable kernel (kernels/triton) and Hopper's (kernels/hopper); the portable one takes over
+where the other cannot have a call, or does not compile with the Triton at hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mla_compile.kernels import checks
+from mla_compile.kernels.call import TENSORS, DecodeCall
+from mla_compile.kernels.devices import Device
+from mla_compile.kernels.hopper import runner as hopper_runner
+from mla_compile.kernels.hopper import steps as hopper_steps
+from mla_compile.kernels.hopper.steps import GluonStep
+from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
+from mla_compile.kernels.reference import additive_mask
+from mla_compile.kernels.triton import runner, steps
+from mla_compile.kernels.triton.runner import Launch
+
+LOG = logging.getLogger("mla_compile.kernels")
+REMEMBERED = 1024  # kinds of call; a cache that grows by a token a step is a new kind each time
+
+
+class _Bound(NamedTuple):
+    """What a kind of call needs: buffers to allocate after its tensors, and launches over the addresses of all."""
+
+    buffers: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    launches: tuple[Launch, ...]
+
+
+_bound: dict[Any, _Bound] = {}
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether Triton is installed; says so once where it is not."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    LOG.warning("triton is not installed, decode attention runs the reference: pip install 'mla-compile[triton]'")
+    return False
+
+
+@lru_cache(maxsize=256)
+def _say_once(message: str) -> None:
+    LOG.warning("decode attention runs the reference: %s", message)
+
+
+def clear() -> None:
+    """Forget every kind of call (after writing a new tuned.json: ``tuned.table.cache_clear()`` too)."""
+    _bound.clear()
+
+
+def suits(call: DecodeCall) -> bool:
+    """Whether a kernel takes this call: a GPU from sm_80 on, Triton, anything but float64, something to compute."""
+    return (
+        call.query.is_cuda
+        and call.latent.dtype != torch.float64
+        and call.query.numel() > 0
+        and call.latent.numel() > 0
+        and (call.block_table is None or call.block_table.numel() > 0)
+        and available()
+        and Device.of(call.query.device).capability >= MIN_CAPABILITY
+    )
+
+
+def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] | None:
+    """``(out, lse)`` of a call on CUDA, under the caller's own plan if there is one.
+
+    None (said once) where rows are too wide for this device's shared memory. Raises :class:`InputError`, before
+    anything is launched, where the arguments do not fit together or the caller's plan does not fit the device.
+    """
+    query = call.query
+    if query.stride(-1) != 1:
+        call = call._replace(query=query.contiguous())
+    if call.mask is not None and call.mask.dtype == torch.float64:
+        call = call._replace(mask=additive_mask(call.mask, torch.float32))
+    index = query.get_device()
+    addresses: list[int] = []
+    kind: list[Any] = [call[TENSORS:], own]
+    tensors: tuple[Tensor | None, ...] = call[:TENSORS]  # type: ignore[assignment]  # the first fields
+    for x in tensors:
+        if x is None:
+            kind.append(None)
+            addresses.append(0)
+        else:
+            address = x.data_ptr()
+            kind.append((x.dtype, x.shape, x.stride(), address & 15, x.get_device()))
+            addresses.append(address)
+    key = tuple(kind)
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return _run(key, call, addresses, index, own)
+    return _run(key, call, addresses, index, own)
+
+
+def _run(
+    key: Any, call: DecodeCall, addresses: list[int], index: int, own: Plan | None
+) -> tuple[Tensor, Tensor] | None:
+    bound = _bound.get(key)
+    if bound is None:
+        try:
+            bound = _prepared(call, index, own)
+        except NoPlanError as error:
+            _say_once(str(error))
+            return None
+        if len(_bound) >= REMEMBERED:
+            _bound.clear()
+        _bound[key] = bound
+    made = [torch.empty(shape, dtype=dtype, device=call.query.device) for shape, dtype in bound.buffers]
+    addresses += [x.data_ptr() for x in made]
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    for one in bound.launches:
+        one(stream, addresses)
+    return made[0], made[1]
+
+
+def _prepared(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
+    """A new kind of call: checked, planned, compiled and bound."""
+    checks.check(call)
+    device = Device.of(call.query.device)
+    chosen = chosen_plan(call, device, own)
+    asked = bool(call.num_splits) or own is not None
+    if chosen.kernel == "gluon":
+        bound = _bind_hopper(call, chosen, device, index, asked)
+        if bound is not None:
+            return bound
+        chosen = chosen_plan(call, device, gluon=False)
+    return _bind(call, chosen, device, index, asked)
+
+
+def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gluon: bool = True) -> Plan:
+    """The plan of a call: the caller's own, verified, or the planner's."""
+    z = call.sizes
+    width = None if call.values is None else z.V
+    masked, mask_bytes = call.mask is not None, steps.read_mask_bytes(call)
+    if own is not None:
+        return check(
+            own,
+            L=z.L,
+            R=z.R,
+            Lv=width,
+            cache_dtype=call.latent.dtype,
+            device=device,
+            paged=bool(z.page),
+            masked=masked,
+            mask_bytes=mask_bytes,
+        )
+    return plan(
+        B=z.B,
+        S=z.S,
+        H=z.H,
+        L=z.L,
+        R=z.R,
+        T=z.T,
+        Lv=width,
+        query_dtype=call.query.dtype,
+        cache_dtype=call.latent.dtype,
+        page_size=z.page or None,
+        masked=masked,
+        mask_bytes=mask_bytes,
+        device=device,
+        splits=call.num_splits or None,
+        deterministic=call.deterministic,
+        gluon=gluon,
+    )
+
+
+def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound:
+    buffers = steps.scratch(call, chosen, device)
+    places = _places(buffers)
+    described = steps.steps(call, chosen, device, least=_least(chosen, asked))
+    return _Bound(tuple(buffers.values()), tuple(runner.launch_of(step, places, index) for step in described))
+
+
+def _bind_hopper(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound | None:
+    """The launches of the Hopper kernel; None where it is not for this call, or does not compile."""
+    if not hopper_steps.suits(call, device):
+        return None
+    buffers = hopper_steps.scratch(call, chosen, device)
+    places = _places(buffers)
+    launches = []
+    for step in hopper_steps.steps(call, chosen, device, least=_least(chosen, asked)):
+        launch_of: Callable[..., Launch | None] = runner.launch_of
+        if isinstance(step, GluonStep):
+            launch_of = hopper_runner.launch_of
+        one = launch_of(step, places, index)
+        if one is None:
+            return None
+        launches.append(one)
+    return _Bound(tuple(buffers.values()), tuple(launches))
+
+
+def _places(buffers: dict[str, Any]) -> dict[str, int]:
+    """Where the address of each buffer stands: the call's tensors first."""
+    return {name: i for i, name in enumerate((*steps.BUFFERS, *buffers))}
+
+
+def _least(chosen: Plan, asked: bool) -> int | None:
+    """Tokens that a split has at least: any number where the caller asked for so many splits."""
+    return 0 if asked and chosen.chunk is None else None

@@ -1,0 +1,130 @@
+"""The tile of a launch: from ``tuned.json``, made smaller until it fits the device's shared memory.
+
+A *tile* is ``block_n`` cached tokens met by ``block_m`` query rows (row m is token m // H, head m % H). ``tuned.json``
+has a row for each GPU generation, cache dtype and number of query rows. Nothing here reads a tensor or a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mla_compile.errors import InputError
+from mla_compile.kernels.devices import Device
+from mla_compile.kernels.tuned import Kernel, Row, table
+
+KB = 1024
+SLACK = 2 * KB  # reductions across warps, page ids, statistics: what the bound below does not count one by one
+LEAST = 16  # query rows and tokens of a tile: the smallest side of a matrix product
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The padded widths of a cached row, in columns, and the bytes of an element of the cache and of the products.
+
+    ``values`` is 0 where the latent rows are the values. ``paged``: a tile's place is looked up in a block table.
+    ``mask_bytes`` are read in the loop for each query row and token: 0 for no mask, and for one that only lists tiles.
+    """
+
+    latent: int
+    rope: int
+    values: int
+    cache_bytes: int
+    dot_bytes: int
+    paged: bool
+    mask_bytes: int = 0
+
+    @property
+    def out(self) -> int:
+        """Columns of the accumulator."""
+        return self.values or self.latent
+
+
+class NoPlanError(InputError):
+    """Rows so wide that no tile fits this device's shared memory: the reference has to do."""
+
+
+def padded(width: int) -> int:
+    """The columns a kernel works on: the next power of two, at least the 16 a matrix product needs; 0 stays 0."""
+    return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
+
+
+def shared_memory(
+    layout: Layout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
+) -> int:
+    """An upper bound of the bytes that Triton's compiler takes for one block of the attention kernel.
+
+    The queries and a ring of tiles; the softmax weights where the product reads them from shared memory. A paged tile
+    has half the depth, since its address is loaded a stage earlier. Products of Hopper's warpgroups read the tile where
+    it lies while the next one arrives, so they hold one more; Blackwell's (64 rows or more) need the tile twice, once
+    as values. An fp8 tile is held as it came and converted on the way into a product, through shared memory. A float32
+    query is held as two parts, whose products add up to a float32 one.
+    """
+    # From 64 rows on, products take the instructions of the generation: wgmma (one warpgroup is 4 warps), tcgen05.
+    warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
+    tensor_memory = capability[0] == 10 and block_m >= 64 and layout.dot_bytes == 2
+    depth = max(1, (num_stages - 1) // 2) if layout.paged else max(1, num_stages - 1)
+    buffers = depth + (warpgroup or (tensor_memory and num_stages > 1))
+    queries = block_m * (layout.latent + layout.rope) * layout.dot_bytes * (2 if layout.dot_bytes == 4 else 1)
+    columns = layout.latent + layout.rope + layout.values
+    converted = 0
+    if layout.cache_bytes < layout.dot_bytes:
+        twice = layout.out if tensor_memory else 0
+        converted = (columns + twice if warpgroup or tensor_memory else layout.out) * layout.dot_bytes
+        ring = buffers * columns * layout.cache_bytes
+    else:
+        again = layout.latent if tensor_memory and not layout.values else 0
+        ring = buffers * (columns + again) * layout.cache_bytes
+    weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
+    # A mask goes from the layout it is loaded in to that of the scores, as two bytes at least. Beside a latent of up to
+    # 256 columns the compiler was seen to hold one more copy (tests/kernels/test_tiles.py has what it took).
+    copies = depth + (1 if warpgroup and layout.latent <= 256 else 0)
+    mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
+    return queries + block_n * (ring + converted) + weights + mask + SLACK
+
+
+def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel) -> Row:
+    """The table's row for this device; for columns that none of its rows foresees, that of the widest, narrowed."""
+    known = [r for r in table() if r.kernel == kernel and r.cache == kind and r.capability <= device.capability]
+    if not known:
+        raise InputError(f"plan: tuned.json has no {kernel} row for {device.name}, capability {device.capability}")
+    newest = max(r.capability for r in known)
+    known = [r for r in known if r.capability == newest]
+    suitable = [r for r in known if r.suits(rows, layout.paged)] or known[-1:]
+    for row in suitable:
+        if row.max_width is None or layout.out <= row.max_width:
+            return row
+    widest = max(suitable, key=lambda r: r.max_width or 0)
+    return replace(widest, block_m=max(LEAST, widest.block_m * (widest.max_width or layout.out) // layout.out))
+
+
+def fitted(row: Row, layout: Layout, device: Device) -> tuple[Row, int]:
+    """The row, or the first smaller one whose shared memory the device has, and that many bytes."""
+    least = 0
+    for smaller in _smaller(row):
+        shape = (smaller.block_m, smaller.block_n, smaller.num_warps, smaller.num_stages)
+        smem = shared_memory(layout, *shape, device.capability)
+        if smem <= device.smem:
+            return smaller, smem
+        least = smem
+    widths = f"{layout.latent}+{layout.rope}" + (f" and {layout.values}" if layout.values else "")
+    raise NoPlanError(
+        f"plan: rows of {widths} columns of {layout.cache_bytes} bytes need {least} bytes of shared memory at the "
+        f"smallest tile, {device.name} has {device.smem}; use narrower rows, half precision or the reference"
+    )
+
+
+def _smaller(row: Row) -> list[Row]:
+    """The row itself, then ever smaller ones: less depth first, then fewer tokens, then fewer query rows.
+
+    Query rows are kept longest, because all rows of a tile share one read of the cache; only the last halving of the
+    tokens comes after them. More than 16 rows are spread over 8 warps, whose registers hold the sums.
+    """
+    steps = [row, replace(row, num_stages=2)]
+    n, m = row.block_n, row.block_m
+    while n > LEAST or m > LEAST:
+        if n > LEAST and (n > 2 * LEAST or m == LEAST):
+            n //= 2
+        elif m > LEAST:
+            m //= 2
+        steps.append(replace(row, block_m=m, block_n=n, num_stages=2, num_warps=8 if m > LEAST else 4))
+    return steps

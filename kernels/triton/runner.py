@@ -1,0 +1,104 @@
+"""A step as a function of a stream and addresses: compiled once, bound to its arguments once, then only run.
+
+``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as the compilation
+without a GPU does. Triton's own entry collects metadata for profilers and calls their hooks, also where nobody listens,
+and passes all arguments on three times; these kernels have some 70. :func:`bind` leaves that out unless a profiler is
+attached. Where a Triton has other internals than 3.6 and 3.7, launches go through its normal entry, slower by some
+10 us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mla_compile.kernels.triton.steps import TYPES, Step
+
+LOG = logging.getLogger("mla_compile.kernels")
+Launch = Callable[[int, list[int]], None]  # stream, addresses
+_compiled: dict[Any, Any] = {}
+
+
+class Address:
+    """An address and a dtype: what Triton asks of a tensor, without keeping memory alive that its owner has dropped."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
+    """A function that launches a step on device ``index``; ``places`` are the buffers' places in its addresses."""
+    try:
+        run = bind(_compile(step, index), step.grid)
+    except (ImportError, AttributeError, TypeError) as error:  # what a Triton with other internals raises
+        LOG.info("%s: launched through Triton's normal entry (%s: %s)", step.name, type(error).__name__, error)
+        return _normal_launch(step, places)
+    given = {**step.scalars, **step.constants}
+    template = [given.get(name) for name in step.fn.arg_names]
+    slots = [(i, places[step.buffers[name]]) for i, name in enumerate(step.fn.arg_names) if name in step.buffers]
+
+    def go(stream: int, addresses: list[int]) -> None:
+        arguments = template.copy()
+        for i, place in slots:
+            arguments[i] = addresses[place]
+        run(stream, arguments)
+
+    return go
+
+
+def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
+    """``go(stream, arguments)``; loads the kernel on the current device.
+
+    Raises AttributeError or ImportError where this Triton has other internals than 3.6 and 3.7.
+    """
+    from triton import knobs
+
+    hooks = knobs.runtime
+    entry = kernel[grid]
+    run, function, packed = kernel.run, kernel.function, kernel.packed_metadata
+
+    def go(stream: int, arguments: list[Any]) -> None:
+        if _heard(hooks.launch_enter_hook) or _heard(hooks.launch_exit_hook):
+            entry(*arguments, stream=stream)
+        else:
+            run(*grid, stream, function, packed, None, None, None, *arguments)
+
+    return go
+
+
+def _heard(hook: Any) -> bool:
+    """Whether a hook is set: Triton has chains of them, which may be empty, and a caller may put a function there."""
+    return bool(getattr(hook, "calls", hook))
+
+
+def _compile(step: Step, index: int) -> Any:
+    """The compiled kernel, loaded on this device; kinds of call that differ in sizes only share it."""
+    import triton
+    from triton.compiler import ASTSource
+    from triton.runtime.driver import driver
+
+    fn, signature, constants, attributes, options = step.source()
+    key = (index, step.name, *map(str, (signature, constants, attributes, options)))
+    if key not in _compiled:
+        source = ASTSource(fn, signature, constants, attributes)
+        _compiled[key] = triton.compile(source, target=driver.active.get_current_target(), options=options)
+    return _compiled[key]
+
+
+def _normal_launch(step: Step, places: dict[str, int]) -> Launch:
+    dtypes = {kind: dtype for dtype, kind in TYPES.items() if dtype != torch.bool}
+
+    def go(stream: int, addresses: list[int]) -> None:
+        given: dict[str, Any] = {**step.scalars, **step.constants}
+        for argument, name in step.buffers.items():
+            given[argument] = Address(addresses[places[name]], dtypes[step.types[argument]])
+        step.fn[step.grid](**given, **step.options)  # on the current stream, which is the one that was asked for
+
+    return go

@@ -1,0 +1,68 @@
+"""The native CPU kernel: how it is built, what happens where it cannot be, and that its two ways agree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.cpu import native as cpu_native
+from tests.support.cpu_cases import Case, check
+
+
+def test_the_paths_agree_on_a_cache_of_several_tiles(library: cpu_native.Library):
+    call = DecodeCall(**Case(T=5000, H=40, L=256, R=32).tensors(), scale=0.2)
+    results = [cpu_native.decode_attention(replace(library, amx=amx), call)[0] for amx in (0, 2 * library.amx)]
+    assert (results[0] - results[-1]).norm() <= 1e-5 * results[0].norm()
+
+
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the test make the attempt to build that a process makes once."""
+    cpu_native._load_once.cache_clear()
+    yield
+    monkeypatch.undo()
+    cpu_native._load_once.cache_clear()
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_failed_build_is_told_once_and_changes_no_number(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken() -> None:
+        raise RuntimeError("no compiler here\nand many more lines")
+
+    monkeypatch.setattr(cpu_native, "_build", broken)
+    with caplog.at_level(logging.INFO):
+        check(Case())
+        check(Case(T=300, H=16))
+    (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
+    assert record.getMessage().endswith("(RuntimeError: no compiler here)")
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_compiler_that_fails_is_a_failed_build(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    broken = tmp_path / "broken.cpp"
+    broken.write_text("#error broken on purpose\n")
+    monkeypatch.setattr(cpu_native, "SOURCE", broken)
+    check(Case())
+    (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
+    assert "broken on purpose" in record.getMessage()
+    assert cpu_native.load() is None
+
+
+@pytest.mark.usefixtures("untried")
+def test_the_native_kernel_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MLA_COMPILE_NATIVE", "0")
+    monkeypatch.setattr(cpu_native, "_build", lambda: pytest.fail("tried to build"))
+    check(Case())
+
+
+def test_the_native_source_is_one_text():
+    assert '#include "' not in cpu_native.source()

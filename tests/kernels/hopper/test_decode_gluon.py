@@ -1,0 +1,74 @@
+"""The barrier protocol of the Hopper kernel: its own source on the CPU, under many interleavings.
+
+Every case is compared with the reference. Then the same with a bug put into the source on purpose, because a test that
+catches no bug shows nothing.
+"""
+
+import numpy as np
+import pytest
+
+from tests.support.gluon_cases import CASES, SOURCE, assert_caught, simulate
+from tests.support.gluon_machine import load
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    lens = [int(n) for n in rng.choice([0, 1, 63, 64, 65, 100, 128, 129, 200, 257], rng.integers(1, 5))]
+    lens[0] = max(1, lens[0])
+    case = {"lens": lens, "H": int(rng.choice([8, 12, 20, 64])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
+    case |= {"page": int(rng.choice([0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
+    how = rng.integers(3)
+    return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_interleaving_gives_the_reference(name):
+    loaded = load(SOURCE)
+    for seed in range(10):
+        simulate(loaded, seed, **CASES[name])
+
+
+def test_random_batches():
+    loaded = load(SOURCE)
+    for seed in range(40):
+        simulate(loaded, seed, **random_case(seed))
+
+
+WAIT_P0 = "        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)\n"
+RETIRE_U = "        acc = warpgroup_mma_wait(0, deps=[acc_u])\n"
+ZERO_EVEN = "        if 2 * t == last:\n            _zero_rows(tiles.index(TILE), length % BN)\n"
+ZERO_ODD_TAIL = "        if n - 1 == last:\n            _zero_rows(tiles.index(TILE + 1), length % BN)\n"
+FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
+P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
+Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
+TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
+LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
+SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
+CUT = CASES["schedule, one long request"]
+TAIL = {"lens": [130], "H": 8, "page": 64}
+SCHEDULED = {"lens": LENGTHS, "H": 12, "page": 64, "partitions": 3}
+
+BUGS = {  # what is wrong: (text, replacement, a case that shows it)
+    "half freed before its product retired": (RETIRE_U + FREE_0, FREE_0 + RETIRE_U, SPLIT),
+    "one product too few waited for": ("wait(3, deps=[acc_t])", "wait(4, deps=[acc_t])", SPLIT),
+    "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
+    "P read before it is there": (WAIT_P0, "", SPLIT),
+    "half freed that was never taken": (", pred=older)", ")", SPLIT),
+    "tail not zeroed, own block": (ZERO_EVEN, "", TAIL),
+    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "", TAIL),
+    "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
+    "no fence after zeroing": ("    fence_async_shared()\n\n\n", "\n\n", TAIL),
+    "no fence after storing the query": ("            fence_async_shared()\n", "", SPLIT),
+    "query read before the other half is there": (Q_WAIT, "", SPLIT),
+    "wrong maximum handed on": ("stats.index(1).load(R_S), LOWEST", "stats.index(0).load(R_S), LOWEST", SPLIT),
+    "maximum of the last odd block not taken": (TAIL_M, "        sums = sums * a0\n", CASES["page 32"]),
+    "phases start again with each item": ("            used0 += (n + 1) // 2\n", "", SCHEDULED),
+    "last even block never freed": (FREE_2, "", SCHEDULED),
+    "last odd block never freed": ("is_async=False)\n" + FREE_1, "is_async=False)\n", SCHEDULED),
+    "wrong slot": ("gl.load(slots + b) + gl.program_id(1)", "gl.load(slots + b)", CUT),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_seeded_bug_is_caught(bug):
+    assert_caught(*BUGS[bug])

@@ -1,0 +1,111 @@
+"""A launch up to the driver, which records it instead of running it (tests/support/fake_driver.py)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from mla_compile.errors import InputError
+from mla_compile.kernels import checks, launch
+from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.devices import PRESETS, Device
+from mla_compile.kernels.plan import NoPlanError
+from mla_compile.kernels.triton import runner
+from tests.support.fake_driver import FakeDriver
+
+
+def test_without_triton_one_line_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    launch.available.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="mla_compile.kernels"):
+        assert not launch.available()
+        assert not launch.available()
+    launch.available.cache_clear()
+    (record,) = caplog.records
+    assert "runs the reference" in record.message
+
+
+def small(**changed: Any) -> DecodeCall:
+    rows = torch.zeros(2, 300, 40, dtype=torch.bfloat16)
+    given = DecodeCall(torch.zeros(2, 1, 4, 40, dtype=torch.bfloat16), rows[..., :32], rows[..., 32:], scale=0.5)
+    return given._replace(**changed)
+
+
+def launched(call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a launch returns for a call that a plan was found for."""
+    done = launch.launch(call)
+    assert done is not None
+    return done
+
+
+def test_a_launch_passes_every_argument_in_its_place(driver: FakeDriver):
+    given = small(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool), sinks=torch.zeros(4), num_splits=3)
+    out, lse = launched(given)
+    assert (out.shape, out.dtype, lse.shape) == ((2, 1, 4, 32), torch.bfloat16, (2, 1, 4))
+    assert [grid for grid, *_ in driver.launched] == [(1, 2, 1), (2, 1, 1), (1, 3, 2), (8, 1, 1)]
+    assert {stream for _, stream, _ in driver.launched} == {7}
+    scan, listing, attend, combine = (arguments for *_, arguments in driver.launched)
+    assert given.mask is not None
+    assert given.sinks is not None
+    assert (attend["query"], attend["latent"]) == (given.query.data_ptr(), given.latent.data_ptr())
+    assert attend["rope"] == attend["latent"] + 64
+    assert (scan["mask"], attend["mask"]) == (given.mask.data_ptr(), None)
+    assert scan["work"] == listing["work"] == attend["work"]
+    assert (combine["out"], combine["lse"]) == (out.data_ptr(), lse.data_ptr())
+    assert (combine["part"], combine["part_lse"]) == (attend["out"], attend["lse"])
+    assert (combine["sinks"], attend["sinks"]) == (given.sinks.data_ptr(), None)
+    assert attend["scale"] == pytest.approx(0.5 * 1.4426950408889634)
+    assert (attend["H"], attend["T"], attend["latent_b"], attend["latent_t"]) == (4, 300, 12000, 40)
+
+
+def test_a_kind_of_call_is_checked_and_compiled_once(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    checked: list[DecodeCall] = []
+    monkeypatch.setattr(checks, "check", checked.append)
+    for _ in range(3):
+        launched(small())
+    assert (len(checked), len(driver.launched)) == (1, 3)
+    compiled = dict(runner._compiled)
+    rows = torch.zeros(2, 301, 40, dtype=torch.bfloat16)  # a token later: planned anew, the same kernel
+    launched(small(latent=rows[..., :32], rope=rows[..., 32:]))
+    assert len(checked) == 2
+    launched(small(causal=True))
+    assert runner._compiled.keys() >= compiled.keys()
+    launched(small(query=torch.zeros(2, 1, 40, 4, dtype=torch.bfloat16).transpose(2, 3)))
+    assert driver.launched[-1][2]["query_h"] == 40
+
+
+def test_wrong_arguments_are_not_remembered(driver: FakeDriver):
+    for _ in range(2):
+        with pytest.raises(InputError, match="H of sinks is 3, expected 4"):
+            launch.launch(small(sinks=torch.zeros(3)))
+    assert not driver.launched
+
+
+@pytest.mark.parametrize("why", ["a feature it lacks", "does not compile"])
+@pytest.mark.usefixtures("driver")
+def test_the_portable_kernel_takes_over_from_hoppers(why: str, monkeypatch: pytest.MonkeyPatch):
+    taken: list[str] = []
+    monkeypatch.setattr(Device, "of", lambda _: PRESETS["sm_90"])
+    monkeypatch.setattr(runner, "launch_of", lambda step, *_: taken.append(step.name) or (lambda *_: None))
+    monkeypatch.setattr(launch.hopper_runner, "launch_of", lambda step, *_: taken.append(step.name))
+    rows = torch.zeros(2, 300, 576, dtype=torch.bfloat16)
+    call = DecodeCall(torch.zeros(2, 1, 64, 576, dtype=torch.bfloat16), rows[..., :512], rows[..., 512:], scale=0.5)
+    launched(call._replace(softcap=2.0 if why == "a feature it lacks" else 0.0, num_splits=1))
+    assert taken == (["attend"] if why == "a feature it lacks" else ["mla_seesaw", "attend"])
+
+
+@pytest.mark.usefixtures("driver")
+def test_rows_too_wide_for_the_device_are_left_to_the_reference(caplog: pytest.LogCaptureFixture):
+    launch._say_once.cache_clear()
+    wide = small(latent=torch.zeros(2, 3, 8192, dtype=torch.bfloat16), rope=None)
+    wide = wide._replace(query=torch.zeros(2, 1, 4, 8192, dtype=torch.bfloat16))
+    with caplog.at_level(logging.WARNING, logger="mla_compile.kernels"):
+        assert launch.launch(wide) is None
+        assert launch.launch(wide) is None
+    (record,) = caplog.records
+    assert "runs the reference: plan: rows of 8192+0 columns" in record.message
+    with pytest.raises(NoPlanError):
+        launch.chosen_plan(wide, PRESETS["sm_80"])

@@ -1,0 +1,27 @@
+"""Splits put together again, in Triton's interpreter; deterministic ones do not depend on the rest of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import interpreter_cases
+from tests.support.interpreter_cases import Case, same
+
+Run = Callable[..., Any]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@same([Case(splits=n, page=page, least=least) for n in (1, 2, 5, 16) for page, least in ((0, 0), (16, 64))])
+def test_splits(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("feature", [{}, {"window": 50}, {"sinks": True, "S": 2, "causal": True}], ids=str)
+def test_deterministic(page: int, feature: dict[str, Any], run: Run):
+    case = Case(lens=(150, 31, 64, 0), T=192, page=page, chunk=64, H=3, **feature)
+    run(interpreter_cases.alone_and_together, case, (160, 256))
