@@ -26,6 +26,7 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import SHOWS, Builder, bytes_hint, shape, val
+from mla_compile.passes.ir.operators import Told
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Shown
@@ -114,8 +115,7 @@ def _narrower(piece: Piece, node: fx.Node) -> bool:
 def _add(taken: Taken, added: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[Shown, ...]:
     """The slices of the rows of ``taken``, those that are there already used again; none where one is not certain."""
     node, how = taken.node, slice_of(taken.node)
-    positions = how.bounds
-    assert positions is not None
+    positions = _positions(node)
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
     if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: two slices by it are two lengths
@@ -130,3 +130,10 @@ def _add(taken: Taken, added: dict[tuple[object, ...], fx.Node], maps: Maps) -> 
             return ()
         shown.append(Shown(rows, at, added[key]))
     return tuple(shown)
+
+
+def _positions(node: fx.Node) -> tuple[Told, Told, Told]:
+    """Which positions a slice takes, as its operator wants to be told."""
+    bounds = slice_of(node).bounds
+    assert bounds is not None
+    return bounds
