@@ -104,6 +104,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 def view_source(node: Any) -> fx.Node | None:
     """The tensor (or tuple of views) one step back whose memory ``node`` shows; ``None`` when ``node`` is no view."""
+    # Asked of the schema, not of the passes' decoder: graphs are read here as captured, in any spelling.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

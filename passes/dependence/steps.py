@@ -15,22 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.axes import flatten, fresh_axes, regroup, substitute
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.ir.operators import (
-    Assign,
-    Broadcast,
-    Copy,
-    Join,
-    Permute,
-    Regroup,
-    Repeat,
-    Select,
-    Slice,
-    Write,
-    decode,
-)
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same
 
 aten = torch.ops.aten
@@ -121,11 +110,11 @@ def _first(node: fx.Node, dim: int, length: int) -> Step | None:
     return _reads([(args_of(node)[0], dim)], length)
 
 
-def _copied(node: fx.Node, how: Copy, dim: int, length: int) -> Step | None:
+def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> Step | None:
     return _reads([(how.x, dim)], length)
 
 
-def _assigned(node: fx.Node, how: Assign, dim: int, length: int) -> Step | None:
+def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> Step | None:
     """Of the target only the shape and the dtype are seen."""
     x = how.x
     alike = val(x).dtype == val(node).dtype and len(shape(x)) == len(shape(node))
@@ -143,7 +132,7 @@ def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
     return None if dim in along else _first(node, dim, length)
 
 
-def _regrouped(node: fx.Node, how: Regroup, dim: int, length: int) -> Step | None:
+def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> Step | None:
     """The axis may be the outer factor of one of the operand's axes, or have one of them as its outer factor."""
     fresh = fresh_axes(shape(how.x))
     grouped = regroup(flatten(fresh), shape(node))
@@ -166,24 +155,24 @@ def _count(sizes: Sequence[Size]) -> int | None:
     return math.prod(numbers) if len(numbers) == len(sizes) else None
 
 
-def _permuted(node: fx.Node, how: Permute, dim: int, length: int) -> Step | None:
+def _permuted(node: fx.Node, how: operators.Permute, dim: int, length: int) -> Step | None:
     return _reads([(how.x, how.order[dim])], length)
 
 
-def _broadcast(node: fx.Node, how: Broadcast, dim: int, length: int) -> Step | None:
+def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -> Step | None:
     own = dim - len(shape(node)) + len(shape(how.x))
     repeated = own < 0 or same(shape(how.x)[own], 1)
     return Blind({} if repeated else {how.x: Place(own)}, reshaped=True)
 
 
-def _repeated(node: fx.Node, how: Repeat, dim: int, length: int) -> Step | None:
+def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> Step | None:
     """Each position several times in a row; where the whole axis comes again, positions are far apart."""
     if not how.interleaved:
         return None
     return Blind({how.x: Place(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
 
 
-def _sliced(node: fx.Node, how: Slice, dim: int, length: int) -> Step | None:
+def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> Step | None:
     if how.dim != dim:
         if how.bounds is None:
             return None
@@ -194,11 +183,11 @@ def _sliced(node: fx.Node, how: Slice, dim: int, length: int) -> Step | None:
     return Joined((AxisPart(0, length, how.x, dim, how.taken.start),))
 
 
-def _selected(node: fx.Node, how: Select, dim: int, length: int) -> Step | None:
+def _selected(node: fx.Node, how: operators.Select, dim: int, length: int) -> Step | None:
     return _reads([(how.x, dim + (dim >= how.dim))], length)
 
 
-def _joined(node: fx.Node, how: Join, dim: int, length: int) -> Step | None:
+def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> Step | None:
     if how.dim != dim:
         return _reads([(x, dim) for x in how.parts], length)
     parts: list[AxisPart] = []
@@ -210,7 +199,7 @@ def _joined(node: fx.Node, how: Join, dim: int, length: int) -> Step | None:
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
-def _written(node: fx.Node, how: Write, dim: int, length: int) -> Step | None:
+def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> Step | None:
     base, x = how.base, how.x
     if how.dim != dim:
         return _reads([(base, dim), (x, dim)], length)
@@ -259,16 +248,16 @@ def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
 
 
 _MOVES: dict[type, Callable[[fx.Node, Any, int, int], Step | None]] = {
-    Copy: _copied,
-    Assign: _assigned,
-    Regroup: _regrouped,
-    Permute: _permuted,
-    Broadcast: _broadcast,
-    Repeat: _repeated,
-    Slice: _sliced,
-    Select: _selected,
-    Join: _joined,
-    Write: _written,
+    operators.Copy: _copied,
+    operators.Assign: _assigned,
+    operators.Regroup: _regrouped,
+    operators.Permute: _permuted,
+    operators.Broadcast: _broadcast,
+    operators.Repeat: _repeated,
+    operators.Slice: _sliced,
+    operators.Select: _selected,
+    operators.Join: _joined,
+    operators.Write: _written,
 }
 _RULES: dict[Any, Callable[[fx.Node, int, int], Step | None]] = {
     aten.masked_fill: _pointwise,

@@ -15,27 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.axes import Atom, common_factors, flatten
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import scaled, total
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import (
-    Assign,
-    Broadcast,
-    Copy,
-    Dropout,
-    Fill,
-    Join,
-    Permute,
-    Regroup,
-    Repeat,
-    Select,
-    Slice,
-    Stack,
-    Write,
-    WriteOne,
-    decode,
-)
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.linear.contract import CONTRACTION_RULES, add_weight, batch_norm, multiply_weight
@@ -180,20 +165,20 @@ def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
-    Copy: copied,
-    Dropout: dropped,
-    Regroup: regrouped,
-    Permute: permuted,
-    Broadcast: broadcast,
-    Repeat: repeated,
-    Slice: sliced,
-    Select: selected,
-    Join: joined,
-    Stack: stacked_up,
-    Assign: assigned,
-    Write: written,
-    WriteOne: written_one,
-    Fill: filled,
+    operators.Copy: copied,
+    operators.Dropout: dropped,
+    operators.Regroup: regrouped,
+    operators.Permute: permuted,
+    operators.Broadcast: broadcast,
+    operators.Repeat: repeated,
+    operators.Slice: sliced,
+    operators.Select: selected,
+    operators.Join: joined,
+    operators.Stack: stacked_up,
+    operators.Assign: assigned,
+    operators.Write: written,
+    operators.WriteOne: written_one,
+    operators.Fill: filled,
 }
 """The rules of operators that only move numbers, by what :func:`decode` says of them."""
 

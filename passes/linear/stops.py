@@ -13,71 +13,16 @@ from mla_compile.passes.ir.stop import Stop
 aten = torch.ops.aten
 
 
-_NONLINEAR = [
-    "pow",
-    "rsqrt",
-    "sqrt",
-    "reciprocal",
-    "silu",
-    "relu",
-    "gelu",
-    "tanh",
-    "sigmoid",
-    "exp",
-    "log",
-    "softmax",
-    "_softmax",
-    "layer_norm",
-    "native_layer_norm",
-    "rms_norm",
-    "_fused_rms_norm",
-    "group_norm",
-    "mean",
-    "sum",
-    "var",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "abs",
-    "clamp",
-    "sin",
-    "cos",
-    "round",
-    "floor",
-    "ceil",
-    "trunc",
-    "sign",
-]
-_TOKEN_MIXING = [
-    "cumsum",
-    "cumprod",
-    "conv1d",
-    "conv2d",
-    "convolution",
-    "roll",
-    "flip",
-    "sort",
-    "topk",
-    "index_select",
-    "gather",
-    "scatter",
-    "index",
-    "index_put",
-    "index_copy",
-    "index_add",
-    "select_scatter",
-    "embedding",
-    "matmul",
-    "bmm",
-    "mm",
-    "baddbmm",
-    "einsum",
-    "stack",
-    "scan",
-]
-
-
+_NONLINEAR = {
+    "pow", "rsqrt", "sqrt", "reciprocal", "silu", "relu", "gelu", "tanh", "sigmoid", "exp", "log", "softmax",
+    "_softmax", "layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "mean", "sum", "var",
+    "amax", "amin", "max", "min", "abs", "clamp", "sin", "cos", "round", "floor", "ceil", "trunc", "sign",
+}  # fmt: skip
+_TOKEN_MIXING = {
+    "cumsum", "cumprod", "conv1d", "conv2d", "convolution", "roll", "flip", "sort", "topk", "index_select", "gather",
+    "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
+    "baddbmm", "einsum", "stack", "scan",
+}  # fmt: skip
 _ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along whatever axis they get
 
 

@@ -18,23 +18,10 @@ from torch import fx
 from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.graph import is_tensor, operator_name, packet, shape, val, whole_rows
 from mla_compile.passes.ir.locate import locate
-from mla_compile.passes.ir.operators import (
-    PRODUCTS,
-    Assign,
-    Broadcast,
-    Copy,
-    Join,
-    Permute,
-    Regroup,
-    Select,
-    Slice,
-    Write,
-    WriteOne,
-    WriteRows,
-    decode,
-)
+from mla_compile.passes.ir.operators import PRODUCTS, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.rewrite.records import Absorbed
@@ -43,8 +30,8 @@ aten = torch.ops.aten
 MOST = 60
 """Nodes of a drawing; what is further from the attention than these is drawn as an input."""
 
-_VIEWS = (Copy, Regroup, Permute, Broadcast, Slice, Select)
-_JOINS = (Join, Assign, Write, WriteOne, WriteRows)
+_VIEWS = (operators.Copy, operators.Regroup, operators.Permute, operators.Broadcast, operators.Slice, operators.Select)
+_JOINS = (operators.Join, operators.Assign, operators.Write, operators.WriteOne, operators.WriteRows)
 _OTHER_JOINS = {aten.index_put, aten.scatter, aten.where}
 _ATTENTIONS = {aten.scaled_dot_product_attention, aten.softmax, aten._softmax, torch.ops.mla_compile.decode_attention}
 _LOCAL = re.compile(r"^l_(?:kwargs_|inputs_)?|_$")

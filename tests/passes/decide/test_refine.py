@@ -16,7 +16,7 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from tests.support.modules import MLA, inputs
-from tests.support.programs import absorbed, one_side, refused, seeded, trace
+from tests.support.programs import absorbed, canonical, one_side, refused, seeded, trace
 
 
 def sizes(axis, split):
@@ -86,8 +86,9 @@ def test_factors_that_do_not_line_up():
 def plan_of(fn, data, weights):
     """The plan, or why there is none, of the only attention of ``fn``."""
     program = trace(fn, data, weights)
-    known = weight_nodes(program.gm.graph, program.weights)
-    (site,) = find_attention(program.gm.graph, known)
+    graph = canonical(program)
+    known = weight_nodes(graph, program.weights)
+    (site,) = find_attention(graph, known)
     maps = LinearMaps(known, program.fake_mode)
     return make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
 
