@@ -79,5 +79,5 @@ def test_what_cannot_be_done_is_one_line(here, arguments, text):
 
 
 def test_a_source_that_is_nothing():
-    with pytest.raises(InputError, match="no directory of a model"):
+    with pytest.raises(InputError, match="neither a directory of a model"):
         load("no such thing")
