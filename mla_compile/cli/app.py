@@ -1,4 +1,4 @@
-"""The command line: parses options, calls the module that does the work, and shows what it returns."""
+"""The command line: its commands, and the demo's among them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-import mla_compile
-from mla_compile.cli import values as cli_values
+from mla_compile.cli import values
 from mla_compile.cli.bench import bench
 from mla_compile.cli.common import EXIT_CODES, NEGATIVE, AsJson, ending, out, print_json, progress
 from mla_compile.cli.explain import explain
 from mla_compile.cli.export import export
 from mla_compile.cli.plan import plan
 from mla_compile.cli.run import run
+from mla_compile.version import __version__
 from mla_compile.workbench import demo as demo_
 
 app = typer.Typer(
     help="Find Multi-head Latent Attention in PyTorch models and decode it in its absorbed form.",
     no_args_is_help=True,
     epilog=EXIT_CODES,
-    pretty_exceptions_enable=False,  # a plain traceback is what a bug report needs
+    pretty_exceptions_enable=False,  # bug reports need plain tracebacks
 )
 _MOST_CONTEXT = 2**27
 
@@ -35,7 +35,7 @@ app.command()(run)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        out.print(mla_compile.__version__)
+        out.print(__version__)
         raise typer.Exit
 
 
@@ -65,7 +65,7 @@ def demo(
     Exits with 0 when the tokens are the same, 1 when they differ, 2 where the demo cannot run.
     """
     with ending():
-        lengths = cli_values.counts(contexts, "contexts", _MOST_CONTEXT)
+        lengths = values.counts(contexts, "contexts", _MOST_CONTEXT)
         settings = demo_.Settings(layers, lengths, dtype)
         if quick:
             short = tuple(sorted({min(n, 1024) for n in lengths}))

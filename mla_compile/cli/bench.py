@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from mla_compile.cli import values as cli_values
+from mla_compile.cli import values
 from mla_compile.cli.common import INTERRUPTED, AsJson, ending, err, failed, out, print_json, progress, say
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
@@ -50,10 +50,10 @@ def bench(
     """
     with ending():
         settings = Settings(
-            cli_values.counts(contexts, "contexts", _MOST_CONTEXT), cli_values.dtype(dtype),
-            cli_values.count(batch, "batch", _MOST_BATCH),
-            cli_values.count(layers, "layers", config_file.LARGEST_DEPTH),
-            cli_values.count(rounds, "rounds", _MOST_ROUNDS), seconds, _device(device),
+            values.counts(contexts, "contexts", _MOST_CONTEXT), values.dtype(dtype),
+            values.count(batch, "batch", _MOST_BATCH),
+            values.count(layers, "layers", config_file.LARGEST_DEPTH),
+            values.count(rounds, "rounds", _MOST_ROUNDS), seconds, _device(device),
         )  # fmt: skip
         sizes = _dims(dims) if dims is not None else None
         if (source is None) == (sizes is None):
@@ -63,7 +63,7 @@ def bench(
 
             check(plot)
         if threads is not None:
-            torch.set_num_threads(cli_values.count(threads, "threads", _MOST_THREADS))
+            torch.set_num_threads(values.count(threads, "threads", _MOST_THREADS))
         with err.status("reading the model's sizes"):
             if sizes is not None:
                 run = Bench(subject(config_with(sizes, settings.layers), (), settings))
@@ -84,7 +84,7 @@ def bench(
 
 
 def _run(run: Bench) -> bool:
-    """Whether it was interrupted."""
+    """Measures; returns whether it was interrupted."""
     try:
         with progress(run.stages()) as stage:
             for name in run.run():
@@ -113,7 +113,7 @@ def _dims(text: str) -> Dims:
             raise InputError(f"--dims has {part!r}, expected a size for each of {', '.join(letters)}")
         if name in sizes:
             raise InputError(f"--dims has {name} twice")
-        sizes[name] = cli_values.count(number, f"--dims: {name}", config_file.LARGEST_COUNT if name == "H" else 2**17)
+        sizes[name] = values.count(number, f"--dims: {name}", config_file.LARGEST_COUNT if name == "H" else 2**17)
     missing = [name for name in "HLRNVD" if name not in sizes]
     if missing:
         raise InputError(f"--dims has no {', '.join(missing)}; an example: H=16 L=512 R=64 N=128 V=128 D=2048")

@@ -1,4 +1,4 @@
-"""What all commands share: where they print, how they end, and the bar that says how far they are.
+"""What all commands share: where they print, how they end, and the bar that shows their progress.
 
 Results go to stdout, everything else to stderr. Exit codes are in :data:`EXIT_CODES`.
 """
@@ -25,7 +25,7 @@ EXIT_CODES = (
     "Every command exits with 0 when it did what it was asked, 1 when the answer is no (nothing is absorbed, results "
     "differ, it does not fit, it cannot be exported), 2 for input that cannot be used, and 130 when it is interrupted."
 )
-# An answer about a model, and not about what was typed.
+# These are answers about a model; other errors are about what was typed.
 _ANSWERS = (ExportError, NothingToCompareError, VerificationError)
 _EXTRAS = {
     "jinja2": "",
@@ -43,12 +43,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to s
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Turns an error that is not ours into one line on stderr and an exit code."""
-    # torch prints the whole way to what fails on tensors without values, which is said in that one line.
+    """Turns an error that is no bug of ours into one line on stderr and an exit code."""
+    # torch logs a whole traceback of what fails on tensors without values; the one line says what it was.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         yield
-    except BrokenPipeError:  # whoever read the output has enough: click ends quietly then
+    except BrokenPipeError:  # whoever reads the output has seen enough; click ends quietly then
         raise
     except TargetError as error:
         raise failed(error, BAD_INPUT) from None
@@ -71,7 +71,7 @@ def ending() -> Iterator[None]:
 
 
 def failed(error: object, code: int) -> typer.Exit:
-    """Say what went wrong in one line, also where the message has several; the exit to raise."""
+    """Says what went wrong in one line, even if the message has several; returns the exit to raise."""
     err.print(f"error: {' '.join(str(error).split())}", style="red", markup=False, soft_wrap=True)
     return typer.Exit(code)
 
@@ -108,12 +108,12 @@ def progress(total: int) -> Iterator[Stages]:
 
 
 class Stages:
-    """Called with the name of a stage as it begins."""
+    """Called with the name of each stage as it begins."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar, self._task, self._begun = bar, bar.add_task("", total=total), False
 
     def __call__(self, stage: str) -> None:
-        """The one before it has ended."""
+        """The stage before it has ended."""
         self._bar.update(self._task, description=stage, advance=int(self._begun))
         self._begun = True

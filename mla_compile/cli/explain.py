@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mla_compile.cli import values as cli_values
+from mla_compile.cli import values
 from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside
+from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
 from mla_compile.report.explained import CONTEXTS, Explained, SiteChoice, explained
@@ -27,7 +28,7 @@ def explain(
             metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION (see above)."
         ),
     ],
-    dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(cli_values.BYTES)}.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(BYTES)}.")] = "bf16",
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -41,14 +42,14 @@ def explain(
     that cannot be read.
     """
     with ending():
-        name = cli_values.dtype(dtype)
+        name = values.dtype(dtype)
         target = None if html is None else checked(html)
         own = (Path(source), Path(source) / "config.json")
         if target is not None and target.exists() and any(p.exists() and p.samefile(target) for p in own):
             raise InputError(f"{target} is the model's config, which the page would replace; give it another name")
         with err.status("tracing a decode step"):
             facts, report = survey(source, name)
-            result = explained(facts, name, cli_values.BYTES[name])
+            result = explained(facts, name, BYTES[name])
             if target is not None:
                 write_page(result, target, _title(source))
         if as_json:
@@ -62,7 +63,7 @@ def explain(
 
 
 def _title(source: str) -> str:
-    """What the argument calls the model: the config's or the directory's name, or the function's."""
+    """What the argument calls the model: the name of the config, of its directory, or of the function."""
     path = Path(source)
     if source.startswith("python:"):
         return source.removeprefix("python:")
@@ -72,10 +73,8 @@ def _title(source: str) -> str:
 def _show(result: Explained, report: Report) -> None:
     model = result.facts
     weights = model.weights
-    size = f"{cli_values.amount(weights.total)} parameters"
-    active = (
-        "" if weights.active == weights.total else f", {cli_values.amount(weights.active)} of them read for a token"
-    )
+    size = f"{amount(weights.total)} parameters"
+    active = "" if weights.active == weights.total else f", {amount(weights.active)} of them read for a token"
     out.print(f"{model.name}: {model.family}, {size}{active}", style="bold", markup=False, soft_wrap=True)
     for note in result.notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -112,7 +111,7 @@ def _cache_table(result: Explained) -> Table:
     for name in _CONTEXT_NAMES:
         table.add_column(name, justify="right", no_wrap=True)
     for row in result.cache:
-        sizes = [cli_values.gigabytes(size) for size in row.bytes]
+        sizes = [gigabytes(size) for size in row.bytes]
         table.add_row(row.kind, row.meaning, f"{row.values:,}", *sizes, style="bold green" if row.own else None)
     return table
 
@@ -122,8 +121,8 @@ def _cost_table(result: Explained) -> Table:
     for name in ("form", "", *_CONTEXT_NAMES):
         table.add_column(name, justify="right" if name in _CONTEXT_NAMES else "left", no_wrap=True)
     for row in result.costs:
-        table.add_row(row.form, "FLOPs", *(cli_values.scaled(n, "") for n in row.flops))
-        table.add_row("", "bytes", *(cli_values.scaled(n, "B") for n in row.bytes), end_section=True)
+        table.add_row(row.form, "FLOPs", *(scaled(n, "") for n in row.flops))
+        table.add_row("", "bytes", *(scaled(n, "B") for n in row.bytes), end_section=True)
     return table
 
 
@@ -143,7 +142,7 @@ def _choice_lines(choice: SiteChoice) -> list[str]:
     if not choice.folds:
         return [*lines, "  fold verdict: not known here, nor are the widths of the query and the output projection"]
     said = f"fold {' and '.join(choice.fold)}" if choice.fold else "do not fold"
-    times = f"{cli_values.seconds(choice.chained_s)} chained"
+    times = f"{seconds(choice.chained_s)} chained"
     if choice.folded_s is not None:
-        times += f", {cli_values.seconds(choice.folded_s)} with both folded"
+        times += f", {seconds(choice.folded_s)} with both folded"
     return [*lines, f"  fold verdict: {said} (one layer, one query, 32k tokens on a data-centre GPU: about {times})"]

@@ -36,10 +36,10 @@ def export(
 ) -> None:
     """Export a model to ONNX, decoding in absorbed form.
 
-    Exits with 0 when it is written, 1 where the model cannot be exported, 2 for input that cannot be used; nothing is
-    written then.
+    Exits with 0 when it is written, 1 where the model cannot be exported, 2 for input that cannot be used. In the
+    last two cases nothing is written.
     """
-    # torch, on copying the input tree of an exported program.
+    # From torch, on copying the input tree of an exported program.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     with ending():
         from mla_compile.models.sources import load

@@ -9,8 +9,9 @@ import sympy
 import typer
 from rich.table import Table
 
-from mla_compile.cli import values as cli_values
+from mla_compile.cli import values
 from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say
+from mla_compile.core.quantities import BYTES, gigabytes, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
 from mla_compile.workbench import planning
@@ -18,11 +19,6 @@ from mla_compile.workbench.machines import machine as machine_named
 from mla_compile.workbench.planning import Plan, Request
 
 _MOST_CONTEXT, _MOST_USERS, _MOST_MACHINES = 2**27, 2**24, 2**13
-_NAMES = {
-    "replicated": "cache replicated",
-    "context": "cache sharded by context",
-    "data": "data-parallel attention",
-}
 
 
 def plan(
@@ -32,7 +28,7 @@ def plan(
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, cpu, or a .yaml or .json file.")] = "h200",
     context: Annotated[str, typer.Option(help="Tokens of context per user; k is 1,024.")] = "128k",
     users: Annotated[str, typer.Option(help="Users decoded together.")] = "32",
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(cli_values.BYTES)}.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(BYTES)}.")] = "bf16",
     cache_dtype: Annotated[str | None, typer.Option(help="Of the cache; that of the weights where left out.")] = None,
     tp: Annotated[str, typer.Option(help="GPUs that share the model (tensor parallel).")] = "1",
     dcp: Annotated[str, typer.Option(help="GPUs of them that share a context; all where left out.")] = "1",
@@ -49,16 +45,16 @@ def plan(
     Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
     """
     with ending():
-        weight_dtype = cli_values.dtype(dtype)
+        weight_dtype = values.dtype(dtype)
         if not 0 <= reserve < 1:
             raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
         request = Request(
-            cli_values.count(context, "context", _MOST_CONTEXT),
-            cli_values.count(users, "users", _MOST_USERS),
+            values.count(context, "context", _MOST_CONTEXT),
+            values.count(users, "users", _MOST_USERS),
             weight_dtype,
-            cli_values.dtype(cache_dtype, "cache-dtype") if cache_dtype is not None else weight_dtype,
-            cli_values.count(tp, "tp", _MOST_MACHINES),
-            cli_values.count(dcp, "dcp", _MOST_MACHINES),
+            values.dtype(cache_dtype, "cache-dtype") if cache_dtype is not None else weight_dtype,
+            values.count(tp, "tp", _MOST_MACHINES),
+            values.count(dcp, "dcp", _MOST_MACHINES),
             reserve,
         )
         machine = machine_named(gpu)
@@ -84,11 +80,11 @@ def plan(
 
 
 def formula_lines(result: Plan, latent: bool) -> list[str]:
-    """Every formula that was evaluated, one a line, and what its letters mean."""
+    """Every formula that was evaluated, one per line, and what its letters mean."""
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
-        lines.append(f"{_NAMES[row.layout]}, per GPU (attention and network: per layer)")
+        lines.append(f"{planning.LABELS[row.layout]}, per GPU (attention and network: per layer)")
         for name, expression in planning.expressions(row.layout, latent).items():
             used |= expression.free_symbols
             lines.append(f"  {name} = {sympy.sstr(expression)}")
@@ -108,25 +104,24 @@ def _show(result: Plan) -> None:
         *(f"note: {note}" for note in result.notes),
         f"floors at {memory} of the data sheet's bandwidth and {compute} of its FLOP/s",
     )
-    names = [_NAMES[row.layout] + (f" (dcp {row.dcp})" if row.dcp > 1 else "") for row in result.layouts]
+    names = [planning.LABELS[row.layout] + (f" (dcp {row.dcp})" if row.dcp > 1 else "") for row in result.layouts]
     table = Table()
     table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right")
     rows = result.layouts
-    time, gigabytes = cli_values.seconds, cli_values.gigabytes
     table.add_row("weights per GPU", *(gigabytes(r.weight_bytes) for r in rows))
     table.add_row("cache of a user on a GPU", *(gigabytes(r.cache_bytes_per_user) for r in rows))
     table.add_row("users that fit", *(f"{r.most_users:,}" for r in rows))
     table.add_row("users per GPU", *(f"{r.most_users / request.tp:,.4g}" for r in rows))
     fits = ("[green]yes[/]" if r.fits else "[red]no[/]" for r in rows)
     table.add_row(f"{request.users:,} users fit", *fits, end_section=True)
-    table.add_row("attention: reading the cache", *(time(r.cache_memory_s) for r in rows))
-    table.add_row("attention: arithmetic", *(time(r.attention_compute_s) for r in rows))
-    table.add_row("the rest: reading weights", *(time(r.weight_memory_s) for r in rows))
-    table.add_row("the rest: arithmetic", *(time(r.weight_compute_s) for r in rows))
-    table.add_row("links", *(time(r.network_s) for r in rows), end_section=True)
-    table.add_row("floor of a decode step", *(time(r.step_s) for r in rows), style="bold")
+    table.add_row("attention: reading the cache", *(seconds(r.cache_memory_s) for r in rows))
+    table.add_row("attention: arithmetic", *(seconds(r.attention_compute_s) for r in rows))
+    table.add_row("the rest: reading weights", *(seconds(r.weight_memory_s) for r in rows))
+    table.add_row("the rest: arithmetic", *(seconds(r.weight_compute_s) for r in rows))
+    table.add_row("links", *(seconds(r.network_s) for r in rows), end_section=True)
+    table.add_row("floor of a decode step", *(seconds(r.step_s) for r in rows), style="bold")
     table.add_row("bound on tokens/s", *(f"{r.tokens_per_s:,.0f}" for r in rows))
     table.add_row("bound on tokens/s per GPU", *(f"{r.tokens_per_s / request.tp:,.0f}" for r in rows))
     table.add_row("bottleneck", *(r.bottleneck for r in rows))

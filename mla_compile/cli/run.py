@@ -36,8 +36,8 @@ def run(
 ) -> None:
     """Generate token ids with an exported model.
 
-    New ids go to stdout as they come: one line for one prompt; for several a line per step, a column per prompt and -
-    in the column of one that has ended. Everything else goes to stderr.
+    New ids go to stdout as they come: on one line for one prompt; for several, a line per step with a column per
+    prompt, and - in the column of one that has ended. Everything else goes to stderr.
 
     Exits with 0 when it generated, 2 where the model or its options cannot be used.
     """
@@ -45,7 +45,7 @@ def run(
         prompts = [_ids(text) for text in prompt_ids]
         if max_new_tokens > _MOST_TOKENS:
             raise InputError(f"max_new_tokens is {max_new_tokens}, expected a whole number from 1 to {_MOST_TOKENS:,}")
-        # On use: they need the extra onnx, without which the other commands run.
+        # On use: they need the extra onnx, which the other commands can do without.
         from mla_compile.onnx.generation import Generation
         from mla_compile.onnx.sampling import Sampling
         from mla_compile.onnx.session import Session
@@ -89,7 +89,7 @@ def _stream(session: Session, prompts: list[list[int]], steps: Generation, *, qu
     if len(rows) == 1 and not quiet:
         typer.echo()
     first, rest = times[1] - times[0], times[-1] - times[1]
-    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row is the prompt's
+    decoded = sum(map(len, rows)) - len(rows)  # the first token of each row belongs to the prompt
     rate = decoded / rest if decoded else None
     said = f"prompt: {sum(map(len, prompts))} tokens in {first * 1000:.1f} ms"
     if rate is not None:

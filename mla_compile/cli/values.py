@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled, seconds
+from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError, nearest
-
-__all__ = ["BYTES", "amount", "count", "dtype", "gigabytes", "scaled", "seconds"]
 
 _FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8"}
@@ -24,12 +22,12 @@ def count(text: str, what: str, most: int) -> int:
 
 
 def counts(text: str, what: str, most: int) -> tuple[int, ...]:
-    """Such numbers separated by commas, each once, in order. Raises :class:`InputError`."""
+    """Such numbers separated by commas, in order, each of them once. Raises :class:`InputError`."""
     return tuple(sorted({count(part, what, most) for part in text.split(",")}))
 
 
 def dtype(text: str, what: str = "dtype") -> str:
-    """``fp32``, ``bf16``, ``fp16`` or ``fp8``, also by the long name. Raises :class:`InputError`."""
+    """``fp32``, ``bf16``, ``fp16`` or ``fp8``, also from the long names. Raises :class:`InputError`."""
     name = _LONG.get(text.lower(), text.lower())
     if name not in BYTES:
         raise InputError(f"{what} is {text!r}, expected one of {', '.join(BYTES)}{nearest(name, BYTES)}")

@@ -6,7 +6,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def amount(number: int) -> str:
-    """Parameters in billions or millions, few of them as they are."""
+    """Parameters in billions or millions, or as they are if they are few."""
     if number < 1e5:
         return f"{number:,}"
     return f"{number / 1e9:.4g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
@@ -15,6 +15,11 @@ def amount(number: int) -> str:
 def gigabytes(size: float) -> str:
     """Bytes in GB (10^9), three digits."""
     return f"{size / 1e9:,.0f} GB" if size >= 1e11 else f"{size / 1e9:.3g} GB"
+
+
+def gib(size: float) -> str:
+    """Bytes of memory in GiB (2^30)."""
+    return f"{size / 2**30:,.1f} GiB"
 
 
 def scaled(number: float, unit: str) -> str:

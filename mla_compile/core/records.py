@@ -1,4 +1,4 @@
-"""What is recorded about an attention site and about a pass: plain frozen data, no rendering."""
+"""What is recorded about an attention site and about a pass: plain frozen data that knows nothing of its display."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERDICTS: tuple[Verdict, ...] = ("absorbed", "kept", "refused", "not_mla")
 
 @dataclass(frozen=True)
 class Location:
-    """A node of the graph, and the line of the user's source it came from where the trace recorded it."""
+    """A node of the graph, and the line of the user's source that it came from, if the trace recorded it."""
 
     node: str
     op: str
@@ -28,7 +28,7 @@ class Location:
 
     @property
     def source(self) -> str | None:
-        """``folder/file.py:line``, short enough to read and long enough to find; ``None`` when not recorded."""
+        """``folder/file.py:line``: short enough to read, long enough to find; ``None`` if not recorded."""
         if self.file is None:
             return None
         short = "/".join(self.file.replace("\\", "/").split("/")[-2:])
@@ -45,7 +45,7 @@ class Location:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """What of an absorbed attention stays as it was (``keys``, ``values``, some columns), and why."""
+    """The part of an absorbed attention that stays as it was (``keys``, ``values``, some columns), and why."""
 
     part: str
     code: Code
@@ -64,24 +64,24 @@ class SiteReport:
         index: position of the site in its report, from 0.
         where: the attention core.
         verdict: ``absorbed``, ``kept``, ``refused`` or ``not_mla``.
-        form: the form the site runs in now (``expanded``, ``chained``, ``folded``), ``None`` where that has no meaning.
+        form: the form that the site runs in now (``expanded``, ``chained``, ``folded``), ``None`` if it has none.
         code: stable reason; ``mla_compile.codes.section(code)`` is where it is explained.
         reason: the same in words, for this site.
         fix: what the user could change; ``None`` leaves the code's generic advice.
         blame: the node that prevents absorption.
-        dims: the sizes, where they were found.
+        dims: the sizes, if they were found.
         cache_values_expanded: values cached per token of this layer in the expanded form, H(N+R+V).
         cache_values_latent: the same as rows, L+R.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add).
         decode_flops_after: the same in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
         decode_bytes_after: the same in the absorbed form.
-        break_even_S: queries per call up to which the absorbed form is cheaper on a long context; ``inf`` is always.
-        precision_ratio: error of the rewritten site over error of the original, both against float64.
+        break_even_S: queries per call below which the absorbed form is cheaper on a long context; ``inf``: always.
+        precision_ratio: error of the rewritten site over that of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
-        parts: the sides that are absorbed (``keys``, ``values``), of which heads if not of all (``heads 0-7 of 16``,
+        parts: the sides that are absorbed (``keys``, ``values``), with the heads if not for all (``heads 0-7 of 16``,
             ``values of heads 8-15 of 16``); empty for the whole attention.
-        kept: of an attention absorbed in part, what is not, and why.
+        kept: what is not absorbed of an attention that is absorbed in part, and why.
         notes: anything else worth a line.
         drawing: its nodes before and after, from ``explain``; neither compared nor part of the JSON.
     """
@@ -112,17 +112,17 @@ class SiteReport:
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
             raise ValueError(f"verdict is {self.verdict!r}, expected one of {', '.join(VERDICTS)}")
-        object.__setattr__(self, "code", Code(self.code))  # a plain string is welcome, an unknown one is not
+        object.__setattr__(self, "code", Code(self.code))  # a plain string will do, an unknown one will not
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, every field present; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
+        """JSON-able, with every field; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
         record = dataclasses.asdict(dataclasses.replace(self, drawing=None))
         del record["drawing"]
         record["code"] = str(self.code)
         record["notes"], record["parts"] = list(self.notes), list(self.parts)
         record["kept"] = [{**dataclasses.asdict(k), "code": str(k.code)} for k in self.kept]
         for name in _FLOATS:
-            record[name] = _plain_float(record[name])
+            record[name] = plain_float(record[name])
         return record
 
     @classmethod
@@ -157,5 +157,6 @@ def _kept_part(record: Mapping[str, Any]) -> KeptPart:
 _FLOATS = ("break_even_S", "precision_ratio", "fold_error")
 
 
-def _plain_float(value: float | None) -> float | str | None:
+def plain_float(value: float | None) -> float | str | None:
+    """A number as JSON can hold it: ``inf`` and ``nan`` become strings."""
     return value if value is None or math.isfinite(value) else str(float(value))

@@ -1,1 +1,1 @@
-"""Where a model named on the command line comes from, and what is seen by looking at it."""
+"""Where a model named on the command line comes from, and what can be seen by looking at it."""

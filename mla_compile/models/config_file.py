@@ -1,4 +1,4 @@
-"""A Hugging Face config as a stranger hands it over: found, read, and its sizes looked at before anything is built."""
+"""A Hugging Face config from a stranger: found, read, and its sizes checked before anything is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_DEPTH = 2**10
 
 _SIZE = re.compile(r"(_size|_dim|_rank|_inner|n_embd|d_model|_embeddings|n_positions)$")
 _COUNT = re.compile(r"(_layers|_layer|_heads|_head|_experts|_per_tok|_topk|_group)$")
-# Widths and counts that may be none: no rotary part, no experts, no dense layers.
+# Widths and counts that may be 0: no rotary part, no experts, no dense layers.
 _MAY_BE_ZERO = re.compile(r"rope|rotary|expert|shared|mtp|nextn|dense|topk|group|per_tok|window")
 
 
@@ -40,7 +40,7 @@ def read_raw(source: str) -> tuple[dict[str, Any], Path]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise InputError(
-            f"{source!r} is no config.json, no directory with one and no python:MODULE:FUNCTION"
+            f"{source!r} is neither a config.json nor a directory with one nor python:MODULE:FUNCTION"
             + ("" if path.exists() else f"; there is no file {path}")
         )
     try:
@@ -48,13 +48,13 @@ def read_raw(source: str) -> tuple[dict[str, Any], Path]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise InputError(f"{path} is JSON, but no object with the fields of a config")
+        raise InputError(f"{path} is JSON, but not an object with the fields of a config")
     check_sizes(raw, str(path))
     return raw, path
 
 
 def check_sizes(raw: Mapping[str, Any], where: str) -> None:
-    """Refuse sizes no model has: they would take forever or fail far from their cause. Nested configs are looked at."""
+    """Refuses sizes that no model has and that would take forever, or fail far from their cause; also nested ones."""
     for name, value in raw.items():
         if name.startswith("rope_"):  # factors, not sizes
             continue
@@ -70,31 +70,31 @@ def check_sizes(raw: Mapping[str, Any], where: str) -> None:
             raise InputError(f"{where}: {name} is {value!r}, expected a whole number from {least:,} to {most:,}")
 
 
-def transformers() -> Any:
-    """The library, quiet; :class:`InputError` naming the extra where it is missing."""
+def transformers(what: str = "a config") -> Any:
+    """The library, made quiet. Raises :class:`InputError`, which names the extra to install, where it is missing."""
     try:
         library = import_module("transformers")
     except ImportError as error:
         why = "" if error.name == "transformers" else f", which cannot be imported ({error})"
-        raise InputError(f'reading a config needs transformers{why}: pip install "mla-compile[demo]"') from None
+        raise InputError(f'reading {what} needs transformers{why}: pip install "mla-compile[demo]"') from None
     library.logging.set_verbosity_error()
     return library
 
 
 def in_one_line(error: BaseException) -> str:
-    """Kind and message of somebody else's error, cut where it goes on for long."""
+    """Kind and message of an error that somebody else raised, all lines in one, cut where it is long."""
     return textwrap.shorten(f"{type(error).__name__}: {error or 'no message'}", 300, placeholder=" ...")
 
 
 def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
-    """The transformers config that these fields stand for, and what had to be assumed; ``path`` is for messages."""
+    """The transformers config that these fields describe, and what had to be assumed; ``path`` is for messages."""
     library = transformers()
     known = library.CONFIG_MAPPING
     kind = raw.get("model_type")
     notes: tuple[str, ...] = ()
     if not isinstance(kind, str):
         has = "no model_type" if kind is None else f"{kind!r} as its model_type"
-        raise InputError(f"{path} has {has}, so it is no config of a transformers model")
+        raise InputError(f"{path} has {has}, so it is not the config of a transformers model")
     if kind in known:
         config_class = known[kind]
     else:
@@ -102,10 +102,10 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
         if config_class is None:
             raise InputError(
                 f"{path}: transformers {library.__version__} has no model type {kind!r}"
-                f"{nearest(kind, known.keys())}; a model with its own code goes in as python:MODULE:FUNCTION"
+                f"{nearest(kind, known.keys())}; a model with code of its own is given as python:MODULE:FUNCTION"
             )
         name = config_class.model_type
-        notes = (f"model type {kind!r} is read as {name!r}, which its architecture {raw['architectures'][0]} is of",)
+        notes = (f"model type {kind!r} is read as {name!r}, the type of its architecture {raw['architectures'][0]}",)
         raw = {**raw, "model_type": name}
     try:
         return config_class.from_dict(raw), notes
@@ -114,7 +114,7 @@ def parse(raw: dict[str, Any], path: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def _of_architecture(library: Any, raw: Mapping[str, Any]) -> Any:
-    """The config class of the first architecture named, where transformers has it; ``None`` else."""
+    """The config class of the first architecture that the config names; ``None`` if transformers does not have it."""
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return getattr(getattr(library, str(first), None), "config_class", None)

@@ -1,7 +1,7 @@
-"""A causal language model on the meta device, with one layer of each kind: big enough to be traced as it would run.
+"""A causal language model on the meta device, with one layer of each kind: all that is needed to trace a step of it.
 
-Layers that are the same but for their index (class, shapes of weights, plain attributes) are traced once. The others
-stay in the list as layers that hand their input on, so that every index means what it meant. Nothing is allocated.
+Layers that differ only in their index (equal classes, shapes of weights, plain attributes) are traced once. The others
+stay in the list as layers that pass their input through, so that indices keep their meaning. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mla_compile.errors import InputError
 from mla_compile.models.config_file import in_one_line, transformers
 
 CONTEXT = 64
-"""Cached tokens in the trace; the report counts per cached token, and takes a long context where it has to choose."""
+"""Cached tokens in the trace. The report counts per cached token, and chooses as for a long context."""
 
 _INDEX = re.compile("idx|index|layer_id")
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The list of decoder layers: where it is, and for every layer the first one that is the same."""
+    """The list of decoder layers: where it is, and for every layer the first one that is like it."""
 
     path: str
     like: tuple[int, ...]
@@ -40,14 +40,14 @@ class Layers:
         return self.like.count(int(found[1])) if found else 1
 
     def kinds(self) -> dict[int, int]:
-        """Each layer that is traced, and how many are like it."""
+        """Each layer that is traced, and how many layers are like it."""
         return {i: self.like.count(i) for i in dict.fromkeys(self.like)}
 
 
 def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta") -> nn.Module:
-    """The causal language model of a config, with weights of ``dtype``: none on the meta device, else random ones.
+    """The causal language model of a config, with weights of ``dtype``: without values on the meta device, else random.
 
-    A config of several parts gives its text part where that is a model by itself. Raises :class:`InputError`.
+    A config of several parts is built from its text part if that is a model by itself. Raises :class:`InputError`.
     """
     errors = ["it has none"]
     before = torch.get_default_dtype()
@@ -58,7 +58,7 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
             with torch.device(device):
                 model: nn.Module = make(part)
             return model.eval()
-        except Exception as error:  # noqa: BLE001  somebody else's model, in which sizes that do not fit fail anywhere
+        except Exception as error:  # noqa: BLE001  somebody else's model: sizes that do not fit may fail anywhere in it
             errors.append(in_one_line(error))
         finally:
             torch.set_default_dtype(before)
@@ -67,13 +67,13 @@ def build(config: Any, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
 
 
 def _makers(config: Any) -> Iterator[tuple[Callable[[Any], nn.Module], Any]]:
-    """What of transformers may build a causal language model from a config or its text part, the likeliest first."""
+    """What transformers may build a causal language model with, from a config or its text part; the likeliest first."""
     library = transformers()
     text = config.get_text_config()
     for part in (config,) if text is config else (config, text):
         if type(part) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
             yield library.AutoModelForCausalLM.from_config, part
-    # Some models are in no list of transformers: its classes are named after their configs.
+    # Some models are in no list of transformers, but classes are named after their configs.
     usual = type(text).__name__.removesuffix("Config") + "ForCausalLM"
     for name, part in ((usual, text), (next(iter(config.architectures or ()), ""), config)):
         if (named := getattr(library, name, None)) is not None:
@@ -95,7 +95,7 @@ def layers_of(model: nn.Module) -> Layers:
 
 
 def thin(model: nn.Module, layers: Layers) -> None:
-    """Replace, in place, every layer that is like an earlier one by one that hands its input on."""
+    """Replaces, in place, every layer that is like an earlier one by one that passes its input through."""
     if not layers.path:
         return
     modules = model.get_submodule(layers.path)
@@ -110,9 +110,9 @@ def thin(model: nn.Module, layers: Layers) -> None:
 
 
 class _Returned:
-    """How many values a layer returns beside its hidden states, in a tuple; ``None`` where it returns a tensor.
+    """How many values a layer returns in a tuple after its hidden states; ``None`` if it returns a tensor.
 
-    Seen when the layer runs for the first time. All copies of a model share it.
+    Recorded when the layer first runs. All copies of a model share it.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Returned:
 
 
 class _HandOn(nn.Module):
-    """Returns its first argument, as the layer it stands for would; plain attributes of that layer stay readable."""
+    """Returns its first argument in the form of the layer it replaces, whose plain attributes stay readable."""
 
     def __init__(self, layer: nn.Module, returned: _Returned | None = None) -> None:
         super().__init__()
@@ -143,10 +143,10 @@ class _HandOn(nn.Module):
 
 
 def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[str, ...]]:
-    """The cache after a prompt of ``context`` tokens, and what was left out of the model to get it.
+    """The cache after a prompt of ``context`` tokens, and what had to be left out of the model to get it.
 
-    A module that needs values to go on (a loop over the experts that were hit) is replaced, in place, by one that hands
-    its input on; that is no attention unless it holds a layer's index, and then it is an error.
+    A module that needs values (a loop over the experts that were hit) is replaced, in place, by one that passes its
+    input through. If it holds a layer's index it may be an attention, and then it is an error.
     """
     skipped: list[str] = []
     while True:
@@ -154,7 +154,7 @@ def cached_call(model: nn.Module, context: int = CONTEXT) -> tuple[Any, tuple[st
         try:
             with _watched(model, running):
                 cache = _prefill(model, context)
-        except Exception as error:  # noqa: BLE001  somebody else's model, which raises what it likes
+        except Exception as error:  # noqa: BLE001  somebody else's model may raise anything
             path, module = running[-1] if running else ("", model)
             if not path or isinstance(module, _HandOn) or _holds_attention(module):
                 try:
@@ -179,18 +179,18 @@ def _unable(model: nn.Module, path: str, error: Exception) -> str:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return f"{name} is an encoder with a decoder, expected a causal language model"
     if not {"input_ids", "past_key_values"} <= takes.keys() and not {"args", "kwargs"} <= takes.keys():
-        return f"{name} takes {', '.join(takes)}: it is no causal language model, which takes a prompt and a cache"
+        return f"{name} takes {', '.join(takes)}, and a causal language model takes a prompt and a cache"
     return f"{name} does not run on the meta device: {in_one_line(error)}" + (f" (in {path})" if path else "")
 
 
 def to_untouched_memory(model: nn.Module, cache: Any) -> None:
-    """Move both from the meta device to the CPU, in place, without values: memory that nobody writes to takes none."""
+    """Moves both from the meta device to the CPU, in place. Memory that nobody writes to takes up none."""
     model.to_empty(device="cpu")
     _replace_tensors(cache, "cpu")
 
 
 def _replace_tensors(cache: Any, device: str) -> None:
-    """Put tensors without values in the places of a cache's."""
+    """Replaces the tensors of a cache by tensors without values."""
     for slot in getattr(cache, "layers", ()):
         for name, value in vars(slot).items():
             if isinstance(value, torch.Tensor):
@@ -204,7 +204,7 @@ def _prefill(model: nn.Module, context: int) -> Any:
 
 
 def _fake_prefill(model: nn.Module, context: int) -> Any:
-    """The same on fake tensors, for code that looks at values unless it sees that it is traced."""
+    """The same on fake tensors, for code that reads values unless it sees that it is being traced."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied = copy.deepcopy(model)
@@ -216,7 +216,7 @@ def _fake_prefill(model: nn.Module, context: int) -> Any:
 
 @contextmanager
 def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Keep the modules whose forward has begun and not ended, innermost last."""
+    """Keeps ``running`` the list of modules whose forward has begun and not ended, innermost last."""
     handles = []
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(lambda m, _, path=path: running.append((path, m))))
@@ -229,7 +229,7 @@ def _watched(model: nn.Module, running: list[tuple[str, nn.Module]]) -> Iterator
 
 
 def _holds_attention(module: nn.Module) -> bool:
-    """Whether it writes a cache, as far as can be seen: it, or something in it, knows the index of its layer."""
+    """Whether it may write a cache: it, or something in it, knows the index of its layer."""
     return any(_INDEX.search(name) for part in module.modules() for name in vars(part))
 
 

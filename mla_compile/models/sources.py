@@ -1,4 +1,4 @@
-"""Where a model on the command line comes from: a directory of transformers, a config, or a Python function."""
+"""Where a model on the command line comes from: a transformers directory, a config, or a Python function."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 
 from mla_compile.core.measuring import available_bytes
-from mla_compile.errors import InputError
+from mla_compile.core.quantities import gib
+from mla_compile.errors import InputError, brief
 from mla_compile.models import config_file, skeleton
 
 
 def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
     """The model that ``source`` names, in evaluation mode; nothing is ever downloaded.
 
-    ``DIRECTORY``: of a transformers model with its weights. ``CONFIG.json``: with ``random_weights`` as the seed, since
-    it has none. ``python:MODULE:FUNCTION``: what the function returns; modules are also looked for in the current
-    directory. Raises :class:`InputError` for a source that is none of these or cannot be loaded.
+    ``DIRECTORY``: a transformers model with its weights. ``CONFIG.json``: a config, which has no weights, so that
+    ``random_weights`` is the seed of some. ``python:MODULE:FUNCTION``: what the function returns; the module may be in
+    the current directory. Raises :class:`InputError` for a source that is none of these or cannot be loaded.
     """
     if random_weights is not None and not 0 <= random_weights < 2**63:
         raise InputError(f"the seed of random weights is {random_weights}, expected a whole number from 0 to 2^63 - 1")
@@ -37,24 +38,24 @@ def load(source: str, *, random_weights: int | None = None) -> torch.nn.Module:
             )
         return _from_config(path, random_weights)
     raise InputError(
-        f"{source!r} is no directory of a model, no config.json and no python:MODULE:FUNCTION"
+        f"{source!r} is neither a directory of a model nor a config.json nor python:MODULE:FUNCTION"
         + ("" if path.exists() else "; there is no such file")
     )
 
 
 def call(source: str) -> Any:
-    """What the function that ``python:MODULE:FUNCTION`` names returns; :class:`InputError` where there is none."""
+    """What the function ``python:MODULE:FUNCTION`` returns. Raises :class:`InputError` if it is missing or fails."""
     _, _, rest = source.partition(":")
     module, _, function = rest.partition(":")
     if not module or not function:
         raise InputError(f"{source!r}: expected python:MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        with redirect_stdout(sys.stderr):  # what the user's code prints is no part of our output
+        with redirect_stdout(sys.stderr):  # what the user's code prints is not our output
             make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{source!r} cannot be found: {error}") from error
-    except (Exception, SystemExit) as error:  # the user's module, which raises what it likes
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise InputError(f"{source!r} cannot be imported: {config_file.in_one_line(error)}") from error
     finally:
         sys.path.remove(os.getcwd())
@@ -76,13 +77,13 @@ def _made_by(source: str) -> torch.nn.Module:
 
 
 def _pretrained(directory: Path) -> torch.nn.Module:
-    transformers = _transformers()
+    transformers = config_file.transformers("a model")
     try:
         model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             str(directory), local_files_only=True, dtype="auto"
         )
-    except Exception as error:  # somebody else's files, and the code of the model they name, which raises what it likes
-        raise InputError(f"transformers does not load {directory}: {_first_line(error)}") from error
+    except Exception as error:  # somebody else's files, and the code that they name, may raise anything
+        raise InputError(f"transformers does not load {directory}: {brief(error)}") from error
     return model.eval()
 
 
@@ -92,20 +93,6 @@ def _from_config(path: Path, seed: int) -> torch.nn.Module:
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
     size = sum(p.numel() * p.element_size() for p in skeleton.build(config, dtype).parameters())
     if size > 0.8 * (free := available_bytes()):
-        raise InputError(
-            f"the weights of {path} take {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB of memory are free"
-        )
+        raise InputError(f"the weights of {path} take {gib(size)}, and {gib(free)} of memory are free")
     torch.manual_seed(seed)
     return skeleton.build(config, dtype, "cpu")
-
-
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        why = "" if error.name == "transformers" else f", which cannot be imported ({error})"
-        raise InputError(f'reading a model needs transformers{why}: pip install "mla-compile[demo]"') from None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"

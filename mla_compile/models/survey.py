@@ -1,7 +1,7 @@
-"""Looking at a model for :mod:`mla_compile.report.facts`: its attention sites, its cache, its weights.
+"""Collects the facts about a model (:mod:`mla_compile.report.facts`): its attention sites, its cache, its weights.
 
-All of it is read off the model itself, traced on the meta device: sizes from its weights and its graph, the cache from
-the cache it fills. Only how many experts a token takes is not in any weight and comes from the config.
+They are read off the model itself, traced on the meta device: sizes from its weights and its graph, the cache from the
+one that it fills. Only the number of experts that a token takes is in no weight; it comes from the config.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import mla_compile
 from mla_compile.core.dims import Dims
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, skeleton, sources
-from mla_compile.report.facts import CachedLayers, Facts, Family, family_of, latent_sites
+from mla_compile.models.weights import first_int, text_config, weights_of
+from mla_compile.report.facts import CachedLayers, Facts, Family, Weights, family_of, latent_sites
 from mla_compile.report.report import Report
-from mla_compile.report.weights import Weights, first_int, text_config, weights_of
 
 # A model in fp8 is traced in bf16: how its code applies scales is its own affair.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Survey(NamedTuple):
-    """What there is to know about a model, and the report of one decode step of it."""
+    """The facts about a model, and the report of a decode step of it."""
 
     facts: Facts
     report: Report
@@ -48,7 +48,7 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
     model, args, kwargs = _parts(made, source)
     if args is None:
         return _of_language_model(model.to("meta"), ())
-    with redirect_stdout(sys.stderr):  # what the model prints is no part of our output
+    with redirect_stdout(sys.stderr):  # what the model prints is not our output
         report = mla_compile.explain(model, *args, **kwargs)
     return _assemble(model, report, skeleton.Layers("", ()), (), weights_of(model), ())
 
@@ -90,7 +90,7 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
 
 
 def _step_explained(model: nn.Module, cache: Any) -> Report:
-    """The report of a decode step of a model that is ours, on the meta device, and its cache."""
+    """The report of a decode step of a model that we built on the meta device, with its cache."""
 
     def on(device: str) -> Report:
         step = torch.zeros(1, 1, dtype=torch.long, device=device)
@@ -98,10 +98,10 @@ def _step_explained(model: nn.Module, cache: Any) -> Report:
 
     try:
         return on("meta")
-    except CaptureError as error:  # torch traces less there: no index that is a list, for one
+    except CaptureError as error:  # torch can trace less there: no index that is a list, for example
         try:
             skeleton.to_untouched_memory(model, cache)
-        except RuntimeError:  # more than this machine promises
+        except RuntimeError:  # more than this machine can promise
             raise error from None
         return on("cpu")
 
@@ -137,7 +137,7 @@ def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: R
 
 
 def _cached_layers(cache: Any, layers: skeleton.Layers) -> tuple[CachedLayers, ...]:
-    """What the trace's cache holds per token; layers that were not traced hold what the one they are like holds."""
+    """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold."""
     slots = list(getattr(cache, "layers", ()))
     filled: Counter[tuple[int, int, int, int]] = Counter()
     # A layer may have several attentions: slots are shared out evenly.
@@ -169,7 +169,7 @@ def _not_counted(cache: Any, cached: Sequence[CachedLayers]) -> tuple[str, ...]:
 
 
 def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
-    """Q and D where the graph does not show them, from the shapes of the weights in the attention's module."""
+    """``dims`` with Q and D filled in, if the graph does not show them, from the shapes of the module's weights."""
     try:
         owner = model.get_submodule(path)
     except AttributeError:
@@ -177,7 +177,7 @@ def _with_widths(dims: Dims, model: nn.Module, path: str) -> Dims:
     shapes = [p.shape for p in owner.parameters() if p.dim() == 2]
     D = dims.D or next((n for m, n in shapes if m in (dims.L + dims.R, dims.L)), None)
     widths = [n for m, n in shapes if m == dims.H * (dims.N + dims.R)]
-    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of both, has as many rows
+    if dims.R in (0, dims.V) and dims.L in widths:  # the up-projection of K, or of K and V, has as many rows
         widths.remove(dims.L)
     Q = dims.Q or next((n for n in widths if n != dims.L), widths[0] if widths else None)
     return replace(dims, Q=Q, D=D)

@@ -1,10 +1,9 @@
-"""Writing a model directory: all of it or nothing, the same bytes for the same model, weights once for both graphs."""
+"""Writes a model directory: completely or not at all, equal bytes for equal models, weights once for both graphs."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,20 +12,23 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from mla_compile.core.files import umask
 from mla_compile.errors import TargetError
+from mla_compile.onnx.files import sha256
+from mla_compile.onnx.manifest import WEIGHTS
 
-WEIGHTS, REPORT = "weights.bin", "report.json"
-_INLINE = 1024  # bytes: what is smaller stays in the graph's file, where tools show it
-_ALIGNMENT = 4096  # a page, so that a runtime can map a tensor as it lies in the file
+REPORT = "report.json"
+_INLINE = 1024  # bytes; smaller tensors stay in the graph's file, where tools show them
+_ALIGNMENT = 4096  # a page, so that a runtime can map a tensor directly from the file
 
 
 @contextlib.contextmanager
 def staged(target: Path, overwrite: bool) -> Iterator[Path]:
     """A new directory beside ``target`` that takes its place when the block ends without an error.
 
-    Whatever fails, what was at ``target`` before is still there. Raises :class:`TargetError` for a target that cannot
-    be written or exists: with ``overwrite`` an empty directory and one that an export wrote may be replaced, and no
-    other, such as that of the model itself.
+    Whatever fails, what was at ``target`` before stays. Raises :class:`TargetError` for a target that exists or cannot
+    be written. With ``overwrite``, an empty directory or one that an export wrote is replaced, but no other one, such
+    as that of the model itself.
     """
     if target.exists() and not overwrite:
         raise TargetError(f"{target} exists; pass overwrite=True to replace it, or choose another path")
@@ -41,7 +43,7 @@ def staged(target: Path, overwrite: bool) -> Iterator[Path]:
         raise TargetError(f"{target} cannot be written: {error.strerror or error}") from error
     try:
         yield stage
-        stage.chmod(0o777 & ~_umask())
+        stage.chmod(0o777 & ~umask())
         _take_place(stage, target)
     except OSError as error:
         raise TargetError(f"{target} cannot be written: {error.strerror or error}") from error
@@ -69,21 +71,15 @@ def _take_place(stage: Path, target: Path) -> None:
             shutil.rmtree(old.parent, ignore_errors=not target.exists())
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 @dataclass(frozen=True)
 class Written:
-    """The files of a directory: bytes and SHA-256 by name."""
+    """The files of a directory: size in bytes and SHA-256, by name."""
 
     files: Mapping[str, tuple[int, str]]
 
 
 def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
-    """Saves graphs by file name, with all large weights in one file, equal ones once."""
+    """Saves graphs under their file names, with all large weights in one file and equal ones only once."""
     weights = _Weights(directory / WEIGHTS)
     with weights:
         for model in graphs.values():
@@ -91,15 +87,16 @@ def write_graphs(graphs: Mapping[str, ir.Model], directory: Path) -> Written:
                 value = model.graph.initializers[name]
                 if value.const_value is not None and value.const_value.nbytes >= _INLINE:
                     value.const_value = weights.add(value.const_value, name)
-    digest = fingerprint(directory / WEIGHTS)[1]
+    digest = sha256(directory / WEIGHTS)
     for file, model in graphs.items():
         model.metadata_props["mla_compile.weights_sha256"] = digest
         ir.save(model, directory / file)
-    return Written({name: fingerprint(directory / name) for name in sorted((*graphs, WEIGHTS))})
+    paths = {name: directory / name for name in sorted((*graphs, WEIGHTS))}
+    return Written({name: (path.stat().st_size, sha256(path)) for name, path in paths.items()})
 
 
 class _Weights:
-    """A file of tensors, each on a page of its own; a tensor that is there already is not written again."""
+    """A file of tensors, each on a page of its own; a tensor that it already holds is not written again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -123,12 +120,3 @@ class _Weights:
             WEIGHTS, self._known[key], len(data), tensor.dtype, shape=ir.Shape(tensor.shape), name=name,
             base_dir=self._path.parent,
         )  # fmt: skip
-
-
-def fingerprint(path: Path) -> tuple[int, str]:
-    """Size and SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return path.stat().st_size, digest.hexdigest()

@@ -1,4 +1,4 @@
-"""From a converted graph to a finished ONNX model: named, in its profile, with its function and its metadata."""
+"""Turns a converted graph into a finished ONNX model: names, profile, function and metadata."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mla_compile.version import __version__
 
 @dataclass(frozen=True)
 class CacheIO:
-    """One cache as the finished graph has it; ``grows``: along axis 1 (genai: 2)."""
+    """One cache in the finished graph; ``grows``: along axis 1 (genai: 2)."""
 
     past: str
     present: str
@@ -44,9 +44,9 @@ class CacheIO:
 
 @dataclass(frozen=True)
 class Wires:
-    """What the positions of a converted graph's inputs mean: three of tokens, then caches, as the outputs after logits.
+    """The inputs of a converted graph: three about tokens, then caches in the order of the outputs after the logits.
 
-    ``fallback``: names for caches that no attention reads.
+    ``grows``: which caches grow; ``fallback``: names for caches that no attention reads.
     """
 
     fallback: tuple[str, ...]
@@ -57,7 +57,7 @@ TOKENS = ("input_ids", "attention_mask", "position_ids")
 
 
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
-    """Finishes the graph in place; ``names``: of the caches, from the decode graph for the prefill graph beside it."""
+    """Finishes the graph in place. ``names``: of the caches; the prefill graph gets those of the decode graph."""
     model, graph = converted.model, converted.model.graph
     dims = _dims(graph, wires)
     inputs, outputs = list(graph.inputs), len(graph.outputs)
@@ -103,7 +103,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
 
 
 def _rename_nodes(graph: ir.Graph, prefixes: Mapping[str, str]) -> None:
-    """Nodes that were added for a cache carry its name."""
+    """Gives nodes that were added for a cache the name of that cache."""
     for node in graph:
         prefix = next((p for p in prefixes if str(node.name).startswith(p)), None)
         if prefix is not None:
@@ -149,7 +149,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
-    """In place, the output is the buffer that went in."""
+    """With caches in place, the output is the buffer that went in."""
     return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.name == "inplace" else {}
 
 
@@ -159,7 +159,7 @@ def _shape(value: ir.Value, axis: int | None) -> tuple[int | None, ...]:
 
 
 def attach_functions(model: ir.Model) -> None:
-    """One function for each signature of the model's attention nodes; overloads where there are several."""
+    """Adds one function for each signature of the model's attention nodes, as overloads if there are several."""
     opset = model.opset_imports[""]
     signatures: dict[Signature, list[ir.Node]] = {}
     for node in attention_nodes(model.graph):
@@ -175,7 +175,7 @@ def attach_functions(model: ir.Model) -> None:
 
 
 def signature(node: ir.Node) -> Signature:
-    """What decides the body of the function for a node."""
+    """What determines the body of the function for a node."""
     given = [*node.inputs, *[None] * 7][:7]
     query, latent, rope, mask, seq_lens, sinks, values = given
     assert query is not None
@@ -211,9 +211,9 @@ def signature(node: ir.Node) -> Signature:
 
 
 def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
-    """What every exported graph gets: its function, readable names of weights, metadata, and nothing of this machine.
+    """What every exported graph gets: its function, readable names of weights, metadata, and no trace of this machine.
 
-    ``strip``: a prefix of the weights' names that is not the model's own.
+    ``strip``: a prefix of the weights' names that is not part of the model's own.
     """
     model, report = converted.model, converted.report
     graph = model.graph
@@ -240,7 +240,7 @@ def finish(converted: Converted, profile: Profile, *, strip: str) -> None:
 
 
 def _name_weights(graph: ir.Graph, baked: Mapping[str, str], state: Mapping[str, torch.Tensor], strip: str) -> None:
-    """The names weights have in the model, without the prefix of what wrapped it; also those that were transposed."""
+    """Gives weights their names in the model, transposed ones too, without the prefix of the module around it."""
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, tensor in state.items():
         if tensor.dim() == 2 and not tensor.is_meta:
@@ -269,7 +269,7 @@ def _is_transposed(array: np.ndarray[Any, Any], weight: torch.Tensor) -> bool:
 
 
 def _clean(model: ir.Model) -> None:
-    """No source lines, no paths of the machine it was made on; no shapes inside that the runtime infers itself."""
+    """Removes source lines and paths of this machine, and shapes inside the graph, which the runtime infers itself."""
     graph = model.graph
     kept = {*graph.inputs, *graph.outputs, *(v for n in attention_nodes(graph) for v in (*n.inputs, *n.outputs))}
     for node in graph:

@@ -1,9 +1,9 @@
-"""Weights in the shape in which the exported graph multiplies with them.
+"""Stores weights in the shape in which the exported graph multiplies by them.
 
-Before: ``einsum("bshn,hnl->bshl", q, slice(reshape(kv_b_proj.weight)))``, a slice of the weight taken in every call.
+Before: ``einsum("bshn,hnl->bshl", q, slice(reshape(kv_b_proj.weight)))``, which slices the weight in every call.
 
 After: ``matmul(reshape(permute(q), [H, -1, N]), w)`` with ``w`` [H,N,L] a constant of its own, contiguous and in the
-dtype of the product. Einsum is a chain of transposes in most runtimes; MatMul is what they are good at.
+dtype of the product. Most runtimes run Einsum as a chain of transposes; MatMul is what they are good at.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ aten = torch.ops.aten
 def bake_projections(program: Program) -> dict[str, tuple[str, ...]]:
     """Rewrites every product of an activation and a weight that the absorption wrote.
 
-    The baked weights become folds of the program, in the place of those they are made from. Returns, by the name of
-    each new input, the node names of the weights it was made from.
+    The baked weights become folds of the program and replace those that they are made from. Returns, by the name of
+    each new input, the node names of the weights it is made from.
     """
     graph = program.gm.graph
     products = {fold.placeholder: fold for fold in program.folds}
     weights = weight_nodes(graph, {*program.weights, *products})
-    # One constant for equal expressions: layers that share a weight, several query blocks against one key.
+    # Equal expressions share one constant: layers that share a weight, several blocks of queries against one key.
     baked: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
     made: dict[str, tuple[str, ...]] = {}
     for node in list(graph.nodes):
@@ -93,7 +93,7 @@ def _product(sizes: Mapping[str, Any], letters: list[str]) -> int:
 def _constant(
     program: Program, weight: fx.Node, order: tuple[int, ...], counts: list[int]
 ) -> tuple[fx.Node, tuple[str, ...]]:
-    """A new input holding ``weight`` permuted to ``order`` and flattened to one axis for each count that is not 0."""
+    """A new input with ``weight`` permuted to ``order`` and flattened to one axis for each count that is not 0."""
     module, names = _closed(weight)
     products = {fold.placeholder: fold for fold in program.folds if fold.placeholder in names}
     leaves = dict.fromkeys(n for name in names for n in (products[name].weights if name in products else (name,)))
@@ -119,7 +119,7 @@ def _constant(
 
 
 def _closed(weight: fx.Node) -> tuple[fx.GraphModule, list[str]]:
-    """What ``weight`` is computed with, as a module of its own, and the names of the inputs it starts from."""
+    """The computation of ``weight`` as a module of its own, and the names of the inputs that it starts from."""
     copied: dict[fx.Node, fx.Node] = {}
     own = fx.Graph()
     names: list[str] = []

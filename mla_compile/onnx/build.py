@@ -1,8 +1,8 @@
 """Builds the native library of the ONNX operator: ``python -m mla_compile.onnx.build``.
 
-One shared library with a CPU kernel and, for CUDA, our Triton kernels as machine code: compiled here without a GPU,
-embedded, and launched by a host part in C. It needs Triton and a C compiler, no CUDA toolkit and no header of ONNX
-Runtime; where it is used it needs neither Triton nor torch. ``native.py`` decides whether a session should have it.
+One shared library with a CPU kernel and, for CUDA, our Triton kernels as machine code, which is compiled here without a
+GPU, embedded, and launched by a host part in C. Building needs Triton and a C compiler, but no CUDA toolkit and no
+headers of ONNX Runtime; using it needs neither Triton nor torch. ``native.py`` decides whether a session gets it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.plan import NoPlanError
 from mla_compile.onnx import cubins
 from mla_compile.onnx.cubins import Cubin
-from mla_compile.onnx.native import API_VERSION, NAME, OP_VERSION, default_folder
+from mla_compile.onnx.manifest import OP_VERSION
+from mla_compile.onnx.native import API_VERSION, NAME, default_folder
 from mla_compile.onnx.variants import DTYPES, FLOAT, MASKS, TUNED, Dims, Variant, variants
 from mla_compile.version import __version__
 
@@ -52,15 +53,15 @@ def build_library(
     cache: str | Path | None = None,
     say: Say | None = None,
 ) -> Path:
-    """Compile the kernels for every architecture, dtype and dims, and link the library; returns its path.
+    """Compiles the kernels for every architecture, dtype and dims, and links the library; returns its path.
 
-    ``output`` is a folder (default: the one that ``native.find`` looks into). ``jobs`` processes compile side by side;
+    ``output`` is a folder (default: the one in which ``native.find`` looks). ``jobs`` processes compile in parallel;
     with more than one, a script that calls this needs ``if __name__ == "__main__"``. ``cache`` keeps compiled kernels
-    (default: beside that folder). ``say`` is called with a line for each kernel. The library appears whole or not at
+    (default: inside that folder). ``say`` is called with a line for each kernel. The library appears whole or not at
     all.
 
-    Raises :class:`OptionError` for an architecture, dtype or dims that cannot be, and :class:`ExportError` where Triton
-    or a C compiler is missing or fails.
+    Raises :class:`OptionError` for an impossible architecture, dtype or dims, and :class:`ExportError` if Triton or a C
+    compiler is missing or fails.
     """
     for names, known in ((archs, PRESETS), (dtypes, DTYPES)):
         for name in names:
@@ -154,7 +155,7 @@ def _manifest(
 
 
 def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
-    """One entry of the host's table: what a variant is for, its plan's numbers, and where its machine code lies."""
+    """One entry of the host's table: what a variant is for, the numbers of its plan, and where its machine code is."""
     dims, fields = variant.dims, {"role": _ROLES[variant.step], "arch": variant.arch.removeprefix("sm_")}
     fields |= dict.fromkeys(
         ("dtype", "query", "La", "Lb", "Lv", "values", "mask", "softcap", "window", "causal", "direct", "sinks"), "ANY"
@@ -183,7 +184,7 @@ def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
 
 
 def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any]) -> tuple[str, bytes]:
-    """``table.c``, and the file of machine code that it includes."""
+    """``table.c``, and the file of machine code that it embeds."""
     images, places = bytearray(), {}
     for cubin in made:
         if cubin.image not in places:
@@ -204,7 +205,7 @@ def _table(wanted: list[Variant], made: list[Cubin], manifest: dict[str, Any]) -
 
 
 def _quoted(text: str) -> str:
-    """A C string, in pieces that every compiler takes."""
+    """A C string, in pieces short enough for every compiler."""
     pieces = [text[i : i + 2000] for i in range(0, len(text), 2000)]
     return "\n  ".join(json.dumps(piece) for piece in pieces)
 
@@ -225,7 +226,7 @@ def _link(compiler: list[str], wanted: list[Variant], made: list[Cubin], manifes
 
 
 def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
-    """The dims and the dtype that a model directory needs; :class:`ModelFileError` where it cannot be read."""
+    """The dims and the dtype that a model directory needs. Raises :class:`ModelFileError` if it cannot be read."""
     path = Path(directory) / "mla_compile.json"
     try:
         manifest = json.loads(path.read_text())
@@ -241,11 +242,11 @@ def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
             for n in nodes
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelFileError(f"{path} is no manifest of an exported model: {type(error).__name__}: {error}") from error
+        raise ModelFileError(f"{path} is not the manifest of an export: {type(error).__name__}: {error}") from error
     if manifest.get("profile") == "genai":
         raise ModelFileError(
-            f"{directory}: rows in two halves are summed across both, which the CUDA kernels cannot; the function in "
-            "the file is used"
+            f"{directory}: rows in two halves are summed across both, which the CUDA kernels cannot do; the function "
+            "in the file is used"
         )
     return tuple(dict.fromkeys(found)), dtype
 
@@ -261,7 +262,7 @@ def _dims(text: str) -> Dims:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 with one line where the library cannot be built."""
+    """Returns the exit status: 1, after one line on stderr, if the library cannot be built."""
     parser = argparse.ArgumentParser(
         prog="python -m mla_compile.onnx.build", description=(__doc__ or "").split("\n")[0]
     )

@@ -1,8 +1,8 @@
-"""A causal language model of transformers as one function of flat tensors: its caches found, its graph exported.
+"""A transformers causal language model as one function of flat tensors: finds its caches, exports its graph.
 
 Nothing is known about a model beyond the calling convention of transformers: ``input_ids``, ``attention_mask``,
 ``position_ids`` and ``past_key_values`` go in, ``logits`` and ``past_key_values`` come out, and the cache is an object
-whose ``layers`` hold tensors. Which tensors, and which of their axes grows with the context, is seen by running it.
+whose ``layers`` hold tensors. Which tensors, and which of their axes grows with the context, is found by running it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
-from mla_compile.errors import ExportError, InputError
+from mla_compile.errors import ExportError, InputError, brief
 from mla_compile.onnx.unroll import UnrolledExperts
 
-# Any sizes that differ from each other and from 1: torch.export takes equal sizes for one, and 1 for a constant.
+# Any sizes that differ from each other and from 1: torch.export takes equal sizes for the same, and 1 for a constant.
 BATCH, QUERY, PAST = 2, 3, 7
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One tensor of a cache: where it is kept, its axis of tokens (None: of fixed size), its shape for one batch entry.
+    """One tensor of a cache: where it is kept, its token axis (``None``: of fixed size), its shape for one sequence.
 
-    A 4-D tensor with a single head is handled without that axis: ``squeezed``.
+    A 4-D tensor with a single head goes in and out without that axis: ``squeezed``.
     """
 
     layer: int
@@ -45,7 +45,7 @@ class CacheTensor:
         return tensor.squeeze(1) if self.squeezed else tensor
 
     def put(self, cache: Any, tensor: torch.Tensor) -> None:
-        """Make ``tensor`` this tensor of the cache."""
+        """Puts ``tensor`` into its place in a cache."""
         layer = cache.layers[self.layer]
         tensor = tensor.unsqueeze(1) if self.squeezed else tensor
         if self.key is None:
@@ -64,11 +64,11 @@ class CausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights (of the first that is a floating one)."""
+        """The dtype of the model's weights: that of the first floating-point one."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
     def filled(self, tensors: Any) -> Any:
-        """A cache that holds ``tensors``; the template is copied, not written to."""
+        """A cache that holds ``tensors``, made from a copy of the template."""
         cache = copy.copy(self.template)
         cache.layers = [_copied(layer) for layer in self.template.layers]
         for entry, tensor in zip(self.caches, tensors, strict=True):
@@ -85,10 +85,10 @@ class CausalLM:
 
 
 def wire(model: torch.nn.Module) -> CausalLM:
-    """Looks at a model's cache by running it twice on a few tokens.
+    """Looks at a model's cache by running the model twice on a few tokens.
 
     Raises :class:`InputError` for a module that does not follow the convention, :class:`ExportError` for a cache whose
-    tensors cannot be told apart from outside.
+    tensors cannot be told apart from the outside.
     """
     names = inspect.signature(model.forward).parameters
     missing = [n for n in ("input_ids", "attention_mask", "past_key_values") if n not in names]
@@ -106,9 +106,9 @@ def wire(model: torch.nn.Module) -> CausalLM:
 def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bool = False) -> ExportedProgram:
     """The model as an ExportedProgram of ``(input_ids, attention_mask, position_ids, *caches)``.
 
-    It returns ``(logits, *caches)``. ``last_only``: logits of the last token only, where the model can. ``experts``:
-    how its mixture of experts is computed meanwhile, where the model offers a choice. ``one_token``: traced for calls
-    of one query token.
+    It returns ``(logits, *caches)``. ``last_only``: logits of the last token only, if the model can do that.
+    ``experts``: how mixtures of experts are computed in the trace, if the model offers a choice. ``one_token``: traced
+    for calls of one query token.
     """
     query = 1 if one_token else QUERY
     device = next(lm.model.parameters()).device
@@ -128,11 +128,8 @@ def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bo
     with torch.no_grad(), _experts(lm.model, experts), _evaluating(lm.model), UnrolledExperts():
         try:
             return torch.export.export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
-        except Exception as error:  # tracing runs the user's model, which raises what it likes
-            first = next(iter(str(error).strip().splitlines()), "no message")
-            raise ExportError(
-                f"{type(lm.model).__name__} cannot be traced by torch.export: {type(error).__name__}: {first}"
-            ) from error
+        except Exception as error:  # tracing runs the user's model, which may raise anything
+            raise ExportError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
 
 
 class _Flat(torch.nn.Module):
@@ -140,7 +137,7 @@ class _Flat(torch.nn.Module):
         super().__init__()
         self._one_token = one_token
         self.model = lm.model
-        self._lm = (lm,)  # in a tuple: not a submodule
+        self._lm = (lm,)  # in a tuple, so that it is no submodule
         self._extra = {"logits_to_keep": 1} if last_only else {}
 
     def forward(
@@ -151,7 +148,7 @@ class _Flat(torch.nn.Module):
         caches: list[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         (lm,) = self._lm
-        # A state of fixed size may be written in place; what came in is still needed, and is the caller's.
+        # A state of fixed size may be written in place, but what came in is still needed and belongs to the caller.
         given = [t.clone() if entry.axis is None else t for entry, t in zip(lm.caches, caches, strict=True)]
         out = self.model(
             input_ids=input_ids,
@@ -163,7 +160,7 @@ class _Flat(torch.nn.Module):
         )
         new = [entry.of(out.past_key_values) for entry in lm.caches]
         if self._one_token:
-            # A padding token leaves a state of fixed size as it is; in longer calls the model sees to that itself.
+            # A padding token must leave a state of fixed size as it is; in longer calls the model takes care of that.
             real = attention_mask[:, -1] != 0
             for i, entry in enumerate(lm.caches):
                 if entry.axis is None:
@@ -178,7 +175,7 @@ def _run(model: torch.nn.Module, length: int) -> Any:
     with torch.no_grad(), _evaluating(model):
         try:
             out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
-        except Exception as error:  # it is the user's model that runs here and raises what it likes
+        except Exception as error:  # it is the user's model that runs here, and it may raise anything
             raise ExportError(
                 f"{type(model).__name__} does not run on a prompt of {length} tokens: {type(error).__name__}: {error}"
             ) from error
@@ -198,7 +195,7 @@ def _tensors(short: Any, long: Any) -> Iterator[CacheTensor]:
             where = f"{attribute} of cache layer {layer}"
             grown = [axis for axis, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n]
             if x.dim() == 0:
-                continue  # a counter, of a layer that keeps its length as a tensor
+                continue  # the counter of a layer that keeps its length as a tensor
             if x.shape[0] != BATCH or len(grown) > 1 or 0 in grown:
                 raise ExportError(
                     f"{where} has shape {list(x.shape)} after {PAST - 2} tokens and {list(y.shape)} after {PAST}, "
@@ -239,7 +236,7 @@ def _copied(layer: Any) -> Any:
 
 @contextlib.contextmanager
 def _experts(model: Any, implementation: str) -> Iterator[None]:
-    """Compute mixtures of experts in the given way meanwhile, where the model lets its user choose."""
+    """Computes mixtures of experts in the given way for the block, if the model offers a choice."""
     if not getattr(model, "_can_set_experts_implementation", lambda: False)():
         yield
         return

@@ -1,8 +1,8 @@
-"""Complex numbers as pairs of reals: ONNX has operators for real numbers only.
+"""Complex numbers as pairs of real ones: ONNX has operators for real numbers only.
 
 Before: ``view_as_real(view_as_complex(q) * polar(ones, angles))``, a rotary embedding written with complex numbers.
 
-After: products and sums of the two parts. A complex value of shape [...] becomes a real one of shape [..., 2].
+After: products and sums of the two parts. A complex value of shape [...] becomes a real value of shape [..., 2].
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _is_complex(node: Any) -> bool:
 
 
 class _Step:
-    """One node to be replaced: its arguments as pairs, and the few verbs the rules need."""
+    """One node to be replaced: its arguments as pairs, and the few operations that the rules need."""
 
     def __init__(self, node: fx.Node, builder: Builder, pairs: Mapping[fx.Node, fx.Node]) -> None:
         self.node = node
@@ -104,7 +104,7 @@ def _conjugate(step: _Step) -> fx.Node:
 
 
 def _both(step: _Step) -> fx.Node:
-    """A sum or difference, part by part; a real operand has no imaginary part."""
+    """A sum or difference, part by part. A real operand would have no second part."""
     a, b = args_of(step.node)[:2]
     if not (_is_complex(a) and _is_complex(b)):
         raise ExportError(f"{step.node.target} of a complex and a real number has no counterpart in ONNX")
@@ -112,7 +112,7 @@ def _both(step: _Step) -> fx.Node:
 
 
 def _along(step: _Step) -> fx.Node:
-    """Operators that move elements: axes counted from the end move by one, shapes end with the pair."""
+    """Operators that move elements: axes counted from the end shift by one, and shapes end with the pair."""
     node = step.node
     kind: Any = packet(node)
     target: Any = node.target
@@ -129,7 +129,7 @@ def _along(step: _Step) -> fx.Node:
         args[0] = [*(shifted(a) for a in args[0]), rank]
     elif kind is aten.transpose:
         args = [shifted(a) for a in args]
-    elif kind is aten.squeeze:  # without a list of axes it would take the pair's as well
+    elif kind is aten.squeeze:  # without a list of axes it could also remove that of the pair
         given = range(rank) if not args else [args[0]] if isinstance(args[0], int) else args[0]
         args = [[shifted(a) for a in given if val(source).shape[a] == 1]]
         target = aten.squeeze.dims
@@ -166,7 +166,7 @@ _RULES: Mapping[Any, Callable[[_Step], fx.Node]] = {
 
 
 def _constant(program: Program, node: fx.Node) -> fx.Node:
-    """A complex weight as an input of pairs."""
+    """A new input for a complex weight, as pairs."""
     if node.name not in program.weights:
         raise ExportError(f"input {node.name!r} is complex; pass its real view (torch.view_as_real)")
     name = node.name

@@ -1,7 +1,7 @@
-"""From an ExportedProgram to an ONNX graph in the form that was asked for, by the same passes as everywhere.
+"""Converts an ExportedProgram to an ONNX graph in the form that was asked for, with the same passes as everywhere.
 
-capture, the pipeline, then what only an export wants: weights in the shape in which they are multiplied, complex
-numbers as pairs; then torch's own exporter, with the attention operator translated to one node.
+First capture and the pipeline; then what only an export needs: weights in the shape in which they are multiplied, and
+complex numbers as pairs; then torch's own exporter, which translates the attention operator to one node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
 from mla_compile.core.program import Program
-from mla_compile.errors import ExportError
+from mla_compile.errors import ExportError, brief
 from mla_compile.onnx.bake import bake_projections
 from mla_compile.onnx.complex_pairs import split_complex
 from mla_compile.onnx.op import translations
@@ -37,9 +37,9 @@ _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, a
 
 @dataclass(frozen=True)
 class Converted:
-    """An ONNX graph, the program it is a translation of, what was done to the attentions in it.
+    """An ONNX graph, the program that it was translated from, and what was done to the attentions in it.
 
-    ``weights``: names for those that were baked; ``state``: the others.
+    ``weights``: names for the baked weights; ``state``: the others.
     """
 
     model: ir.Model
@@ -50,12 +50,12 @@ class Converted:
 
 
 def convert(exported: torch.export.ExportedProgram, options: Options, opset: int) -> Converted:
-    """``options.forms`` says which form. Raises :class:`ExportError` for an operator that ONNX does not have."""
+    """The graph in the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     program = capture.from_exported(exported)
     tidy(program)
     outcome = pipeline.run(program, options, frozen=True)
     rewritten = outcome.program
-    with torch.no_grad():  # the operator refuses to be differentiated, and tracing it again would ask for that
+    with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
         origins = bake_projections(rewritten)
         split_complex(rewritten)
         names = _names(rewritten, origins)
@@ -64,13 +64,13 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Names for baked weights, from those that the weights have in the model."""
+    """Names for baked weights, derived from those of the weights in the model."""
     targets = {s.arg.name: s.target for s in program.original.graph_signature.input_specs if s.target is not None}
     return {new: _baked_name(new, [targets.get(n, n) for n in nodes], program) for new, nodes in origins.items()}
 
 
 def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
-    """The weights a product was made from, and its side: what the queries meet is W_kc, what the attention gave W_v."""
+    """The first weight of a product and the product's side: W_kc meets the queries, W_v what attention returns."""
     given: set[fx.Node] = set()
     (product,) = program.node(new).users
     after = any(packet(n) is torch.ops.mla_compile.decode_attention for n in _nearest(product, given))
@@ -80,7 +80,7 @@ def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
 
 
 def _nearest(node: fx.Node, seen: set[fx.Node]) -> Iterator[fx.Node]:
-    """What an operand was computed from, through operators that only move elements."""
+    """What a node is computed from, looking through operators that only move elements."""
     for source in node.all_input_nodes:
         if source not in seen and isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
             seen.add(source)
@@ -96,19 +96,18 @@ def _to_onnx(exported: torch.export.ExportedProgram, opset: int) -> ir.Model:
             program = torch.onnx.export(
                 exported, dynamo=True, opset_version=opset, custom_translation_table=translations(), verbose=False
             )
-    except torch.onnx.errors.OnnxExporterError as error:  # with pages of advice; what went wrong is its first cause
+    except torch.onnx.errors.OnnxExporterError as error:  # it holds pages of advice; its first cause says what failed
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        first = next(iter(str(cause).strip().splitlines()), "no message")
-        raise ExportError(f"the graph has no form in ONNX opset {opset}: {type(cause).__name__}: {first}") from error
+        raise ExportError(f"the graph has no form in ONNX opset {opset}: {brief(cause)}") from error
     assert program is not None
     return program.model
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter logs the operator libraries that it did not find."""
+    """Hides what the exporter logs about operator libraries that it does not find."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""ONNX Runtime: finding it, choosing where a model runs, and making its sessions."""
+"""ONNX Runtime: importing it, choosing where a model runs, and creating its sessions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Device:
-    """Where caches live, in the words of OrtValue."""
+    """Where caches live, in the terms of OrtValue."""
 
     type: str = "cpu"
     id: int = 0
 
 
 def onnxruntime() -> Any:
-    """The module, imported now; :class:`ModelFileError` says what to install."""
+    """The module, imported on use. Raises :class:`ModelFileError`, which says what to install."""
     try:
         import onnxruntime
     except ImportError:
@@ -53,7 +53,7 @@ def errors(ort: Any) -> tuple[type[Exception], ...]:
 
 
 def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[str, Any]]]:
-    """The execution providers to ask for, with their options: the wanted ones, else CUDA where it is there and CPU.
+    """The execution providers to ask for, with their options: the wanted ones, else CUDA if there is any, and CPU.
 
     ``cuda`` stands for ``CUDAExecutionProvider``, and so on.
     """
@@ -79,8 +79,8 @@ def working(
 ) -> list[tuple[str, dict[str, Any]]]:
     """Those of ``asked`` that start on this machine.
 
-    ONNX Runtime goes on without a provider whose libraries are missing. A native library may only be registered where
-    its device is really there, so a graph of one node finds out first. ``required``: the user named them.
+    ONNX Runtime carries on without a provider whose libraries are missing. A native library may only be registered
+    where its device really exists, so a graph of one node finds out first. ``required``: the user named them.
     """
     if all(name == "CPUExecutionProvider" for name, _ in asked):
         return list(asked)
@@ -103,7 +103,7 @@ def working(
 
 
 def device_of(providers: Sequence[tuple[str, Mapping[str, Any]]]) -> Device:
-    """Where the caches belong: on the CUDA device where that provider comes first, else in main memory."""
+    """Where the caches belong: on the CUDA device if that provider comes first, else in main memory."""
     name, options = providers[0]
     return Device("cuda", int(options.get("device_id", 0))) if name == "CUDAExecutionProvider" else Device()
 
@@ -113,8 +113,8 @@ def decide(
 ) -> Decision:
     """Whether to register a native library: ``"auto"`` looks for one, ``None`` never does, a path is that file.
 
-    A registered library replaces the function in the file without a way back, so it is registered only where it covers
-    every node. :class:`ModelFileError` where a library that was named cannot be used.
+    A registered library replaces the function in the file for good, so it is registered only where it covers every
+    node. Raises :class:`ModelFileError` if a library that was named cannot be used.
     """
     if library is None:
         return Decision(None, "none was wanted")
@@ -147,7 +147,7 @@ def options_with(ort: Any, given: Any, decision: Decision) -> Any:
     options = given
     if options is None:
         options = ort.SessionOptions()
-        options.log_severity_level = 4  # its warnings are about graphs the user did not write, its errors are raised
+        options.log_severity_level = 4  # its warnings are about graphs of ours, and its errors are raised
     if decision.library is not None:
         try:
             options.register_custom_ops_library(str(decision.library))
@@ -156,10 +156,17 @@ def options_with(ort: Any, given: Any, decision: Decision) -> Any:
     return options
 
 
+def cpu_session(ort: Any, model: str | bytes) -> Any:
+    """A session on the CPU for a check of our own: a file or a serialized model, without warnings."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
 def open_graph(
     ort: Any, path: Path, dtype: str, options: Any, providers: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Any:
-    """An InferenceSession; :class:`ModelFileError` with ONNX Runtime's reason."""
+    """An InferenceSession. Raises :class:`ModelFileError` with ONNX Runtime's reason."""
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except errors(ort) as error:

@@ -1,4 +1,4 @@
-"""``export_onnx``: a model in, a directory out that any ONNX Runtime decodes from, in absorbed form."""
+"""``export_onnx``: a model in, a directory out from which any ONNX Runtime decodes in absorbed form."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.errors import ExportError, InputError, OptionError, nearest
+from mla_compile.errors import ExportError, InputError, OptionError, brief, nearest
 from mla_compile.onnx.exported import DTYPES, Exported, Progress
+from mla_compile.onnx.profile import find_profile
+from mla_compile.options import Options
 
 
 def export_onnx(
@@ -33,19 +35,19 @@ def export_onnx(
     """Writes a directory of ONNX graphs that decode in absorbed form; the model stays as it was.
 
     Args:
-        model: a causal language model of transformers (its inputs and its cache are wired here); any other module
-            with ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule``, also one that ``optimize`` made,
-            with ``example_inputs``.
-        path: the directory to write. It is there when everything in it was verified, or not at all.
+        model: a causal language model of transformers, whose inputs and cache are wired here; any other module with
+            ``example_inputs``; an ``ExportedProgram``; or a ``GraphModule`` with ``example_inputs``, also one that
+            ``optimize`` made.
+        path: the directory to write. It appears once everything in it has been verified, or not at all.
         profile: ``portable`` (opset 21), ``inplace`` (opset 24: caches are buffers written in place), ``genai`` (runs
             under onnxruntime-genai), ``ort-paged`` (com.microsoft PagedAttention, CUDA).
-        prefill: also a graph of the expanded form, for prompts, with the same caches.
-        dtype: "float32", "float16", "bfloat16"; ``None`` keeps the model's. The model is copied, not converted.
-        example_inputs: as ``args`` (or a dict: ``kwargs``) of ``torch.export.export``, for a module that is not wired
+        prefill: also write a graph of the expanded form, for prompts, with the same caches.
+        dtype: "float32", "float16" or "bfloat16"; ``None`` keeps the model's. The model is copied, not converted.
+        example_inputs: ``args`` (or, as a dict, ``kwargs``) of ``torch.export.export``, for a module that is not wired
             here.
-        dynamic_shapes: as in ``torch.export.export``, beside ``example_inputs``.
-        fold: as in ``optimize``; "auto" multiplies weights ahead where the cost model gains.
-        verify: run prompts and steps through the graphs and through the original before anything is written.
+        dynamic_shapes: as in ``torch.export.export``, together with ``example_inputs``.
+        fold: as in ``optimize``; "auto" multiplies weights ahead of time where the cost model gains.
+        verify: run prompts and steps through the graphs and the original before anything is written.
         overwrite: replace a directory that an earlier export wrote, once the new one is complete.
         progress: called with the name of each stage.
 
@@ -53,32 +55,27 @@ def export_onnx(
         The directory, the profile, the report, and how the graphs were verified.
 
     Raises:
-        OptionError: an option that cannot be.
-        InputError: ``model`` is no model.
+        OptionError: an option cannot have that value.
+        InputError: ``model`` is not a model.
         CaptureError: the model cannot be traced.
         ExportError: the model cannot be exported or has no attention to absorb, or the path cannot be written.
     """
     require_packages()
+    # On use: these import the packages that were just asked for.
     from mla_compile.onnx import artifact, causal_lm, lm_export, program_export
-    from mla_compile.onnx.profile import profile as named
 
-    chosen = named(profile)
-    kind = _dtype(dtype)
-    if fold not in ("auto", "never", "always"):
-        raise OptionError(
-            f"fold is {fold!r}, expected one of auto, never, always{nearest(str(fold), ['auto', 'never', 'always'])}"
-        )
+    chosen, kind, mode = find_profile(profile), _dtype(dtype), Options.parse({"fold": fold}).fold
     target = Path(path).absolute()
     say = progress or (lambda _: None)
     with artifact.staged(target, overwrite) as stage:
         if isinstance(model, torch.nn.Module) and not isinstance(model, fx.GraphModule) and example_inputs is None:
             lm = causal_lm.wire(_cast(model, kind))
-            exported = lm_export.export(lm, stage, chosen, prefill=prefill, fold=fold, check=verify, say=say)
+            exported = lm_export.export(lm, stage, chosen, prefill=prefill, fold=mode, check=verify, say=say)
         else:
             if kind is not None:
                 raise OptionError("dtype is for modules that are wired here; cast the model before tracing it")
             program = _traced(model, example_inputs, dynamic_shapes)
-            exported = program_export.export(program, stage, chosen, prefill=prefill, fold=fold, check=verify, say=say)
+            exported = program_export.export(program, stage, chosen, prefill=prefill, fold=mode, check=verify, say=say)
         (stage / artifact.REPORT).write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")
         (stage / "report.txt").write_text(exported.text())
         say("moving the finished directory into place")
@@ -86,7 +83,7 @@ def export_onnx(
 
 
 def require_packages() -> None:
-    """Raises :class:`ExportError` where a package that export needs is missing."""
+    """Raises :class:`ExportError` if a package that exporting needs is missing."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(f'exporting needs {", ".join(missing)}: pip install "mla-compile[onnx]"')
@@ -124,6 +121,5 @@ def _traced(model: Any, example_inputs: Any, dynamic_shapes: Any) -> torch.expor
     try:
         with torch.no_grad():
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    except Exception as error:  # tracing runs the user's model, which raises what it likes
-        first = next(iter(str(error).strip().splitlines()), "no message")
-        raise ExportError(f"{type(model).__name__} cannot be traced: {type(error).__name__}: {first}") from error
+    except Exception as error:  # tracing runs the user's model, which may raise anything
+        raise ExportError(f"{type(model).__name__} cannot be traced: {brief(error)}") from error

@@ -1,4 +1,4 @@
-"""What an export gives back: where it is, what was done to the model, how it was checked."""
+"""What an export returns: where it is, what was done to the model, and how it was checked."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared, and how far apart it was.
+    """What was compared, and how much it differed.
 
     Attributes:
-        error: largest difference of logits (of any output, for a traced program) over the largest value.
+        error: the largest difference of logits (for a traced program, of any output) over the largest value.
         tolerance: what was allowed.
-        tokens, equal_tokens: greedy tokens compared, and how many were the original's.
-        reason: why the ONNX graphs were not run, where they were not. With an ``error``, the rewritten program was run
-            by torch instead; only its translation to ONNX is then unchecked.
+        tokens, equal_tokens: the greedy tokens compared, and how many of them were the original's.
+        reason: why the ONNX graphs were not run, if they were not. If there is an ``error`` all the same, torch ran the
+            rewritten program instead, and only its translation to ONNX is unchecked.
     """
 
     error: float | None = None
@@ -52,7 +52,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Exported:
-    """What came of an export: where it is, what became of every attention, and how it was verified."""
+    """The result of an export: where it is, what became of every attention, and how it was verified."""
 
     directory: Path
     profile: str
@@ -60,7 +60,7 @@ class Exported:
     verification: Verification
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; ``report.json`` of the directory."""
+        """JSON-able: the ``report.json`` of the directory."""
         return {
             "created_by": f"mla_compile {__version__}",
             "profile": self.profile,
@@ -69,5 +69,5 @@ class Exported:
         }
 
     def text(self) -> str:
-        """For a person; ``report.txt`` of the directory."""
+        """For people: the ``report.txt`` of the directory."""
         return f"profile {self.profile}\n{self.verification}\n\n{self.report}\n"

@@ -1,7 +1,7 @@
-"""Whether the files of a model directory are the ones that were exported, and stay inside the directory.
+"""Whether the files of a model directory are those that were exported, and refer to nothing outside of it.
 
-ONNX Runtime reads whatever path a graph names as external data. So every graph is looked through before a session is
-made, and a link is followed before it is trusted.
+ONNX Runtime reads any path that a graph names as external data. Therefore every graph is searched before a session is
+created, and a link is followed before it is trusted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from mla_compile.errors import ModelFileError
 from mla_compile.onnx.manifest import WEIGHTS, FileEntry, Manifest
 
-_CHUNK = 1 << 22  # bytes hashed at a time: large enough that reading decides, small enough to go unnoticed
+_CHUNK = 1 << 22  # bytes hashed at a time: enough to be fast, too few to be noticed in memory
 
 
 def check_files(directory: str | Path, manifest: Manifest, *, quick: bool = False) -> None:
-    """Raise :class:`ModelFileError` unless every file of the manifest is there, unchanged, and refers to no other file.
+    """Raises :class:`ModelFileError` unless every file of the manifest is there, unchanged, and refers to no other.
 
-    ``quick`` leaves the hashes out, which read every byte; sizes and external data are always checked.
+    ``quick`` skips the hashes, which read every byte; sizes and external data are always checked.
     """
     root = Path(directory)
     for name, entry in manifest.files.items():
@@ -35,23 +35,24 @@ def _check_file(root: Path, name: str, entry: FileEntry, *, quick: bool) -> None
     if not path.is_file():
         raise ModelFileError(f"{path} is missing, expected a file of {entry.bytes} bytes; copy or export it again")
     if path.resolve().parent != root.resolve():
-        raise ModelFileError(f"{path} is a link to {path.resolve()}, expected a file that lies in the directory itself")
+        raise ModelFileError(f"{path} is a link to {path.resolve()}, expected a file in the directory itself")
     try:
         size = path.stat().st_size
         if size != entry.bytes:
             raise ModelFileError(
                 f"{path} has {size} bytes, expected {entry.bytes} as the manifest says; copy or export it again"
             )
-        if not quick and (got := _sha256(path)) != entry.sha256:
+        if not quick and (got := sha256(path)) != entry.sha256:
             raise ModelFileError(
-                f"{path} was changed after it was exported: its SHA-256 is {got}, "
+                f"{path} was changed after the export: its SHA-256 is {got}, "
                 f"expected {entry.sha256}; copy or export it again"
             )
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error}") from error
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The hash of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -60,14 +61,14 @@ def _sha256(path: Path) -> str:
 
 
 def _check_external_data(path: Path, manifest: Manifest) -> None:
-    """Every tensor a graph keeps outside itself lies in ``weights.bin``, within its bounds."""
+    """Checks that every tensor that a graph stores outside of itself is in ``weights.bin`` and within its bounds."""
     onnx = _onnx()
     from google.protobuf.message import DecodeError  # comes with onnx
 
     try:
         model = onnx.load(str(path), load_external_data=False)
     except (DecodeError, OSError) as error:
-        raise ModelFileError(f"{path} is no ONNX model: {error}; export it again") from None
+        raise ModelFileError(f"{path} is not an ONNX model: {error}; export it again") from None
     held = manifest.files.get(WEIGHTS)
     for tensor in _messages(model, onnx.TensorProto):
         entries = [(entry.key, entry.value) for entry in tensor.external_data]
@@ -75,7 +76,7 @@ def _check_external_data(path: Path, manifest: Manifest) -> None:
             continue
         said = dict(entries)
         what = f"{path}: tensor {tensor.name!r}"
-        if len(said) != len(entries):  # another reader might take the other one
+        if len(said) != len(entries):  # another reader might use the other one
             raise ModelFileError(f"{what} describes its external data twice: {entries}; export the model again")
         location = said.get("location", "")
         if location != WEIGHTS or held is None:
@@ -110,7 +111,7 @@ def _bits(onnx: Any, data_type: int, what: str) -> int:
 
 
 def _messages(message: Any, kind: type) -> Iterator[Any]:
-    """Every message of ``kind`` in a protobuf, wherever it is: initializers, attributes, subgraphs, functions."""
+    """Every message of ``kind`` anywhere in a protobuf: initializers, attributes, subgraphs, functions."""
     if isinstance(message, kind):
         yield message
         return

@@ -1,8 +1,8 @@
-"""``DecodeAttention`` as a function of standard operators, attached to every file, so that any runtime can run it.
+"""``DecodeAttention`` as a function of standard operators, attached to every file so that any runtime can run it.
 
-Two products, a softmax in float32, one product, with the heads folded into rows: [B,S*H,W] x [B,W,T]. That form keeps
-the cache as it lies (no copy per head) and is the fastest that MatMul and Softmax give on a CPU (docs/decisions.md).
-A function cannot ask which of its inputs are there, so there is one body for each combination that a model uses.
+Two products, a softmax in float32, and one more product, with the heads folded into rows: [B,S*H,W] x [B,W,T]. This
+reads the cache as it is, without a copy per head, and is the fastest that MatMul and Softmax allow on a CPU
+(docs/decisions.md). A function cannot ask which of its inputs are given, so each combination in use gets a body.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOWEST = -3.4028234663852886e38
 
 @dataclass(frozen=True)
 class Signature:
-    """What decides the body: which inputs there are, their dtypes (of ONNX) and widths, and which features are on.
+    """What determines the body: the inputs that are given, their ONNX dtypes and widths, and the features in use.
 
     ``trimmed``: the cache may have more rows than the mask has columns.
     """
@@ -65,7 +65,7 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
         attributes=attributes,
         doc_string="Decode attention over one shared row per token; see the model's metadata.",
     )
-    # Attributes that the body is specialised for are accepted and not read.
+    # Attributes for which the body is specialised are accepted but not read.
     result.attribute_proto.extend(
         helper.make_attribute(name, value)
         for name, value in (("causal", 0), ("value_width", 0), ("softcap", 0.0), ("window", 0))
@@ -134,7 +134,7 @@ class _Body:
         allowed = self.allowed(scores) if hidden else ""
         if s.mask is not None and s.mask != TensorProto.BOOL:
             added = self.op("Transpose", self.wide("mask", s.mask), perm=[0, 2, 1, 3])
-            # minus infinity is hidden by `allowed`; added to a score it could give NaN
+            # `allowed` hides minus infinity, which could give NaN when it is added to a score
             scores = self.op("Add", scores, self.op("Max", added, self.number(_LOWEST)))
         if allowed:
             scores = self.op("Where", allowed, scores, self.number(_LOWEST))
@@ -155,7 +155,7 @@ class _Body:
         self.nodes.append(helper.make_node("Cast", [out], ["out"], to=s.query_dtype))
 
     def rows(self, name: str) -> str:
-        """Rows of the cache that are in use, in float32."""
+        """The rows of a cache that are in use, in float32."""
         if self.s.trimmed:
             used = self.op("Slice", name, self.ints(0), self.op("Shape", "mask", start=3, end=4), self.ints(1))
             return self.wide(used, self.s.dtype)

@@ -15,8 +15,8 @@ _MAX_LENGTH = 4096
 def write_config(model: Any, manifest: Manifest, directory: Path) -> None:
     """Writes ``genai_config.json``.
 
-    onnxruntime-genai allocates keys and values of one shape per layer; the two halves of a row of latent and rotary
-    key are such a pair, with one head.
+    onnxruntime-genai allocates keys and values of equal shape for each layer; the two halves of a row of latent and
+    rotary key are such a pair, with one head.
     """
     config = model.config
     layers = len(manifest.caches) // 2

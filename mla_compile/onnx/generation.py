@@ -15,9 +15,10 @@ GREEDY = Sampling()
 
 
 class Generation(Iterator[list[int | None]]):
-    """One batch on its way: each step gives every row's new token, or ``None`` for a row that has ended.
+    """A batch being generated: each step yields every row's new token, or ``None`` for a row that has ended.
 
-    A token that ends a row is given too. Nothing runs before the first step. Arguments as of :func:`generate`.
+    The token that ends a row is yielded too. Nothing runs before the first step. Arguments are those of
+    :func:`generate`.
     """
 
     def __init__(
@@ -40,16 +41,16 @@ class Generation(Iterator[list[int | None]]):
         self._last = np.full(rows, session.manifest.pad_token_id, np.int64)
 
     def end(self, row: int) -> None:
-        """Ask for no more tokens of a row."""
+        """Stops a row."""
         self._left[row] = 0
 
     def ended(self, row: int) -> bool:
-        """Whether no more tokens of a row are going to come."""
+        """Whether a row yields no more tokens."""
         return self._left[row] == 0
 
     def __next__(self) -> list[int | None]:
         if not any(self._left):
-            self._state = None  # the caches are free as soon as they are not needed, not when the iterator is
+            self._state = None  # frees the caches now, not when the iterator is dropped
             raise StopIteration
         if self._state is None:
             longest = max(len(prompt) for prompt in self._prompts)
@@ -59,7 +60,7 @@ class Generation(Iterator[list[int | None]]):
             logits_BV = self._session.step(self._state, self._last)
         tokens: list[int | None] = [None] * len(self._left)
         for row, left in enumerate(self._left):
-            # A row that has ended reads padding for as long as the others go on.
+            # A row that has ended reads padding while the others continue.
             self._last[row] = self._session.manifest.pad_token_id
             if left:
                 token = self._sampler.choose(logits_BV[row], row)
@@ -82,13 +83,12 @@ def generate(
     Args:
         session: a loaded model directory.
         prompts: token ids; prompts of different lengths are padded on the left.
-        max_new_tokens: at most so many for every row, or one number for each row.
-        eos_token_ids: tokens that end a row; by default the model's, and none where the list is empty.
-        sampling: one setting for all rows or one for each; greedy by default.
+        max_new_tokens: the limit for all rows, or one for each row.
+        eos_token_ids: tokens that end a row; by default the model's. An empty list means none.
+        sampling: one setting for all rows, or one for each; greedy by default.
         stream: called with row and token as they come.
 
-    Raises :class:`InputError` or :class:`OptionError` before anything runs, :class:`ModelFileError` where the model
-    fails.
+    Raises :class:`InputError` or :class:`OptionError` before anything runs, :class:`ModelFileError` if the model fails.
     """
     steps = Generation(session, prompts, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, sampling=sampling)
     rows: list[list[int]] = [[] for _ in prompts]

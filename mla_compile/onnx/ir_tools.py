@@ -1,4 +1,4 @@
-"""The few verbs for editing an ONNX graph that the profiles share."""
+"""The few operations for editing an ONNX graph that the profiles share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 
 class Editor:
-    """Adds nodes before an anchor, under names that say what they are for."""
+    """Adds nodes before an anchor, with names that say what they are for."""
 
     def __init__(self, graph: ir.Graph, anchor: ir.Node, prefix: str) -> None:
         self.graph = graph
@@ -37,12 +37,12 @@ class Editor:
 
 
 def consumers(value: ir.Value) -> list[tuple[ir.Node, int]]:
-    """Nodes that read a value, with the position of the input."""
+    """The nodes that read a value, each with the position of the input."""
     return [(use.node, use.idx) for use in value.uses()]
 
 
 def axes_of(node: ir.Node) -> tuple[int, ...] | None:
-    """The axes of a Squeeze or Unsqueeze, where they are constant."""
+    """The axes of a Squeeze or Unsqueeze; ``None`` if they are not constant."""
     if len(node.inputs) < 2 or node.inputs[1] is None:
         return None
     tensor = constant(node.inputs[1])
@@ -50,7 +50,7 @@ def axes_of(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def constant(value: ir.Value) -> np.ndarray[Any, Any] | None:
-    """What an initializer or a Constant node holds."""
+    """The array in an initializer or a Constant node."""
     tensor = value.const_value
     producer = value.producer()
     if tensor is None and producer is not None and producer.op_type == "Constant":
@@ -65,14 +65,14 @@ def constant(value: ir.Value) -> np.ndarray[Any, Any] | None:
 
 
 def replace_input(value: ir.Value, new: ir.Value, where: Sequence[tuple[ir.Node, int]]) -> None:
-    """Make the given readers of ``value`` read ``new``."""
+    """Makes the given readers of ``value`` read ``new``."""
     for node, index in where:
         assert node.inputs[index] is value
         node.replace_input_with(index, new)
 
 
 def remove_unread(graph: ir.Graph) -> None:
-    """Drop nodes nobody reads, and initializers likewise."""
+    """Drops nodes and initializers that nothing reads."""
     outputs = set(graph.outputs)
     for node in reversed(list(graph)):
         if not any(v in outputs or v.uses() for v in node.outputs):

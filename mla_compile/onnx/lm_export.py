@@ -1,4 +1,4 @@
-"""Exporting a causal language model: two traces, two graphs in one profile, one manifest."""
+"""Exports a causal language model: two traces, two graphs in one profile, one manifest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from mla_compile.errors import ExportError
 from mla_compile.onnx import artifact, genai, verify
 from mla_compile.onnx.assemble import CacheIO, Wires, assemble, signature
-from mla_compile.onnx.causal_lm import CausalLM, export_program
+from mla_compile.onnx.causal_lm import CacheTensor, CausalLM, export_program
 from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
 from mla_compile.onnx.interface import attention_nodes
-from mla_compile.onnx.manifest import MANIFEST, AttentionNode, Cache, FileEntry, Manifest
+from mla_compile.onnx.manifest import MANIFEST, WEIGHTS, AttentionNode, Cache, FileEntry, Manifest
 from mla_compile.onnx.profile import Profile
-from mla_compile.options import Options
+from mla_compile.options import FoldMode, Options
 from mla_compile.report.report import Report
 from mla_compile.version import __version__
 
@@ -27,11 +27,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export(
-    lm: CausalLM, stage: Path, profile: Profile, *, prefill: bool, fold: Any, check: bool, say: Progress
+    lm: CausalLM, stage: Path, profile: Profile, *, prefill: bool, fold: FoldMode, check: bool, say: Progress
 ) -> Exported:
     """Writes everything but the report into ``stage``."""
     dtype = _NAMES[lm.dtype]
-    one_graph = profile.name in ("genai", "ort-paged")  # what runs them takes one graph for prompts and steps
+    one_graph = profile.name in ("genai", "ort-paged")  # what runs these takes one graph for prompts and steps
     options = Options(forms="absorbed", fold=fold, verify=check)
     say("tracing and rewriting the decode graph")
     decode, one_token = _decode(lm, options, profile)
@@ -67,7 +67,7 @@ def export(
         decode_query=1 if one_token else None,
         caches=tuple(_cache(c, entry.dtype) for c, entry in zip(caches, _entries(lm, caches), strict=True)),
         attention=tuple(nodes),
-        weights_sha256=written.files[artifact.WEIGHTS][1],
+        weights_sha256=written.files[WEIGHTS][1],
         **_vocabulary(lm.model),
     )
     (stage / MANIFEST).write_text(manifest.to_json())
@@ -77,7 +77,7 @@ def export(
 
 
 def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted, bool]:
-    """The decode graph, and whether it takes one token a call, where it cannot be traced for any number."""
+    """The decode graph, and whether it takes one token per call because it cannot be traced for any number."""
     try:
         program = export_program(lm, last_only=False, experts="batched_mm")
     except ExportError as several:
@@ -92,7 +92,7 @@ def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted
 
 
 def require_absorbed(report: Report) -> None:
-    """Raises :class:`ExportError`, with the reasons, where no attention was absorbed."""
+    """Raises :class:`ExportError` with the reasons if no attention was absorbed."""
     if any(site.verdict == "absorbed" for site in report.sites):
         return
     reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in report.sites)
@@ -126,8 +126,8 @@ def _verify(
     return verify.verify(lm, readers[0], readers[1] if len(readers) > 1 else None, dtype, one_token, why_not)
 
 
-def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[Any]:
-    """The model's cache tensors in the order of the graph's caches; halves of a row have the latent's dtype."""
+def _entries(lm: CausalLM, caches: list[CacheIO]) -> list[CacheTensor]:
+    """The model's cache tensors in the order of the graph's caches; halves of a row count as the latent."""
     return list(lm.caches) if len(lm.caches) == len(caches) else [lm.caches[0]] * len(caches)
 
 

@@ -1,8 +1,8 @@
 """The manifest of a model directory: what was exported, which files belong to it, and how its caches are bound.
 
-The JSON file is data from somewhere else: each field is checked where it is read, and the answer to a wrong one names
-the file, the field, what was there and what belongs there. A field that this release does not know is left alone; a
-change of meaning gets another ``format``.
+The JSON file comes from outside, so each field is checked where it is read, and an error names the file, the field,
+what was found and what was expected. A field that this release does not know is ignored; a change of meaning gets
+another ``format``.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import ModelFileError
+from mla_compile.onnx.profile import PROFILES
 from mla_compile.onnx.record import Record
 
 MANIFEST = "mla_compile.json"
 WEIGHTS = "weights.bin"
 FORMAT = 1
 OP_VERSION = 1
-PROFILES = ("portable", "inplace", "genai", "ort-paged")
 DTYPES = ("float32", "float16", "bfloat16")
 
-_LARGEST = 1 << 20  # bytes of a manifest: a model of a thousand layers needs about a quarter of it
+_LARGEST = 1 << 20  # bytes; the manifest of a model of a thousand layers takes about a quarter of that
 _VERSION = re.compile(r"\d+(\.\d+)*")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of the directory: its size and the SHA-256 of its content, in hexadecimal digits."""
+    """One file of the directory: its size, and the SHA-256 of its content in hexadecimal digits."""
 
     bytes: int
     sha256: str
 
     @classmethod
     def parse(cls, record: Record) -> FileEntry:
-        """Read from the manifest."""
+        """Reads it from the manifest."""
         return cls(record.number("bytes", lowest=0), record.hash("sha256"))
 
 
@@ -49,9 +49,9 @@ class Cache:
     Attributes:
         past, present: names of the input and of the output.
         axis: the axis that counts tokens; ``None`` for a state of fixed size.
-        shape: ``"batch"``, then sizes; ``None`` stands at ``axis``.
+        shape: ``"batch"``, then sizes, with ``None`` at ``axis``.
         dtype: of the elements.
-        grows: whether it holds a row per token; one that does not is a state that starts as zeros.
+        grows: whether it holds a row per token; if not, it is a state that starts as zeros.
     """
 
     past: str
@@ -63,7 +63,7 @@ class Cache:
 
     @classmethod
     def parse(cls, record: Record) -> Cache:
-        """Read from the manifest."""
+        """Reads it from the manifest."""
         grows = record.flag("grows")
         axis = record.optional_number("axis", lowest=1)
         shape = tuple(record.items("shape"))
@@ -89,9 +89,10 @@ class Cache:
 
 @dataclass(frozen=True)
 class AttentionNode:
-    """The sizes and features of one DecodeAttention node: what a native library must be able to do.
+    """The sizes and features of one DecodeAttention node, which a native library has to support.
 
-    ``values``: what is summed is an input of its own; ``value_width``: columns summed across latent and rope, or 0.
+    ``values``: whether the summed rows are an input of their own; ``value_width``: columns summed across latent and
+    rope, or 0.
     """
 
     H: int
@@ -107,7 +108,7 @@ class AttentionNode:
 
     @classmethod
     def parse(cls, record: Record) -> AttentionNode:
-        """Read from the manifest."""
+        """Reads it from the manifest."""
         return cls(
             record.number("H", lowest=1),
             record.number("La", lowest=1),
@@ -124,7 +125,7 @@ class AttentionNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything the manifest says; field by field as in its JSON."""
+    """Everything that the manifest says, field by field as in its JSON."""
 
     profile: str
     dtype: str
@@ -146,10 +147,10 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
-        """Read ``mla_compile.json`` of a model directory; :class:`ModelFileError` where it cannot be used."""
+        """Reads ``mla_compile.json`` of a model directory. Raises :class:`ModelFileError` if it cannot be used."""
         path = Path(directory) / MANIFEST
         if not Path(directory).is_dir():
-            raise ModelFileError(f"{directory} is no directory; expected one that `mla-compile export` wrote")
+            raise ModelFileError(f"{directory} is not a directory; expected one that `mla-compile export` wrote")
         try:
             if path.stat().st_size > _LARGEST:
                 raise ModelFileError(f"{path} has {path.stat().st_size} bytes, expected at most {_LARGEST}")
@@ -159,12 +160,12 @@ class Manifest:
         except OSError as error:
             raise ModelFileError(f"{path} cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise ModelFileError(f"{path} is no JSON ({error}); export the model again") from None
+            raise ModelFileError(f"{path} is not JSON ({error}); export the model again") from None
         return cls.from_dict(content, str(path))
 
     @classmethod
     def from_dict(cls, content: Any, source: str = MANIFEST) -> Manifest:
-        """Check and take over what :meth:`to_dict` returned; ``source`` is named in errors."""
+        """Checks and takes over what :meth:`to_dict` returned; ``source`` is named in errors."""
         record = Record.of(content, source)
         newest = {"format": FORMAT, "op_version": OP_VERSION}
         for name, known in newest.items():
@@ -178,7 +179,7 @@ class Manifest:
         manifest = cls(
             format=record.number("format", lowest=1),
             op_version=record.number("op_version", lowest=1),
-            profile=record.choice("profile", PROFILES),
+            profile=record.choice("profile", tuple(PROFILES)),
             dtype=record.choice("dtype", DTYPES),
             opset=record.number("opset", lowest=1),
             minimum_onnxruntime=minimum,
@@ -198,7 +199,7 @@ class Manifest:
         return manifest
 
     def _check_together(self, record: Record) -> None:
-        """What no field can tell alone."""
+        """Checks what involves several fields."""
         for name in self.files:
             record.child("files").plain_name(name)
         if "decode" not in self.graphs:
@@ -215,19 +216,19 @@ class Manifest:
                 raise record.wrong(name, record.get(name), f"token ids from 0 to {self.vocab_size - 1}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able, every field present."""
+        """JSON-able, with every field."""
         record = dataclasses.asdict(self)
         for entry in record["caches"]:
             entry["shape"] = list(entry["shape"])
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def to_json(self) -> str:
-        """The text of ``mla_compile.json``: the same for the same manifest."""
+        """The text of ``mla_compile.json``, the same for equal manifests."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def check_onnxruntime(manifest: Manifest, installed: str) -> None:
-    """Raise :class:`ModelFileError` where the installed onnxruntime is older than the graphs need."""
+    """Raises :class:`ModelFileError` if the installed onnxruntime is older than the graphs need."""
     if _numbers(installed) < _numbers(manifest.minimum_onnxruntime):
         least = manifest.minimum_onnxruntime
         raise ModelFileError(
@@ -237,7 +238,7 @@ def check_onnxruntime(manifest: Manifest, installed: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """``1.31.1`` as numbers, without what a local or development build appends, padded so that 1.20 is 1.20.0."""
+    """``1.31.1`` as numbers, without the suffix of local and development builds, padded so that 1.20 equals 1.20.0."""
     found = _VERSION.match(version)
     numbers = tuple(int(part) for part in found[0].split(".")) if found else ()
     return numbers + (0,) * (4 - len(numbers))

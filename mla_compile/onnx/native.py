@@ -1,8 +1,8 @@
 """The native library of the ONNX operator: finding one, reading what it holds, and whether a session should have it.
 
-A registered operator takes the place of the function in the file, and ONNX Runtime has no way back: a node that the
-library cannot run is an error then. So a library is registered where it covers every node of a model, and only in a
-session on a CUDA device; on a CPU the function is faster than the library's plain kernel.
+A registered operator replaces the function in the file, and ONNX Runtime has no way back: a node that the library
+cannot run is then an error. A library is therefore registered only where it covers every node of a model, and only in
+sessions on a CUDA device; on a CPU the function is faster than the library's plain kernel.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 from mla_compile.errors import ModelFileError
 from mla_compile.kernels.devices import PRESETS
+from mla_compile.onnx.manifest import OP_VERSION
 
-API_VERSION = 21  # of ONNX Runtime's C interface: 1.21 and newer
-OP_VERSION = 1
+API_VERSION = 21  # of ONNX Runtime's C interface: that of 1.21 and newer
 NAME = "libmla_compile_onnx.so"
 VARIABLE = "MLA_COMPILE_ONNX_LIBRARY"
 _FORMAT = 1
@@ -34,42 +34,42 @@ _REBUILD = "build it again: python -m mla_compile.onnx.build"
 
 @dataclass(frozen=True)
 class Library:
-    """A library that can be loaded here. ``manifest`` is its own account of what it holds."""
+    """A library that can be loaded here; ``manifest`` is what it says about itself."""
 
     path: Path
     manifest: Mapping[str, Any]
     _loaded: ctypes.CDLL = field(repr=False, compare=False)
 
     def device(self, index: int = 0) -> str | None:
-        """The architecture of a CUDA device, as ``sm_90``; None where there is no such device, or no driver."""
+        """The architecture of a CUDA device, such as ``sm_90``; ``None`` if there is no such device, or no driver."""
         found = int(self._loaded.mla_compile_onnx_device(index))
         return None if found < 0 else f"sm_{found}"
 
 
 def default_folder() -> Path:
-    """Where a build puts its library, and where one is looked for."""
+    """Where a build puts its library, and where it is looked for."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mla_compile" / "onnx"
 
 
 def find() -> Path | None:
-    """The library named by ``MLA_COMPILE_ONNX_LIBRARY``, else the one in the default folder, else None.
+    """The library named by ``MLA_COMPILE_ONNX_LIBRARY``, else the one in the default folder, else ``None``.
 
-    Raises :class:`ModelFileError` where the variable names a file that is not there.
+    Raises :class:`ModelFileError` if the variable names a file that does not exist.
     """
     named = os.environ.get(VARIABLE)
     if named:
         if not Path(named).is_file():
-            raise ModelFileError(f"{VARIABLE} names {named}, which is no file; correct it or leave it out")
+            raise ModelFileError(f"{VARIABLE} names {named}, which is not a file; correct it or leave it out")
         return Path(named)
     path = default_folder() / NAME
     return path if path.is_file() else None
 
 
 def inspect(path: str | Path) -> Library:
-    """What a library holds. It is loaded into this process, as every library is: only look at files you trust.
+    """What a library holds. To find out, it is loaded into this process: only inspect files that you trust.
 
-    Raises :class:`ModelFileError` for a file that is missing, no library, one of another platform, or not one of ours.
+    Raises :class:`ModelFileError` for a file that is missing, not a library, for another platform, or not one of ours.
     """
     path = Path(path).absolute()
     _check_platform(path)
@@ -106,7 +106,7 @@ def _check_platform(path: Path) -> None:
     if sys.platform != "linux":
         raise ModelFileError(f"native library {path} is for Linux, this is {sys.platform}; leave it out")
     if len(head) < _HEADER or head[:4] != b"\x7fELF":
-        raise ModelFileError(f"{path} is no shared library; {_REBUILD}")
+        raise ModelFileError(f"{path} is not a shared library; {_REBUILD}")
     bits, machine = head[4] * 32, struct.unpack("<H" if head[5] == 1 else ">H", head[18:20])[0]
     expected = _MACHINES.get(platform.machine().lower())
     if bits != 64 or (expected is not None and machine != expected):
@@ -114,7 +114,7 @@ def _check_platform(path: Path) -> None:
             f"native library {path} is for another processor (ELF machine {machine}), this is {platform.machine()}; "
             f"{_REBUILD}"
         )
-    # The table of sections is the last thing in the file; loading one that was cut off would end the process.
+    # The section table is the last thing in the file. Loading a file that was cut off would crash the process.
     table, entry, entries = (*struct.unpack("<Q", head[40:48]), *struct.unpack("<HH", head[58:62]))
     if table + entry * entries > size:
         raise ModelFileError(f"native library {path} is cut off at {size} bytes; copy it again, or {_REBUILD}")
@@ -129,10 +129,10 @@ def usable(
     *,
     device: int = 0,
 ) -> str | None:
-    """None where the library should be registered for a model, else the reason why not, in words.
+    """``None`` if the library should be registered for a model, else the reason why not, in words.
 
-    ``manifest_attention`` are the entries ``attention`` of a model's manifest (mappings, or objects with the same
-    names), ``dtype`` the model's, ``providers`` those of the session, ``device`` the number of its CUDA device.
+    ``manifest_attention``: the entries ``attention`` of the model's manifest (mappings, or objects with the same
+    names). ``dtype`` is the model's, ``providers`` are the session's, ``device`` is the number of its CUDA device.
     """
     has = library.manifest
     if "CUDAExecutionProvider" not in providers:
@@ -157,9 +157,9 @@ def usable(
 
 
 def _runs_on(arch: str, built: Sequence[str]) -> bool:
-    """Machine code runs on later architectures of its generation up to sm_89; from sm_90 on, on its own only.
+    """Up to sm_89, machine code runs on later architectures of its generation; from sm_90 on, only on its own.
 
-    The library takes the latest that there is; its tiles have to fit the device's shared memory too.
+    The library takes the latest that it has, whose tiles must also fit the device's shared memory.
     """
     numbers, number = sorted(int(name.removeprefix("sm_")) for name in built), int(arch.removeprefix("sm_"))
     earlier = [n for n in numbers if n // 10 == number // 10 and n <= number and (n == number or number < 90)]
@@ -172,7 +172,7 @@ def _runs_on(arch: str, built: Sequence[str]) -> bool:
 def _not_covered(node: Any, dims: Iterable[Mapping[str, Any]]) -> str | None:
     get = node.get if isinstance(node, Mapping) else lambda name, default=None: getattr(node, name, default)
     if get("value_width"):
-        return f"a node sums {get('value_width')} columns across latent and rope, which its kernels cannot"
+        return f"a node sums {get('value_width')} columns across latent and rope, which its kernels cannot do"
     softcap, window = get("softcap", 0) > 0, get("window", 0) > 0
     values = bool(get("values", get("Lv") != get("La")))
     needed = {"La": get("La"), "Lb": get("Lb"), "Lv": get("Lv"), "values": values, "softcap": softcap, "window": window}

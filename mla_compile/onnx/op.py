@@ -18,10 +18,11 @@ from onnxscript import values as onnxscript_values
 
 from mla_compile import ops
 from mla_compile.errors import ExportError
+from mla_compile.onnx.manifest import OP_VERSION
 
 DOMAIN = "mla_compile"
 NAME = "DecodeAttention"
-VERSION = 1
+VERSION = OP_VERSION
 INPUTS = ("query", "latent", "rope", "mask", "seq_lens", "sinks", "values")
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]

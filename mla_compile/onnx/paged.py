@@ -2,20 +2,21 @@
 
 Before: ``DecodeAttention(query, Concat(past, new), ..., mask)`` on [B,S,...].
 
-After: ``PagedAttention(query, new rows, pages, lengths, block table)`` on packed tokens, [1,tokens,...]: the operator
-appends the rows and hides what is not yet there, so the model must hide nothing else. That is seen by evaluating the
-mask the model computes.
+After: ``PagedAttention(query, new rows, pages, lengths, block table)`` on packed tokens, [1,tokens,...]. The operator
+appends the rows and hides only what is not there yet, so the model must hide nothing else. To find out, the mask that
+the model computes is evaluated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from mla_compile.errors import ExportError
-from mla_compile.onnx.engine import errors, onnxruntime
+from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.interface import Append, Site
 from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
 
@@ -29,9 +30,9 @@ _SIZES = ((1, 5, 0), (1, 1, 9), (1, 4, 7), (2, 3, 6))  # batch, new tokens, cach
 
 
 def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
-    """Replaces every attention; returns the pages' new inputs and outputs, and takes the caches out of the graph.
+    """Replaces every attention and removes the caches from the graph; returns the new inputs and outputs of pages.
 
-    Raises :class:`ExportError` where the operator cannot do what the model does.
+    Raises :class:`ExportError` if the operator cannot do what the model does.
     """
     used = {index for site in found for index in (site.latent, site.rope) if index is not None}
     if len(used) != len(appends) or any(site.latent is None for site in found):
@@ -63,7 +64,7 @@ def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) 
 
 
 def _batch_from(graph: ir.Graph, past: ir.Value, tokens: ir.Value) -> None:
-    """The batch is read off the token ids where it was read off a cache."""
+    """Reads the batch size from the token ids where it was read from a cache."""
     for node, _ in consumers(past):
         start, end = (node.attributes[n].as_int() if n in node.attributes else -1 for n in ("start", "end"))
         if node.op_type == "Shape" and (max(start, 0), end) == (0, 1):
@@ -132,7 +133,7 @@ def _replace(
 def _check_causal(
     graph: ir.Graph, mask: ir.Value, tokens: ir.Value, attention_mask: ir.Value, caches: Sequence[ir.Value]
 ) -> None:
-    """Evaluates the model's mask: every earlier token is seen, no later one, and nothing depends on the content."""
+    """Evaluates the model's mask, which must show every earlier token and no later one, whatever the content."""
     needed = _ancestors(mask)
     inputs = [v for v in graph.inputs if v in needed]
     foreign = [v for v in inputs if v not in (tokens, attention_mask, *caches)]
@@ -143,10 +144,8 @@ def _check_causal(
         )
     ort = onnxruntime()
     proto = ir.to_proto(_extracted(graph, inputs, mask))
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
     try:
-        session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = cpu_session(ort, proto.SerializeToString())
         for B, S, P in _SIZES:
             feeds = {v.name: _zeros(v, tokens, attention_mask, B, S, P) for v in inputs}
             (got,) = session.run(None, feeds)
@@ -173,9 +172,9 @@ def _ancestors(value: ir.Value) -> set[ir.Value]:
 
 
 def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> ir.Model:
-    """A model of what computes the mask."""
+    """The part of the graph that computes the mask, as a model."""
     needed = _ancestors(mask)
-    # Of caches only shapes can be read here, and not every dtype can be passed in.
+    # Only the shapes of caches can matter here, and not every dtype can be passed in.
     floating = ir.TensorType(ir.DataType.FLOAT)
     copies = {
         v: ir.Value(name=v.name, type=v.type if v.dtype == ir.DataType.INT64 else floating, shape=v.shape)
@@ -208,7 +207,7 @@ def _extracted(graph: ir.Graph, inputs: Sequence[ir.Value], mask: ir.Value) -> i
     return ir.Model(made, ir_version=10)
 
 
-def _zeros(value: ir.Value, tokens: ir.Value, attention_mask: ir.Value, B: int, S: int, P: int) -> np.ndarray:
+def _zeros(value: ir.Value, tokens: ir.Value, attention_mask: ir.Value, B: int, S: int, P: int) -> np.ndarray[Any, Any]:
     if value is tokens:
         return np.zeros((B, S), np.int64)
     if value is attention_mask:

@@ -1,4 +1,4 @@
-"""How a cache goes in and out of an exported graph: one rewrite of its appends for each profile.
+"""How caches go in and out of an exported graph: each profile rewrites their appends in its own way.
 
 ========== ===========================================================================================================
 portable   ``present = Concat(past, new)``: what the graph is exported as; any runtime of opset 21
@@ -17,7 +17,7 @@ from mla_compile.errors import OptionError, nearest
 
 @dataclass(frozen=True)
 class Profile:
-    """What a kind of file needs: its opset, and the oldest ONNX Runtime that loads it."""
+    """What files of a profile need: the opset, and the oldest ONNX Runtime that loads them."""
 
     name: str
     opset: int
@@ -35,8 +35,8 @@ PROFILES = {
 }
 
 
-def profile(name: str) -> Profile:
-    """The profile of that name; :class:`OptionError` for any other."""
+def find_profile(name: str) -> Profile:
+    """The profile of that name. Raises :class:`OptionError` for any other name."""
     if name not in PROFILES:
         hint = nearest(name, PROFILES) if isinstance(name, str) else ""
         raise OptionError(f"profile is {name!r}, expected one of {', '.join(PROFILES)}{hint}")

@@ -1,7 +1,7 @@
-"""Exporting a traced program, whose inputs and outputs are its author's: a decode graph, the expanded one beside it.
+"""Exports a traced program with its author's inputs and outputs: a decode graph, and the expanded one beside it.
 
-A cache is an input that an output continues: ``output = Concat(input, new rows)``. Its names stay; nothing is known of
-the meaning of the others, so there is no manifest, and whoever traced the program runs its graphs.
+A cache is an input that an output continues: ``output = Concat(input, new rows)``. Names stay as they are. What the
+other inputs mean is not known, so there is no manifest, and the graphs are run by whoever traced the program.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mla_compile.errors import ExportError
 from mla_compile.onnx import artifact
 from mla_compile.onnx.assemble import finish
 from mla_compile.onnx.convert import Converted, convert
-from mla_compile.onnx.engine import errors, onnxruntime
+from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Exported, Progress, Verification
 from mla_compile.onnx.interface import Append, attention_nodes, find_append, widen_masks
 from mla_compile.onnx.lm_export import require_absorbed
 from mla_compile.onnx.profile import Profile
 from mla_compile.onnx.rewrites import in_place
 from mla_compile.onnx.verify import TOLERANCE
-from mla_compile.options import Options
+from mla_compile.options import FoldMode, Options
 
 _TYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 
@@ -38,7 +38,7 @@ def export(
     profile: Profile,
     *,
     prefill: bool,
-    fold: Any,
+    fold: FoldMode,
     check: bool,
     say: Progress,
 ) -> Exported:
@@ -78,7 +78,7 @@ def export(
 
 
 def _dtype(graph: ir.Graph) -> str:
-    """What the attention reads; what is returned, where it was absorbed in part and is no operator of its own."""
+    """The dtype that the attention reads, or of the outputs where an attention absorbed in part has no operator."""
     nodes = attention_nodes(graph)
     values = [nodes[0].inputs[1]] if nodes else list(graph.outputs)
     return next((_TYPES[v.dtype] for v in values if v is not None and v.dtype in _TYPES), "")
@@ -103,7 +103,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
 
 
 def _counts(graph: ir.Graph, append: Append) -> tuple[tuple[ir.Value, int], tuple[ir.Value, int] | int]:
-    """Inputs (and an axis of each) that have as many entries as all tokens, and as the new ones, or their number."""
+    """Two inputs, each with an axis, that count all tokens and the new ones; or the number of new ones."""
 
     def one_with(value: ir.Value, what: str) -> tuple[ir.Value, int]:
         wanted = value.shape[1] if value.shape is not None else None
@@ -126,7 +126,7 @@ def _compare(
     dtype: str,
     why_not: str,
 ) -> Verification:
-    """Runs the program on its own example inputs, and what was made of it: graphs, or the program rewritten."""
+    """Runs the program, and the graphs or rewritten programs made from it, on its own example inputs."""
     if program.example_inputs is None:
         return Verification(reason="the program has no example inputs")
     args, kwargs = program.example_inputs
@@ -156,10 +156,8 @@ def _compare(
 
 def _run(file: Path, values: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
     ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
     try:
-        session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        session = cpu_session(ort, str(file))
         names = [value.name for value in session.get_inputs()]
         return list(session.run(None, dict(zip(names, values, strict=True))))
     except errors(ort) as error:

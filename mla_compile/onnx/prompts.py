@@ -1,4 +1,4 @@
-"""What may be asked of a model: prompts of token ids and a number of new tokens that fit into it."""
+"""What may be asked of a model: prompts of token ids, and a number of new tokens, that fit into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mla_compile.onnx.manifest import Manifest
 
 
 def check_prompts(manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise :class:`InputError` unless every prompt is a list of token ids that the model can read."""
+    """Raises :class:`InputError` unless every prompt is a list of token ids that the model can read."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise InputError(f"prompts is {prompts!r}, expected a list with at least one list of token ids")
     for row, prompt in enumerate(prompts):
@@ -30,9 +30,9 @@ def check_prompts(manifest: Manifest, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def check_lengths(manifest: Manifest, prompts: Sequence[Sequence[int]], new_tokens: Sequence[int]) -> None:
-    """Raise :class:`OptionError` unless each row's new tokens fit behind its prompt.
+    """Raises :class:`OptionError` unless each row's new tokens fit after its prompt.
 
-    The last new token is not read, so it needs no position.
+    The last new token is not read and so needs no position.
     """
     if len(new_tokens) != len(prompts):
         raise OptionError(

@@ -1,4 +1,4 @@
-"""A JSON object read field by field: a wrong one is a :class:`ModelFileError` with file, field and expectation."""
+"""A JSON object, read field by field; a wrong one is a :class:`ModelFileError` with file, field and expectation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # no separator of any system
 
 @dataclass(frozen=True)
 class Record:
-    """One object of a JSON file; ``where`` is its place in it, for messages."""
+    """An object in a JSON file; ``where`` is its place in the file, for messages."""
 
     content: dict[str, Any]
     source: str
@@ -24,7 +24,7 @@ class Record:
 
     @classmethod
     def of(cls, content: Any, source: str, where: str = "") -> Record:
-        """Wrap ``content``, which must be an object."""
+        """Wraps ``content``, which must be an object."""
         if not isinstance(content, dict):
             raise ModelFileError(f"{source}: {where or 'the file'} is {_shown(content)}, expected an object")
         return cls(content, source, where)
@@ -34,7 +34,7 @@ class Record:
         return ModelFileError(f"{self.source}: {self._place(name)} is {_shown(got)}, expected {expected}")
 
     def get(self, name: str) -> Any:
-        """The field as it stands."""
+        """The field as it is."""
         if name not in self.content:
             raise ModelFileError(f"{self.source}: {self._place(name)} is missing; export the model again")
         return self.content[name]
@@ -44,10 +44,10 @@ class Record:
         return iter(self.content)
 
     def text(self, name: str) -> str:
-        """A string that is not empty."""
+        """A non-empty string."""
         value = self.get(name)
         if not isinstance(value, str) or not value:
-            raise self.wrong(name, value, "a text")
+            raise self.wrong(name, value, "a non-empty string")
         return value
 
     def choice(self, name: str, known: tuple[str, ...]) -> str:
@@ -101,7 +101,7 @@ class Record:
         return value
 
     def file_name(self, name: str) -> str:
-        """The name of a file that lies in the directory itself."""
+        """The name of a file in the directory itself."""
         return self.plain_name(self.text(name))
 
     def plain_name(self, value: str) -> str:

@@ -1,4 +1,4 @@
-"""The profiles as rewrites of a graph's caches; what each of them is stands in :mod:`mla_compile.onnx.profile`."""
+"""The profiles as rewrites of a graph's caches; :mod:`mla_compile.onnx.profile` says what each of them is."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mla_compile.onnx.op import NAME
 def in_place(
     graph: ir.Graph, appends: Sequence[Append], total: tuple[ir.Value, int], query: tuple[ir.Value, int] | int
 ) -> None:
-    """Caches become buffers that are written at rows ``total - query`` and on.
+    """Caches become buffers that are written from row ``total - query`` on.
 
-    ``total`` and ``query``: an input and its axis that has as many tokens, or a number. Attention nodes with a mask
-    read the buffer and stop where the mask stops; every other reader gets the rows in use.
+    ``total`` and ``query``: an input and its axis with that many tokens, or the number. Attention nodes with a mask
+    read the buffer and stop where the mask ends; every other reader gets the rows in use.
     """
     edit = Editor(graph, graph[0], "cache_rows")
     zero = edit.ints(0)
@@ -54,7 +54,7 @@ def _reads_buffer(node: ir.Node) -> bool:
 
 
 def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
-    """Make ``new`` the graph's output where ``old`` was."""
+    """Makes ``new`` the graph's output where ``old`` was."""
     for index, value in enumerate(graph.outputs):
         if value is old:
             new.shape, new.type = old.shape, old.type
@@ -62,7 +62,7 @@ def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
 
 
 def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir.Node, int]], rows: ir.Value) -> None:
-    """Nodes that read how many rows ``past`` has get the number of rows in use."""
+    """Gives nodes that read how many rows ``past`` has the number of rows in use."""
     for node, _ in readers:
         if node.op_type != "Shape":
             continue
@@ -84,8 +84,8 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
 def halves(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) -> list[tuple[ir.Value, ir.Value]]:
     """Each layer's two caches become two of one shape: [B,1,T,(L+R)/2], the first and the second half of the row.
 
-    Returns the new inputs and outputs as pairs, two pairs a layer, and takes the old ones out of the graph. Raises
-    :class:`ExportError` for a cache that is not a latent with a rotary key, or a row of odd width.
+    Returns the new inputs and outputs as pairs, two per layer, and removes the old ones from the graph. Raises
+    :class:`ExportError` for a cache that is not a latent with a rotary key, and for a row of odd width.
     """
     pairs = [(s.latent, s.rope) for s in found]
     grouped = {index for pair in pairs for index in pair if index is not None}
@@ -139,7 +139,7 @@ def _halve(
         old = append.present
         for index in reversed([i for i, v in enumerate(graph.outputs) if v is old]):
             del graph.outputs[index]
-        if consumers(old):  # something else than the attention reads the cache
+        if consumers(old):  # something other than the attention reads the cache
             whole = edit.op("Concat", *flat, axis=2)
             replace_input(old, edit.slice(whole, edit.ints(start), edit.ints(stop), 2), consumers(old))
         for node, _ in consumers(append.past):

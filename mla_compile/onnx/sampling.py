@@ -1,4 +1,4 @@
-"""The next token from logits: the largest, or one drawn from the most probable."""
+"""The next token from logits: that of the largest, or one drawn from the most probable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sampling:
         temperature: logits are divided by it; 0 takes the largest logit and draws nothing.
         top_k: draw from the k most probable tokens only; 0 from all.
         top_p: draw from the fewest tokens whose probabilities sum to at least p, after ``top_k``.
-        seed: the same seed gives the same tokens; ``None`` gives others each time.
+        seed: the same seed gives the same tokens; ``None`` gives different ones each time.
     """
 
     temperature: float = 0.0
@@ -51,7 +51,7 @@ class Sampler:
     """Chooses for every row of a batch, each with its own settings and random numbers."""
 
     def __init__(self, sampling: Sampling | Sequence[Sampling], rows: int) -> None:
-        """One setting for all rows, of which each draws its own numbers, or one for each row.
+        """Takes one setting for all rows, each of which draws its own numbers, or one setting for each row.
 
         A row with a setting of its own draws the same numbers whatever the other rows are.
         """
@@ -68,9 +68,9 @@ class Sampler:
         )
 
     def choose(self, logits: Logits, row: int) -> int:
-        """A token for a row from its logits, float32 [vocab]; -inf forbids a token.
+        """A token for a row from its logits, float32 [vocab]; -inf rules a token out.
 
-        Raises :class:`ModelFileError` where the largest logit is no number: a model that overflowed.
+        Raises :class:`ModelFileError` if the largest logit is not finite, as when a model has overflowed.
         """
         best = int(logits.argmax())  # NaN counts as the largest
         if not np.isfinite(logits[best]):
@@ -82,20 +82,20 @@ class Sampler:
         if settings.temperature == 0 or settings.top_k == 1:
             return best
         tokens = _most_probable(logits, settings.top_k)
-        with np.errstate(over="ignore"):  # a tiny temperature makes -inf of all but the best, as it should
+        with np.errstate(over="ignore"):  # a tiny temperature turns all but the best into -inf, as it should
             weights = np.exp((logits[tokens].astype(np.float64) - logits[best]) / settings.temperature)
         sums = weights.cumsum()
-        # The token that crosses p belongs to them, so there is always one.
+        # The token that crosses p is included, so there is always one.
         kept = int(np.searchsorted(sums, settings.top_p * sums[-1])) + 1
         drawn = random.random() * sums[min(kept, len(sums)) - 1]
         return int(tokens[min(int(np.searchsorted(sums, drawn, side="right")), kept - 1, len(sums) - 1)])
 
 
 def _most_probable(logits: Logits, top_k: int) -> npt.NDArray[np.int64]:
-    """Token ids by falling logit, equal ones by id: the first ``top_k``, or all."""
+    """Token ids by falling logit, those of equal logits by id: the first ``top_k``, or all."""
     if 0 < top_k < len(logits):
         smallest = np.partition(logits, len(logits) - top_k)[len(logits) - top_k]
-        tokens = np.flatnonzero(logits >= smallest)  # more than k where several are equal to the k-th
+        tokens = np.flatnonzero(logits >= smallest)  # more than k if several equal the k-th
         order = np.argsort(-logits[tokens], kind="stable")[:top_k]
         return tokens[order]
     return np.argsort(-logits, kind="stable")

@@ -1,4 +1,4 @@
-"""Runs a model directory that export wrote: prompts in, logits out, caches kept where they are between calls."""
+"""Runs a model directory that export wrote: prompts in, logits out; caches stay on the device between calls."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Session:
 
     Args:
         directory: what ``mla-compile export`` wrote.
-        providers: execution providers of ONNX Runtime, names or (name, options); by default CUDA where it starts, and
+        providers: execution providers of ONNX Runtime, names or (name, options); by default CUDA, if it starts, and
             CPU.
-        library: a native library for the attention nodes: ``"auto"`` takes the one that is found where it can be used,
-            a path insists on that file, ``None`` takes none. :attr:`decision` says what came of it.
+        library: a native library for the attention nodes: ``"auto"`` uses the one that is found if it can be used, a
+            path insists on that file, ``None`` uses none. :attr:`decision` says what was decided.
         session_options: ``onnxruntime.SessionOptions``. A library is registered in them, so they serve one Session.
-        verify_files: compare the SHA-256 of every file; without it only sizes and external data are checked.
-        load_prefill: also load the graph for prompts, where there is one. Without it the decode graph reads prompts,
-            which takes longer and holds the weights once.
-        prefill_chunk: tokens of a prompt per call; ``None`` gives it whole. Scores of a call take H x chunk x T
-            numbers.
+        verify_files: compare the SHA-256 of every file; otherwise only sizes and external data are checked.
+        load_prefill: also load the graph for prompts, if there is one. Otherwise the decode graph reads prompts, which
+            takes longer but holds the weights only once.
+        prefill_chunk: tokens of a prompt per call; ``None`` reads it in one call. The scores of a call take
+            H x chunk x T numbers.
 
-    Raises :class:`ModelFileError` where files, onnxruntime, its providers or a library that was named cannot be used,
-    and :class:`OptionError` for a value that cannot be.
+    Raises :class:`ModelFileError` if files, onnxruntime, its providers or a library that was named cannot be used, and
+    :class:`OptionError` for an impossible value.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class Session:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, capacity: int | None = None
     ) -> tuple[State, npt.NDArray[np.float32]]:
-        """Read prompts: a new state, and the logits of each one's next token, float32 [batch, vocab].
+        """Reads prompts: a new state, and the logits of each one's next token, float32 [batch, vocab].
 
-        Shorter prompts are padded on the left. ``capacity``: tokens the state is going to hold, padding included;
-        caches in place are allocated for it at once, and a longer generation only costs a copy. Raises
-        :class:`InputError` for prompts the model cannot read.
+        Shorter prompts are padded on the left. ``capacity``: the tokens that the state will hold, padding included;
+        caches in place are allocated for that many at once, and a longer generation costs only a copy. Raises
+        :class:`InputError` for prompts that the model cannot read.
         """
         check_prompts(self.manifest, prompts)
         B, longest = len(prompts), max(len(prompt) for prompt in prompts)
@@ -113,13 +113,13 @@ class Session:
         chunk = self._chunk or longest
         for begin in range(0, longest, chunk):
             logits = self._run(graph, state, ids_BS[:, begin : begin + chunk], mask_BS[:, begin : begin + chunk])
-        state.bindings.pop("prefill", None)  # it would hold the prompt's caches for as long as the state lives
+        state.bindings.pop("prefill", None)  # it would keep the prompt's caches alive for as long as the state
         return state, logits
 
     def step(self, state: State, tokens: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Read one more token of each row: the logits of the next ones, float32 [batch, vocab].
+        """Reads one more token of each row: the logits of the next ones, float32 [batch, vocab].
 
-        Raises :class:`InputError` for another number of tokens, ids out of the vocabulary, or a full context.
+        Raises :class:`InputError` for a wrong number of tokens, ids outside of the vocabulary, or a full context.
         """
         ids_B = np.asarray(tokens)
         vocab, limit = self.manifest.vocab_size, self.manifest.max_position
@@ -135,19 +135,19 @@ class Session:
     def _run(
         self, graph: str, state: State, ids_BS: npt.NDArray[np.int64], mask_BS: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        """One call of a graph; the state is as before where it fails."""
+        """One call of a graph; if it fails, the state is as before."""
         session = self._graphs[graph]
         binding = state.bindings.get(graph)
         if binding is None:
             binding = state.bindings[graph] = session.io_binding()
-        # Any valid position will do for padding, before a row begins and after it has ended.
+        # Any valid position will do for padding, both before a row begins and after it has ended.
         positions_BS = np.maximum(
             state.positions[:, None] + np.where(state.ended[:, None], 0, mask_BS.cumsum(1)) - 1, 0
         )
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
         for name, value in zip(_TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
-        binding.bind_output("logits", "cpu")  # again in each call: the last value would be memory to write to
+        binding.bind_output("logits", "cpu")  # anew in each call, or the last value would be overwritten
         state.bind(binding, state.length + ids_BS.shape[1])
         try:
             session.run_with_iobinding(binding)
@@ -159,7 +159,7 @@ class Session:
         return to_float32(view(outputs[0], self.manifest.dtype)[:, -1], self.manifest.dtype)
 
     def _open(self, file: str, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]) -> Any:
-        """The session of one graph, with the inputs and outputs that the manifest says."""
+        """The session of one graph, which must have the inputs and outputs of the manifest."""
         path = self.directory / file
         session = engine.open_graph(self._ort, path, self.manifest.dtype, options, providers)
         caches = self.manifest.caches

@@ -1,4 +1,4 @@
-"""What a generation has read so far: its caches, on the device, and the mask of its tokens."""
+"""What a generation has read so far: its caches on the device, and the mask of its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mla_compile.onnx.engine import Device
 from mla_compile.onnx.manifest import Cache
 
-# numpy has no bfloat16: its bits travel as uint16, and ONNX Runtime is told the type by its ONNX number.
+# numpy has no bfloat16: its bits are passed as uint16, and ONNX Runtime gets the type's ONNX number.
 BITS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 ELEMENT: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": 16}
 
@@ -24,16 +24,16 @@ class State:
     One thread at a time may use a state; different states of one session may run at once.
 
     Attributes:
-        batch: sequences, rows of every tensor.
+        batch: how many sequences, which are the rows of every tensor.
         length: tokens in the caches, left padding included.
         positions: int64 [batch], the position of each row's next token: its tokens so far without padding.
-        ended: bool [batch], rows that only keep the others company: what they read takes no further position.
+        ended: bool [batch], rows that only keep the others company: what they read advances no position.
         caches: one per entry of the manifest.
         bindings: the io binding of each graph that has run.
     """
 
     def __init__(self, ort: Any, specs: tuple[Cache, ...], batch: int, *, device: Device, capacity: int | None) -> None:
-        """``capacity``: rows that caches written in place get at first; ``None``: each call returns new caches."""
+        """``capacity``: rows allocated at first for caches in place; ``None``: each call returns new caches."""
         self.batch = batch
         self.length = 0
         self.positions: Ints = np.zeros(batch, np.int64)
@@ -44,7 +44,7 @@ class State:
 
     @property
     def capacity(self) -> int | None:
-        """Rows allocated in caches that are written in place; ``None`` where the model has none."""
+        """Rows allocated in caches that are written in place; ``None`` if the model has none."""
         return next((cache.capacity for cache in self.caches if cache.in_place), None)
 
     def mask_with(self, new_BS: Ints) -> Ints:
@@ -58,12 +58,12 @@ class State:
         return np.ascontiguousarray(self._mask[:, :total])
 
     def bind(self, binding: Any, total: int) -> None:
-        """Bind every cache for a call after which ``total`` tokens are held; buffers that are too short grow first."""
+        """Binds every cache for a call after which it holds ``total`` tokens; buffers that are too short grow first."""
         for cache in self.caches:
             cache.bind(binding, self.length, total)
 
     def advance(self, outputs: Any, new_BS: Ints) -> None:
-        """Take over the caches among a call's outputs, which follow the logits, and count its tokens."""
+        """Takes over the caches among a call's outputs, which follow the logits, and counts its tokens."""
         for at, cache in enumerate(self.caches, start=1):
             cache.take(outputs, at)
         self.length += new_BS.shape[1]
@@ -75,14 +75,14 @@ class _Cache:
 
     def __init__(self, ort: Any, spec: Cache, batch: int, device: Device, capacity: int | None) -> None:
         self.in_place = spec.grows and capacity is not None
-        self.capacity = max(capacity or 0, 1)  # no buffer is empty: its address is bound
+        self.capacity = max(capacity or 0, 1)  # never empty: the buffer's address is bound
         self._ort, self._spec, self._batch, self._device = ort, spec, batch, device
         self._buffer = self._on_device(np.zeros(spec.sizes(batch, self.capacity), BITS[spec.dtype]))
         self._bound: list[Any] = []
         self._value: Any = None
 
     def bind(self, binding: Any, length: int, total: int) -> None:
-        """Bind past and present for a call that takes the cache from ``length`` to ``total`` tokens."""
+        """Binds past and present for a call that takes the cache from ``length`` to ``total`` tokens."""
         past, present, device = self._spec.past, self._spec.present, self._device
         if self.in_place:
             if total > self.capacity:
@@ -100,17 +100,17 @@ class _Cache:
         binding.bind_output(present, device.type, device.id)
 
     def take(self, outputs: Any, at: int) -> None:
-        """Keep what the call returned; for a cache in place that is the buffer itself."""
+        """Keeps what the call returned; for a cache in place that is the buffer itself."""
         if not self.in_place:
             self._value = self._ort.OrtValue(outputs[at])
 
     def _place(self, tokens: int) -> tuple[str, int, Any, list[int], int]:
-        """The buffer's first rows in the words of io binding."""
+        """The buffer's first rows in the terms of io binding."""
         sizes = self._spec.sizes(self._batch, tokens)
         return self._device.type, self._device.id, ELEMENT[self._spec.dtype], sizes, int(self._buffer.data_ptr())
 
     def _grow(self, capacity: int, used: int) -> None:
-        """Move to a larger buffer, by way of main memory: seldom enough, since it doubles."""
+        """Moves to a larger buffer through main memory, which is rare, since the size doubles."""
         kept = (slice(None),) * (self._spec.axis or 0) + (slice(used),)
         rows = np.zeros(self._spec.sizes(self._batch, capacity), BITS[self._spec.dtype])
         rows[kept] = self._buffer.numpy()[kept]
@@ -118,12 +118,12 @@ class _Cache:
         self._bound.clear()
 
     def _on_device(self, rows: npt.NDArray[Any]) -> Any:
-        """An OrtValue; in main memory it is the array itself, of which unused rows cost no memory yet."""
+        """An OrtValue. In main memory it is the array itself, whose unused rows take up no memory yet."""
         return self._ort.OrtValue.ortvalue_from_numpy(rows, self._device.type, self._device.id)
 
 
 def view(value: Any, dtype: str) -> npt.NDArray[Any]:
-    """The memory of a value that lies in main memory, not copied; bfloat16 as its bits. It must outlive the view."""
+    """A view of a value in main memory, bfloat16 as its bits. The value must outlive the view."""
     bits = np.dtype(BITS[dtype])
     shape = tuple(value.shape())
     size = int(np.prod(shape)) * bits.itemsize
@@ -132,7 +132,7 @@ def view(value: Any, dtype: str) -> npt.NDArray[Any]:
 
 
 def to_float32(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """A copy as float32: of float16, of float32, or of bfloat16's bits, which are the upper half of a float32."""
+    """A copy in float32 of float16, float32, or bfloat16's bits, which are the upper half of a float32."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Small rewrites of an FX graph for what ONNX, or its runtime on a CPU, does not have."""
+"""Small rewrites of an FX graph around what ONNX, or its runtime on a CPU, does not have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHECKS = (
 
 
 def tidy(program: Program) -> None:
-    """All of them, in order."""
+    """Applies all of them, in order."""
     graph = program.gm.graph
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.target in _CHECKS:  # ONNX has no operator that raises
@@ -34,14 +34,14 @@ def tidy(program: Program) -> None:
 
 
 def _squeeze(node: fx.Node, builder: Builder) -> None:
-    """Squeezing an axis that is not of size 1 does nothing in torch, and is an error in ONNX."""
+    """Squeezing an axis whose size is not 1 does nothing in torch and is an error in ONNX."""
     source, dim = argument(node, 0, "self"), argument(node, 1, "dim")
     if isinstance(dim, int) and val(source).dim() and size(val(source).shape[dim]) != 1:
         node.replace_all_uses_with(source)
 
 
 def _slice_scatter(node: fx.Node, builder: Builder) -> None:
-    """Slices written one after the other into fresh memory are a concatenation.
+    """Slices written one after another into new memory are a concatenation.
 
     Before: ``slice_scatter(slice_scatter(new_empty, a, d, 0, n), b, d, n, end)``. After: ``cat([a, b], d)``.
     """
@@ -56,7 +56,7 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
             return
         assert isinstance(width, int)
         if start in parts:
-            return  # written twice: the later write is the one that counts, and this is the earlier
+            return  # written twice: the later write counts, and this is the earlier one
         parts[start] = (argument(current, 1, "src"), min(end, width))
         current = argument(current, 0, "self")
     at = 0
@@ -72,9 +72,9 @@ def _slice_scatter(node: fx.Node, builder: Builder) -> None:
 
 
 def _index_add(node: fx.Node, builder: Builder) -> None:
-    """Sums of selected rows in half precision are taken in float32: runtimes on a CPU scatter no other floats.
+    """Sums of selected rows in half precision are taken in float32, the only floats that runtimes on a CPU scatter.
 
-    A chain of them, one for each expert, stays in float32 until its end.
+    A chain of such sums, one for each expert, stays in float32 until its end.
     """
     dtype = val(node).dtype
     if not dtype.is_floating_point or dtype.itemsize > 2:

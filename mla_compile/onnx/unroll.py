@@ -1,9 +1,9 @@
-"""Tracing loops over the experts that were hit, which depend on data, as loops over all experts.
+"""Traces loops over the experts that were hit, which depend on data, as loops over all experts.
 
-Mixture-of-experts layers written as a loop ask which experts have tokens (``nonzero``), and for each of them which
-tokens (``where``). An export has no values to ask. An expert without tokens adds nothing, so the loop may visit every
-expert; and with no tokens selected its products have no rows, so code that skips that case may go on as if there were
-some. Neither can be proved from the outside: what is exported under this mode is compared with the original.
+Mixture-of-experts layers written as a loop ask which experts have tokens (``nonzero``), and which tokens each of them
+has (``where``). An export has no values to ask for. An expert without tokens adds nothing, so the loop may visit every
+expert; and without tokens its products have no rows, so code that skips that case may continue as if there were some.
+Neither can be proved from the outside, so what is exported in this mode is compared with the original.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class UnrolledExperts(TorchFunctionMode):
-    """While it is entered, ``nonzero`` of a vector of known length gives every index, in order."""
+    """While it is active, ``nonzero`` of a vector of known length returns every index, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,13 +25,13 @@ class UnrolledExperts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answers ``nonzero`` and the iteration over its result; everything else runs as it is."""
+        """Replaces ``nonzero`` and the iteration over its result; everything else runs unchanged."""
         given = dict(kwargs or {})
         if func in (torch.nonzero, torch.Tensor.nonzero) and not given.get("as_tuple") and _is_vector(args):
             self._every = torch.tensor([[index] for index in range(args[0].shape[0])])
             return self._every
         if func is torch.Tensor.unbind and args[0] is self._every and self._every is not None:
-            # Constants made here keep their values while a model is traced; parts of a traced tensor do not.
+            # Constants created here keep their values in a trace; parts of a traced tensor do not.
             return tuple(torch.tensor([index]) for index in range(self._every.shape[0]))
         result = func(*args, **given)
         if func is torch.where and len(args) == 1 and not given:

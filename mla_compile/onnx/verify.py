@@ -1,7 +1,7 @@
-"""Running what was exported beside the original, before anybody else does.
+"""Runs what was exported beside the original, before anybody else does.
 
-Two prompts of different lengths, so that one is padded on the left, read by the prompt's graph; then steps of the
-decode graph, each fed the token that the original chose. The same prompts are also read by the decode graph.
+The prefill graph reads two prompts of different lengths, so that one is padded on the left. Then the decode graph takes
+steps, each with the token that the original chose. The decode graph reads the same prompts as well.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from mla_compile.errors import ExportError
 from mla_compile.onnx.assemble import TOKENS, CacheIO
 from mla_compile.onnx.causal_lm import CausalLM
-from mla_compile.onnx.engine import errors, onnxruntime
+from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Verification
 
 PROMPTS = (9, 6)
 STEPS = 6
-# Largest difference of logits, of the largest logit. Half precision: two sums in another order, through all layers.
+# Largest difference of logits over the largest logit. In half precision: sums in another order, in every layer.
 TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 
 Array = npt.NDArray[Any]
@@ -38,17 +38,17 @@ def runs_here(dtype: str, profile: str) -> str:
 
 
 class Reader(Protocol):
-    """Something that reads tokens and has caches."""
+    """What reads tokens and has caches."""
 
     def empty(self, batch: int) -> list[Any]:
-        """Caches of no tokens."""
+        """Empty caches."""
 
     def __call__(self, tokens: Mapping[str, Array], caches: Sequence[Any]) -> tuple[Array, list[Any]]:
         """Logits, and the caches after the call."""
 
 
 class ProgramRunner:
-    """The program that a graph is the translation of, run by torch: for graphs that ONNX Runtime cannot run here."""
+    """The program that a graph was translated from, run by torch if ONNX Runtime cannot run the graph here."""
 
     def __init__(self, program: torch.export.ExportedProgram, lm: CausalLM) -> None:
         self.module = program.module()
@@ -56,7 +56,7 @@ class ProgramRunner:
         self.device = next(lm.model.parameters()).device
 
     def empty(self, batch: int) -> list[torch.Tensor]:
-        """Caches of no tokens."""
+        """Empty caches."""
         return self.lm.empty(batch)
 
     def __call__(self, tokens: Mapping[str, Array], caches: Sequence[torch.Tensor]) -> tuple[Array, list[torch.Tensor]]:
@@ -72,10 +72,8 @@ class Runner:
 
     def __init__(self, file: Path, caches: Sequence[CacheIO], profile: str, dtypes: Sequence[str]) -> None:
         ort = onnxruntime()
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
         try:
-            self.session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            self.session = cpu_session(ort, str(file))
         except errors(ort) as error:
             raise ExportError(
                 f"onnxruntime {ort.__version__} does not load the exported {file.name}: {error}"
@@ -86,7 +84,7 @@ class Runner:
         self.room = 32 if profile == "inplace" else 0
 
     def empty(self, batch: int) -> list[Array]:
-        """Caches of no tokens; buffers of NaN where rows are written in place, which must never be read."""
+        """Empty caches; where rows are written in place, buffers of NaN, which must never be read."""
         made = []
         for cache, dtype in zip(self.caches, self.dtypes, strict=True):
             sizes = [batch, *(self.room if d is None else d for d in cache.shape[1:])]
@@ -109,9 +107,9 @@ class Runner:
 def verify(
     lm: CausalLM, decode: Reader, prefill: Reader | None, dtype: str, one_token: bool, reason: str = ""
 ) -> Verification:
-    """Raises :class:`ExportError` where the graphs and the original differ by more than rounding.
+    """Raises :class:`ExportError` if the graphs and the original differ by more than rounding.
 
-    ``reason``: why these are programs run by torch, not graphs.
+    ``reason``: why these are programs run by torch and not graphs.
     """
     worst, compared, equal = 0.0, 0, 0
     for reader in [prefill, decode] if prefill is not None else [decode]:
@@ -119,7 +117,7 @@ def verify(
         error, tokens, same = _compare(lm, reader, decode, one_token)
         worst, compared, equal = max(worst, error), compared + tokens, equal + same
     allowed = TOLERANCE[dtype]
-    if not worst <= allowed:  # NaN is no agreement
+    if not worst <= allowed:  # NaN is not agreement
         raise ExportError(
             f"the exported graph differs from the original by {worst:.2e} of the largest logit, allowed are "
             f"{allowed:.0e}; nothing was written. Report this with the model's config, or export with verify=False"
@@ -180,7 +178,7 @@ def _feeds(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Array]:
 
 
 def _difference(got: Array, expected: torch.Tensor) -> float:
-    """Largest difference of the last token's logits, of the largest."""
+    """Largest difference of the last token's logits over the largest of them."""
     reference = expected.double().numpy()
     return float(np.abs(got[:, -1].astype(np.float64) - reference).max() / np.abs(reference).max())
 

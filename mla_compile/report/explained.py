@@ -1,12 +1,15 @@
-"""What ``mla-compile explain`` says besides the report: the family's cache, a token's cost, and the choices."""
+"""What ``mla-compile explain`` adds to the report: caches of the family and of others, a token's cost, the choices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import sympy
+
 from mla_compile.core.dims import Dims
+from mla_compile.core.records import plain_float
 from mla_compile.passes.decide import cost, formulas
 from mla_compile.passes.decide.formulas import Form
 from mla_compile.report.facts import Facts
@@ -14,14 +17,14 @@ from mla_compile.report.facts import Facts
 SCHEMA = "mla_compile.explain/1"
 CONTEXTS = (4096, 32768, 131072)
 GROUPS = 8
-"""KV heads of the GQA that a latent cache is compared with: the usual number."""
+"""KV heads of the GQA that a latent cache is compared with; the usual number."""
 _UNTOLD = ("refused", "kept")
-"""Families of which nobody knows whether the cache holds K and V, or what they are made of anew in every step."""
+"""Families whose cache may hold K and V, or what they are recomputed from in every step: nobody knows which."""
 
 
 @dataclass(frozen=True)
 class CacheRow:
-    """One way to cache: values per token of one layer (the most frequent kind), and bytes per sequence by context."""
+    """One way to cache: values per token of one layer (of the most frequent kind), bytes per sequence by context."""
 
     kind: str
     meaning: str
@@ -32,7 +35,7 @@ class CacheRow:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """One decoded token of one sequence, whole model: FLOPs and bytes by context, in one form."""
+    """One decoded token of one sequence in one form: FLOPs and bytes of the whole model, by context."""
 
     form: str
     flops: tuple[int, ...]
@@ -41,7 +44,7 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class FoldSide:
-    """One product of weights that could be made ahead of time: values read per token and layer, before and after."""
+    """A product of weights that could be taken ahead of time: values read per token and layer, before and after."""
 
     side: Literal["query", "output"]
     product: str
@@ -50,15 +53,15 @@ class FoldSide:
 
     @property
     def pays(self) -> bool:
-        """Whether the folded weights are fewer."""
+        """Whether the folded weights are the fewer."""
         return self.folded < self.chained
 
 
 @dataclass(frozen=True)
 class SiteChoice:
-    """Break-even and fold of the sites of one size; seconds are the cost model's, for a GPU and a long context.
+    """Break-even and folds of the sites of one size; seconds are the cost model's, for a GPU and a long context.
 
-    ``folds``: the sides whose widths are known. ``folded_s`` is with both folded, ``None`` where one is not known.
+    ``folds``: the sides whose widths are known. ``folded_s``: with both folded; ``None`` if a width is not known.
     """
 
     dims: Dims
@@ -84,18 +87,18 @@ class Explained:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What has to be known to read the tables, or why they are not there."""
+        """What one has to know to read the tables, or why there are none."""
         count = self.facts.in_part
         if not count:
             return self.facts.notes
         which = "1 attention is" if count == 1 else f"{count} attentions are"
         return (
             *self.facts.notes,
-            f"{which} absorbed in part or in parts: there are no tables of cache and costs",
+            f"{which} absorbed in part or by groups of heads, so there are no tables of cache and costs",
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; the key ``schema`` names the layout."""
+        """JSON-able, without the report; the key ``schema`` names the layout."""
         model = self.facts
         record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
         record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
@@ -109,7 +112,7 @@ class Explained:
 
 
 def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
-    """The tables of one model, its weights and its cache at ``element_bytes`` per value."""
+    """The tables of one model, for weights and cache of ``element_bytes`` per value."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
@@ -117,7 +120,7 @@ def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
 
 
 def _cache(model: Facts, element: int) -> tuple[CacheRow, ...]:
-    """Every layer cached in each way, with its own heads and widths; d is half of what a head's K and V hold."""
+    """All layers cached in each way, with their own heads and widths; d is half of what a head's K and V hold."""
     sizes: list[tuple[int, dict[str, float]]]
     own_groups = 1
     if model.in_part or model.family in _UNTOLD:
@@ -148,12 +151,12 @@ def _cache(model: Facts, element: int) -> tuple[CacheRow, ...]:
     return tuple(table)
 
 
-def _values(formula: Any, letters: dict[str, float], groups: int) -> int:
+def _values(formula: sympy.Expr, letters: Mapping[str, float], groups: int) -> int:
     return int(formula.subs({getattr(formulas, name): size for name, size in {**letters, "G": groups}.items()}))
 
 
 def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
-    """A decoded token at each context: as it is, or expanded and absorbed. Without weights, of the attentions alone."""
+    """A decoded token at each context: as it is, or expanded and absorbed. Of unknown weights, the attentions only."""
     active = model.weights.active
     if model.in_part or model.family in _UNTOLD:
         return ()
@@ -164,7 +167,7 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
         flops = tuple(2 * active + per_token * T for T in contexts)
         moved = tuple(element * (active + model.cache_values * T) for T in contexts)
         return (TokenCost("as it is", flops, moved),)
-    # The forms count the up-projections of K and V themselves: each uses them in its own way.
+    # The formulas of the forms include the up-projections of K and V, which each form uses in its own way.
     rest = active - model.over_sites(lambda d: d.H * d.L * (d.N + d.V)) if model.weights.total else 0
     forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
     return tuple(
@@ -178,7 +181,7 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
 
 
 def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """FLOPs of one attention's call by its number of queries, expanded and absorbed."""
+    """FLOPs of one call of an attention by its number of queries, expanded and absorbed."""
     forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
     return tuple(
         (name, tuple(int(formulas.evaluate(formulas.flops(form), dims, B=1, S=S, T=T)) for S in queries))
@@ -186,7 +189,7 @@ def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, 
     )
 
 
-def _all_sites(model: Facts, expression: Any, **letters: float) -> int:
+def _all_sites(model: Facts, expression: sympy.Expr, **letters: float) -> int:
     return model.over_sites(lambda dims: int(formulas.evaluate(expression, dims, B=1, S=1, **letters)))
 
 
@@ -220,9 +223,6 @@ def _choice(dims: Dims, count: int, element: int) -> SiteChoice:
 
 def _plain(choice: SiteChoice) -> dict[str, Any]:
     record = asdict(choice)
-    for name in ("break_even", "break_even_long"):  # inf is no JSON
-        value = record[name]
-        record[name] = [str(v) if v == float("inf") else v for v in value] if isinstance(value, tuple) else (
-            str(value) if value == float("inf") else value
-        )  # fmt: skip
+    record["break_even"] = [plain_float(at) for at in choice.break_even]
+    record["break_even_long"] = plain_float(choice.break_even_long)
     return record

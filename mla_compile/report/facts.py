@@ -1,4 +1,4 @@
-"""What is known of a model, as far as decoding is concerned: its attention sites, its cache, its weights."""
+"""What is known about a model as far as decoding is concerned: its attention sites, its cache, its weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,45 @@ from typing import Literal
 
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import SiteReport
-from mla_compile.report.weights import Weights
 
 Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "no attention"]
-"""``refused``: sites that are not proved to be MLA, and not proved to be anything else either. ``kept``: sites whose
-latent is no narrower than K and V. ``not MLA``: MHA, GQA or MQA, where nothing tells which."""
+"""``refused``: sites that could be proved neither to be MLA nor to be anything else. ``kept``: sites whose latent is no
+narrower than K and V. ``not MLA``: MHA, GQA or MQA, and nothing tells which."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters, in values.
+
+    Attributes:
+        total: all of them, tied ones once.
+        lookup: the input embedding, of which a token reads one row; 0 where it is also the output projection.
+        experts: all routed experts of all layers.
+        expert_count, expert_top_k: routed experts per layer, and how many of them a token takes on average.
+    """
+
+    total: int
+    lookup: int = 0
+    experts: int = 0
+    expert_count: int = 1
+    expert_top_k: float = 1.0
+
+    @property
+    def dense(self) -> int:
+        """Read by every token: neither routed experts nor the input embedding."""
+        return self.total - self.experts - self.lookup
+
+    @property
+    def active(self) -> int:
+        """Read for one token, routed experts included."""
+        return self.dense + round(self.experts * self.expert_top_k / self.expert_count)
 
 
 @dataclass(frozen=True)
 class LatentSites:
     """``count`` attention sites of the same sizes that read one latent row per token.
 
-    ``whole``: not in part or by groups of heads, for which the formulas of a whole attention do not hold.
+    ``whole``: absorbed neither in part nor by groups of heads; only then do the formulas of an attention hold.
     """
 
     dims: Dims
@@ -31,7 +58,7 @@ class LatentSites:
 
 @dataclass(frozen=True)
 class CachedLayers:
-    """``count`` layers whose cache holds the same: heads and width of both tensors, in values per token."""
+    """``count`` layers with equal caches: the heads of both tensors, and the values per token and head."""
 
     key_heads: int
     key_width: int
@@ -66,17 +93,17 @@ class Facts:
 
     @property
     def cache_values(self) -> int:
-        """Values per token that this model's own code caches, all layers."""
+        """Values per token that the model's own code caches, in all layers."""
         return sum(layer.values * layer.count for layer in self.cached)
 
     def own_cache(self) -> str:
-        """What its own code caches, in words; empty where that is not known."""
+        """What its own code caches, in words; empty if that is not known."""
         parts = [f"{layer.count} x {layer.values:,}" for layer in self.cached]
         return f"its own code caches {self.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
 
     @property
     def in_part(self) -> int:
-        """Attentions that are absorbed in part, or by groups of heads: how much they cache and compute is not known."""
+        """Attentions absorbed in part or by groups of heads; how much those cache and compute is not known."""
         return sum(copies for site, copies in zip(self.sites, self.copies, strict=False) if site.parts)
 
     @property
@@ -85,7 +112,7 @@ class Facts:
         return self.over_sites(_head_values)
 
     def over_sites(self, what: Callable[[Dims], int]) -> int:
-        """A quantity of one latent site, added up over all of them."""
+        """A quantity of one latent site, summed over all of them."""
         return sum(site.count * what(site.dims) for site in self.latent)
 
 
@@ -97,7 +124,7 @@ def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str
 
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
-    """Sites with their sizes, and how many attentions each stands for, added up where they are equal."""
+    """Sites of equal sizes counted together; given are each site, its sizes, and how many attentions it stands for."""
     counts: Counter[tuple[Dims, bool, bool]] = Counter()
     for site, dims, copies in found:
         if dims is not None:
@@ -106,7 +133,7 @@ def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[
 
 
 def family_of(sites: Sequence[SiteReport]) -> Family | None:
-    """What the sites say by themselves; ``None`` where they have no latent, or there are none."""
+    """What the sites alone tell; ``None`` if none of them has a latent."""
     verdicts = {site.verdict for site in sites}
     if "absorbed" in verdicts or any(site.dims is not None for site in sites):
         return "MLA"

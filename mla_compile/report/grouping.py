@@ -1,4 +1,4 @@
-"""Sites that differ only in their layer number, put together so that a report of 61 layers is one paragraph.
+"""Sites that differ only in their layer number, grouped so that a report on 61 layers is one paragraph.
 
 Before: sixty-one records, ``model.layers.0.self_attn`` to ``model.layers.60.self_attn``, otherwise equal.
 After: one group whose ``where`` reads ``model.layers.{0-60}.self_attn``.
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites that read the same, in report order; the first speaks for all of them."""
+    """Sites that read the same, in the order of the report; the first one stands for all of them."""
 
     sites: tuple[SiteReport, ...]
 
@@ -29,7 +29,7 @@ class SiteGroup:
 
     @property
     def where(self) -> str:
-        """Module paths of the group as one pattern, or the node's name where the trace recorded no module."""
+        """The module paths of the group as one pattern, or the node's name if the trace recorded no module."""
         return module_pattern([site.where.module or site.where.node for site in self.sites])
 
     @property
@@ -39,15 +39,15 @@ class SiteGroup:
 
     @property
     def fold_error(self) -> float | None:
-        """The worst measured rounding of folded weights of the group."""
+        """The worst measured rounding error of the group's folded weights."""
         return max((s.fold_error for s in self.sites if s.fold_error is not None), default=None)
 
 
 def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
     """Groups in order of first appearance.
 
-    Two sites belong together when everything is equal but the index, the numbers in module paths, the names of nodes
-    (numbered by the trace) and measured errors, of which a group shows the worst.
+    Sites belong together if they differ only in their index, the numbers in module paths, the names of nodes (which the
+    trace numbers) and measured errors, of which a group shows the worst.
     """
     groups: dict[SiteReport, list[SiteReport]] = {}
     for site in sites:
@@ -56,7 +56,7 @@ def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
 
 
 def module_pattern(paths: Sequence[str]) -> str:
-    """``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``; a list where the numbers are no full grid."""
+    """``a.{0-2,5}.b`` for ``a.0.b``, ``a.1.b``, ``a.2.b``, ``a.5.b``; a list where the numbers form no full grid."""
     distinct = list(dict.fromkeys(paths))
     if len({_NUMBER.sub("#", path) for path in distinct}) > 1:
         return ", ".join(distinct)
@@ -89,5 +89,5 @@ def _anonymous(site: SiteReport) -> SiteReport:
 
 
 def _unnumbered(where: Location) -> Location:
-    # Without a module path the node's name is all there is to tell two sites apart, but it says nothing of a layer.
+    # The name of a node says nothing about its layer, even where there is no module path to tell sites apart.
     return replace(where, node="", module=_NUMBER.sub("#", where.module))

@@ -1,4 +1,4 @@
-"""The report: one record per attention site, shown as text for a person or as JSON for a program."""
+"""The report: one record per attention site, as text and as a page for people, as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SCHEMA = "mla_compile.report/1"
-"""Written into every JSON report; the number grows when a reader of the old one would misread the new one."""
+"""Written into every JSON report; the number grows when a reader of the old layout would misread the new one."""
 
 _STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of every attention site of one graph, or of several merged with ``merged``.
+    """What became of every attention site of a graph, or of several graphs put together by ``merged``.
 
-    ``print`` shows it as text; rich shows it in colour.
+    ``print`` shows it as text, rich in colour.
 
     Attributes:
         sites: one entry for each attention.
         graph: the names of the graphs.
-        passes: what each pass changed, and how long it took.
+        passes: how much each pass changed, and how long it took.
         messages: what concerns no single site.
     """
 
@@ -50,12 +50,12 @@ class Report:
 
     @property
     def kept(self) -> int:
-        """Sites left in their form because that is cheaper, asked for, or needed by something else."""
+        """Sites left in their form because that is cheaper, was asked for, or is needed by something else."""
         return self._count("kept")
 
     @property
     def refused(self) -> int:
-        """Sites where absorption would change the result, or could not be proved."""
+        """Sites where absorption would change the result, or could not be proved not to."""
         return self._count("refused")
 
     @property
@@ -64,10 +64,10 @@ class Report:
         return self._count("not_mla")
 
     def to_html(self, path: str | os.PathLike[str], *, title: str = "", dtype: str = "bf16") -> None:
-        """Write one self-contained page: the sites drawn (by ``explain``), cache, costs, refusals.
+        """Writes one self-contained page: sites (drawn if the report is from ``explain``), cache, costs, refusals.
 
         Args:
-            path: the file. One that is there stays until the new one is whole.
+            path: the file. One that exists stays until the new one is complete.
             title: what the page is about.
             dtype: of weights and cache: fp32, bf16, fp16 or fp8.
 
@@ -105,7 +105,7 @@ class Report:
         """
         schema = record.get("schema")
         if schema != SCHEMA:
-            raise InputError(f"this is no report that can be read here: schema is {schema!r}, expected {SCHEMA!r}")
+            raise InputError(f"this is not a report that can be read here: schema is {schema!r}, expected {SCHEMA!r}")
         try:
             return cls(
                 sites=tuple(SiteReport.from_dict(site) for site in record["sites"]),
@@ -114,11 +114,11 @@ class Report:
                 messages=tuple(record["messages"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"the report says {SCHEMA!r} but does not follow it: {error!r}") from error
+            raise InputError(f"the report names the schema {SCHEMA!r} but does not follow it: {error!r}") from error
 
     @classmethod
     def merged(cls, reports: Iterable[Report]) -> Report:
-        """One report of several graphs: sites renumbered in order, passes of one name added up, messages once each."""
+        """One report of several graphs: sites renumbered in order, passes of one name added up, each message once."""
         several = list(reports)
         sites = [site for report in several for site in report.sites]
         totals: dict[str, PassRecord] = {}
@@ -141,7 +141,7 @@ class Report:
         for verdict in VERDICTS:
             sites = [site for site in self.sites if site.verdict == verdict]
             if sites:
-                # Only these two have reasons that differ from site to site and matter to a reader.
+                # Only these two have reasons that differ from site to site and matter to the reader.
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
                 counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
@@ -165,7 +165,7 @@ class Report:
         return self.text()
 
     def __rich__(self) -> RenderableType:
-        # rich is imported where something is drawn, so that compiling a graph does not pay for it.
+        # rich is imported when a report is shown, so that compiling a graph does not pay for it.
         from rich.console import Group
         from rich.padding import Padding
         from rich.table import Table

@@ -26,7 +26,7 @@ def headline(site: SiteReport) -> str:
 
 
 def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
-    """Label and value of every line below a headline; what is not known is left out."""
+    """Label and value of every line below a headline, without what is not known."""
     site = group.site
     rows = [("source", _source(site.where)), ("why", site.reason)]
     if site.blame is not None:
@@ -60,13 +60,13 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
 
 
 def _source(where: Location, *, with_op: bool = False) -> str:
-    """File and line, with the code itself on a line of its own; empty when the trace recorded neither."""
+    """File and line, and the code itself on a line of its own; empty if the trace recorded neither."""
     place = " at ".join(filter(None, [(where.op or where.node) if with_op else None, where.source]))
     return "\n".join(filter(None, [place, where.code and where.code.strip()]))
 
 
 def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> str:
-    """``a -> b`` for a site that was absorbed, ``a (absorbed: b)`` for one that was not; empty when not known."""
+    """``a -> b`` for a site that was absorbed, ``a (absorbed: b)`` for one that was not; empty if not known."""
     if before is None:
         return ""
     if after is None:

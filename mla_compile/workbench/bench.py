@@ -1,7 +1,7 @@
 """``mla-compile bench``: decode steps of a model in eager, Inductor and mla, in turns on this machine.
 
-The model keeps its layers as they are, but few of them and a small vocabulary, so that the sizes of a published model
-fit on a small machine and attention is most of what is timed. Nothing is timed before all variants return the same
+The layers of the model keep their sizes, but there are few of them, and the vocabulary is small: a published model then
+fits on a small machine, and attention is most of what is timed. Nothing is timed before all variants return the same
 logits.
 """
 
@@ -15,6 +15,7 @@ import torch
 
 from mla_compile.core.dims import Dims
 from mla_compile.core.measuring import Times, available_bytes, in_turns, machine, median_ratio, require_compiler
+from mla_compile.core.quantities import gib
 from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.models import config_file, skeleton
 from mla_compile.models.survey import Survey, survey_config
@@ -26,7 +27,7 @@ VARIANTS = ("eager", "inductor", "mla")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VOCABULARY = 256
 _DEPTH = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_PART_OF_FREE = 0.8  # of the memory that is free: the rest is for the compiler and for everybody else
+_PART_OF_FREE = 0.8  # of the free memory: the rest is for the compiler and for other programs
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One context length: seconds of every round by variant, and variants that would not fit in memory."""
+    """One context length: the seconds of every round by variant, and the variants that would not fit in memory."""
 
     context: int
     too_large: tuple[str, ...]
@@ -60,15 +61,15 @@ class Row:
 
     @property
     def rounds(self) -> int:
-        """Rounds in which all variants were taken."""
+        """Rounds in which every variant ran."""
         return min(map(len, self.seconds.values()), default=0)
 
     def whole(self) -> Row:
-        """Without a round that was interrupted."""
+        """The row without a round that was interrupted."""
         return replace(self, seconds={name: s[: self.rounds] for name, s in self.seconds.items()})
 
     def times(self) -> dict[str, Times]:
-        """By variant."""
+        """The times of each variant."""
         return {name: Times.of(seconds) for name, seconds in self.seconds.items()}
 
     def faster_than(self) -> dict[str, float]:
@@ -88,7 +89,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure, before any of it is allocated."""
+    """A model to measure, of which nothing is allocated yet."""
 
     config: Any
     facts: Facts
@@ -97,14 +98,14 @@ class Subject:
 
     @property
     def dims(self) -> Dims:
-        """Of the first site."""
+        """Those of the first site."""
         return self.facts.latent[0].dims
 
     def bytes_at(self, tokens: int, *, expanded: bool) -> int:
         """What the weights and a step at ``tokens`` take.
 
-        The latent rows three times (pool, cache, the next cache) and, where K and V are expanded, those of one layer
-        with the copies that eager PyTorch makes of them.
+        The latent rows count three times (pool, cache, next cache). Where K and V are expanded, those of one layer are
+        added with the copies that eager PyTorch makes of them.
         """
         size, d = DTYPES[self.settings.dtype].itemsize, self.dims
         values = self.facts.weights.total
@@ -116,7 +117,7 @@ class Subject:
 
 
 def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
-    """The config of a file or directory with so many layers and a small vocabulary. Raises :class:`InputError`."""
+    """The config in a file or directory, cut to ``layers`` and a small vocabulary. Raises :class:`InputError`."""
     if source.startswith("python:"):
         raise InputError("bench builds its model from a config; give a config.json, a directory with one, or --dims")
     raw, path = config_file.read_raw(source)
@@ -130,7 +131,7 @@ def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
     if not isinstance(depth, int):
         raise InputError(f"{path}: the number of layers is {depth!r}, expected a whole number")
     part |= {name: min(layers, depth) for name in _DEPTH if name in part}
-    # One entry for each layer: which attention, which network.
+    # These have one entry per layer: which attention, which network.
     part |= {n: v[:layers] for n, v in part.items() if isinstance(v, list) and len(v) == depth}
     if depth > layers:
         notes.append(f"{layers} of {depth} layers")
@@ -144,7 +145,7 @@ def config_of(source: str, layers: int) -> tuple[Any, tuple[str, ...]]:
 
 
 def config_with(dims: Dims, layers: int) -> Any:
-    """A config of DeepSeek-V3's kind with these sizes, a small dense network and a small vocabulary."""
+    """A config like DeepSeek-V3's with these sizes, a small dense network and a small vocabulary."""
     if dims.D is None:
         raise InputError("the width of the model, D, is missing")
     if dims.R % 2:
@@ -159,10 +160,9 @@ def config_with(dims: Dims, layers: int) -> Any:
 
 
 def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
-    """Look at a model without allocating it, and refuse what cannot be measured here.
+    """Looks at a model without allocating it.
 
-    Raises :class:`InputError` where it does not fit in memory, :class:`NothingToCompareError` where it has nothing to
-    absorb.
+    Raises :class:`InputError` if it does not fit in memory, :class:`NothingToCompareError` if nothing is absorbed.
     """
     found = survey_config(config, settings.dtype)
     if not found.report.absorbed:
@@ -175,12 +175,11 @@ def subject(config: Any, notes: tuple[str, ...], settings: Settings) -> Subject:
         layers = f"{settings.layers} layers" if settings.layers > 1 else "one layer"
         advice = "give fewer --layers" if settings.layers > 1 else f"give the attention alone: --dims '{made.dims}'"
         raise InputError(
-            f"the weights of {layers} of this model take {_gib(alone)}, and {_gib(room)} of memory can be used; "
-            f"{advice}"
+            f"the weights of {layers} of this model take {gib(alone)}, and {gib(room)} of memory can be used; {advice}"
         )
     if whole > room:
         raise InputError(
-            f"a step at {longest:,} tokens with a batch of {settings.batch:,} takes {_gib(whole)}, and {_gib(room)} of "
+            f"a step at {longest:,} tokens with a batch of {settings.batch:,} takes {gib(whole)}, and {gib(room)} of "
             f"memory can be used; give shorter --contexts or a smaller --batch"
         )
     return made
@@ -198,7 +197,7 @@ def nothing(found: Survey) -> str:
 
 
 class Bench:
-    """A model that is there, its variants, and what was measured so far (``rows``)."""
+    """The model, its variants, and what has been measured so far (``rows``)."""
 
     def __init__(self, made: Subject) -> None:
         self.subject, self.settings = made, made.settings
@@ -213,9 +212,9 @@ class Bench:
 
     @torch.no_grad()
     def run(self) -> Iterator[str]:
-        """Everything, stage by stage: gives the name of each before it begins. ``rows`` grows on the way.
+        """Runs everything, and yields the name of each stage before it begins; ``rows`` grows on the way.
 
-        Raises :class:`NothingToCompareError` where variants differ.
+        Raises :class:`NothingToCompareError` if the variants' results differ.
         """
         settings = self.settings
         if settings.codegen == "inductor" and settings.device == "cpu":
@@ -240,7 +239,7 @@ class Bench:
             self.about["device"] = torch.get_device_module(device).get_device_name(device)
         try:
             cache = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=True).past_key_values
-        except Exception as error:  # somebody else's model, which raises what it likes
+        except Exception as error:  # somebody else's model may raise anything
             raise InputError(f"{type(model).__name__} does not run: {config_file.in_one_line(error)}") from error
         slots = []
         for slot in cache.layers:
@@ -250,7 +249,7 @@ class Bench:
                     f"its cache has a {type(slot).__name__}, and bench fills caches of keys and values only"
                 )
             slots.append((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]))
-        # A pool that fits with the weights; contexts whose expanded form would not fit are measured without it.
+        # This pool fits beside the weights; contexts whose expanded form would not fit are measured without that form.
         longest = max(*settings.contexts, *WARM_UP) + 1
         calls = variants(model, VARIANTS, settings.codegen)
         return DecodeSteps(model, calls, slots, batch=settings.batch, longest=longest, dtype=dtype, device=device)
@@ -259,7 +258,7 @@ class Bench:
         needed = self.subject.bytes_at(context, expanded=True) - self.subject.bytes_at(0, expanded=False)
         fits = needed < _PART_OF_FREE * available_bytes(steps.device)
         chosen = VARIANTS if fits else ("mla",)
-        # The second step of a length compiles nothing.
+        # The second step at a length compiles nothing.
         logits = {name: [steps.step(name, context)[1].float() for _ in range(2)][-1] for name in chosen}
         errors, allowed = differences(logits), TOLERANCE[steps.dtype]
         for name, error in errors.items():
@@ -278,7 +277,7 @@ class Bench:
         in_turns(calls, self.settings.rounds, self.settings.seconds, times=row.seconds)
 
     def measured(self) -> list[Row]:
-        """Rows with a whole round at least."""
+        """Rows with at least one complete round."""
         return [row.whole() for row in self.rows if row.rounds]
 
     def to_dict(self) -> dict[str, Any]:
@@ -294,7 +293,3 @@ class Bench:
             "complete": len(self.measured()) == len(self.settings.contexts),
             "rows": [row.to_dict() for row in self.measured()],
         }
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

@@ -1,6 +1,6 @@
-"""Decode steps of a causal language model of transformers, as generate() takes them, on caches of random rows.
+"""Decode steps of a transformers causal language model, as generate() takes them, on caches of random rows.
 
-No prompt is run to fill a cache: attention takes as long on random rows, and a prompt of 100,000 tokens would take
+No prompt is run to fill a cache: attention takes just as long on random rows, and a prompt of 100,000 tokens would take
 longer than everything that is measured.
 """
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 WARM_UP = (97, 98, 99)
-"""Contexts that settle the graph of a decode step: static, then symbolic, then the same again."""
+"""Contexts after which the graph of a decode step has settled: static, then symbolic, then no change."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
-"""Logits may differ by that much, relative to the largest."""
+"""How much logits may differ, relative to the largest."""
 
 
 def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dict[str, Callable[..., Any]]:
     """The model as it is (``eager``), compiled (``inductor``), and compiled by our backend (``mla``).
 
-    Without Inductor (``codegen="eager"``) the compiled ones run the graphs that they would have given to it.
+    Without Inductor (``codegen="eager"``) the compiled ones run the graphs that they would have passed to it.
     """
     from mla_compile.backend import mla
 
@@ -33,19 +33,19 @@ def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dic
             made[name] = model
         elif name == "inductor":
             made[name] = torch.compile(model, backend=codegen)
-        else:  # not by its name: a checkout that is not installed has no entry point
+        else:  # not by name: a checkout that is not installed has no entry point
             made[name] = torch.compile(model, backend=mla, options={"codegen": codegen})
     return made
 
 
 class DecodeSteps:
-    """A model, what is to be compared, and a pool of random rows that caches are cut from.
+    """A model, the variants to compare, and a pool of random rows from which caches are cut.
 
     Args:
         model: in eval mode, on its device.
-        calls: what runs a step, by name.
+        calls: what runs a step, by variant.
         slots: heads and width of K, heads and width of V, for each slot of the cache.
-        longest: tokens that the longest cache will hold.
+        longest: tokens in the longest cache.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DecodeSteps:
         self.pool = [(rows(h, w), rows(h2, w2)) for h, w, h2, w2 in slots]
 
     def dynamic(self, tokens: int) -> Any:
-        """A cache that grows by concatenation, holding ``tokens`` tokens."""
+        """A cache of ``tokens`` tokens that grows by concatenation."""
         from transformers import DynamicCache
 
         cache: Any = DynamicCache(config=self.model.config)
@@ -82,7 +82,7 @@ class DecodeSteps:
         return cache
 
     def inputs(self, tokens: int, cache: Any) -> dict[str, Any]:
-        """What generate() passes for one new token after ``tokens``."""
+        """What generate() passes for the token after ``tokens`` cached ones."""
         static = hasattr(cache.layers[0], "cumulative_length")
         if static:
             for layer in cache.layers:
@@ -106,6 +106,6 @@ class DecodeSteps:
 
 
 def differences(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest difference of each from the first, relative to the first's largest."""
+    """The largest difference of each from the first, relative to the largest of the first."""
     (_, reference), *others = logits.items()
     return {name: float((x - reference).abs().max() / reference.abs().max()) for name, x in others}

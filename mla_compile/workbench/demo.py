@@ -1,7 +1,7 @@
 """The demo: a small model in the shape of DeepSeek-V3, decoded before and after, compared and timed.
 
-The widths that decide what absorption saves are the real ones (L=512 R=64 N=128 V=128); heads, layers and the model's
-width are few enough for two CPU cores. Weights are seeded: nothing is downloaded. Nothing is printed here either;
+The widths that decide what absorption saves are the real ones (L=512 R=64 N=128 V=128); heads, layers and model width
+are small enough for two CPU cores. Weights are seeded, so nothing is downloaded. Nothing is printed here either:
 :mod:`mla_compile.cli.app` shows what :func:`run` returns.
 """
 
@@ -19,12 +19,13 @@ from torch import Tensor
 
 import mla_compile
 from mla_compile.core.measuring import available_bytes, require_compiler
+from mla_compile.core.quantities import gib
 from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.report.report import Report
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Two correct programs differ by rounding: the largest relative difference of logits that rounding explains.
+# Correct programs differ by rounding; this is the largest relative difference of logits that it explains.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 _CONFIG: dict[str, Any] = {
@@ -60,7 +61,7 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run; ``rounds`` interleaved steps are timed at each context length."""
+    """What to run; at each context length, ``rounds`` interleaved steps are timed."""
 
     layers: int = 2
     contexts: tuple[int, ...] = (512, 2048, 8192)
@@ -82,9 +83,9 @@ class Settings:
 class Agreement:
     """The tokens of the original and of the optimized model, greedily decoded from one prompt.
 
-    ``first_difference`` is the first step whose tokens differ, ``None`` when all are equal. ``tie`` says that at that
-    step the original's two best tokens are closer than the two models' logits are: rounding decided. ``logits_error``
-    is the largest difference of logits over the largest logit, on the steps that had the same tokens before them.
+    ``first_difference``: the first step whose tokens differ, ``None`` if all are equal. ``tie``: at that step, the
+    original's two best tokens are closer to each other than the two models' logits are, so that rounding decided.
+    ``logits_error``: the largest difference of logits over the largest logit, in the steps whose inputs are the same.
     """
 
     tokens: tuple[int, ...]
@@ -95,7 +96,7 @@ class Agreement:
 
     @property
     def ok(self) -> bool:
-        """Whether the two models agree but for rounding."""
+        """Whether the two models agree up to rounding."""
         return (self.first_difference is None or self.tie) and self.logits_error <= self.tolerance
 
 
@@ -112,10 +113,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that the demo found.
+    """Everything that the demo found.
 
-    ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest error of an absorbed
-    site over the error of the same site in its original form, both against float64; ``None`` where none was checked.
+    ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest ratio of an absorbed
+    site's error to that of its original form, both against float64; ``None`` if none was checked.
     """
 
     settings: Settings
@@ -146,15 +147,15 @@ class Outcome:
 
 
 def stages(settings: Settings) -> int:
-    """How many times :func:`run` calls ``progress``."""
+    """How often :func:`run` calls ``progress``."""
     return 5 + len(settings.contexts)
 
 
 def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
-    """Build, optimize, compare and time; ``progress`` is told the name of each stage as it begins.
+    """Builds, optimizes, compares and times; ``progress`` is called with the name of each stage as it begins.
 
-    Raises :class:`InputError` when transformers or a C++ compiler is not installed or the memory is too small, and
-    :class:`NothingToCompareError` when nothing was absorbed. Tokens that differ are no error here: see
+    Raises :class:`InputError` if transformers or a C++ compiler is missing or memory is too small, and
+    :class:`NothingToCompareError` if nothing was absorbed. Tokens that differ are not an error here, see
     :attr:`Agreement.ok`.
     """
     _check_memory(settings)
@@ -172,7 +173,7 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     report = mla_compile.explain(model, **_decode_inputs(model, max(settings.contexts), settings.dtype))
     progress("compiling the original with Inductor")
     steps = {"eager": model, "inductor": torch.compile(model), "mla": optimized}
-    for context in (settings.prompt, settings.prompt + 1):  # the second length makes the context symbolic
+    for context in (settings.prompt, settings.prompt + 1):  # with the second length the context becomes symbolic
         timed_step(model, steps["inductor"], context, settings.dtype)
     timings = []
     for context in settings.contexts:
@@ -182,19 +183,19 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
 
 
 def _check_memory(settings: Settings) -> None:
-    """Roughly: 14 million weights a layer, K and V of 16 heads with eager's copies of them, and three caches."""
+    """Roughly: 14 million weights per layer, K and V of 16 heads with eager's copies of them, and three caches."""
     longest = max(settings.contexts)
     values = 5e6 + settings.layers * (14e6 + 3 * 576 * longest) + 16 * (3 * 256 + 128) * longest
     needed, free = values * DTYPES[settings.dtype].itemsize, available_bytes()
     if needed > 0.8 * free:
         raise InputError(
-            f"{settings.layers:,} layers and {longest:,} tokens take about {needed / 2**30:,.1f} GiB, and "
-            f"{free / 2**30:,.1f} GiB of memory are free; ask for fewer"
+            f"{settings.layers:,} layers and {longest:,} tokens take about {gib(needed)}, and "
+            f"{gib(free)} of memory are free; ask for fewer"
         )
 
 
 def _precision(report: Report | None) -> float | None:
-    """The worst ratio of a report on compiled graphs; raises where they hold no absorbed site."""
+    """The worst ratio in a report on compiled graphs. Raises if they hold no absorbed site."""
     if report is None or not report.absorbed:
         found = "no graph with attention was compiled" if report is None else report.summary()
         raise NothingToCompareError(f"the optimized model absorbed nothing, so there is nothing to show: {found}")
@@ -216,7 +217,7 @@ def build(settings: Settings) -> Any:
         for weight in model.parameters():
             if weight.dim() > 1:
                 weight.normal_().div_(math.sqrt(weight.shape[-1]))
-    model.generation_config.eos_token_id = None  # a fixed number of tokens: none of them ends the text
+    model.generation_config.eos_token_id = None  # so that no token ends the text early
     model.generation_config.pad_token_id = 0
     return model.to(DTYPES[settings.dtype])
 
@@ -235,7 +236,7 @@ def generate(model: Any, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(original: tuple[Tensor, Tensor], optimized: tuple[Tensor, Tensor], tolerance: float) -> Agreement:
-    """Judge two results of :func:`generate`, up to the first different token: after it the inputs differ."""
+    """Compares two results of :func:`generate` up to the first token that differs; after it the inputs differ."""
     (tokens, logits), (other_tokens, other_logits) = original, optimized
     different = (tokens != other_tokens).nonzero()
     first = int(different[0]) if len(different) else None
@@ -250,7 +251,7 @@ def compare(original: tuple[Tensor, Tensor], optimized: tuple[Tensor, Tensor], t
 
 
 def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings) -> Timing:
-    """Time one decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
+    """Times a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
     for step in steps.values():
         timed_step(model, step, context, settings.dtype)
     rounds = [
@@ -263,7 +264,7 @@ def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings)
 
 @torch.no_grad()
 def timed_step(model: Any, step: Callable[..., Any], context: int, dtype: str) -> float:
-    """Seconds of one decode step whose cache holds ``context`` random rows (no prefill is run to fill it)."""
+    """Seconds of one decode step whose cache holds ``context`` random rows; no prompt is run to fill it."""
     inputs = _decode_inputs(model, context, dtype)
     start = time.perf_counter()
     step(**inputs)
@@ -271,7 +272,7 @@ def timed_step(model: Any, step: Callable[..., Any], context: int, dtype: str) -
 
 
 def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:
-    """Just what ``generate()`` passes for the token after ``context`` cached ones: its graphs serve here too."""
+    """Exactly what ``generate()`` passes for the token after ``context`` cached ones, so that its graphs are reused."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)

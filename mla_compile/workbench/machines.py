@@ -1,4 +1,4 @@
-"""The machines ``plan`` knows, from ``devices.json``, and those a user describes in a file of the same fields."""
+"""The machines that ``plan`` knows, from ``devices.json``, and those that a user describes in a file of that form."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError, nearest
 
 _FILE = Path(__file__).with_name("devices.json")
 _SUFFIXES = (".yaml", ".yml", ".json")
 _REQUIRED = ("memory_bytes", "bytes_per_s", "flops_per_s")
-DTYPES = ("fp32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or one socket: figures of its data sheet, and the shares of them that kernels reach.
+    """An accelerator or a CPU socket: figures of its data sheet, and the shares of them that good kernels reach.
 
     Attributes:
         memory_bytes: of its memory.
         bytes_per_s: memory bandwidth.
         flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``).
-        link_bytes_per_s: to the others, in one direction; ``None`` where there is no link.
-        memory_share, compute_share: of bandwidth and peak that a good kernel reaches.
+        link_bytes_per_s: to the other machines, in one direction; ``None`` if there is no link.
+        memory_share, compute_share: the shares of bandwidth and peak that a good kernel reaches.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Machine:
         return self.bytes_per_s * self.memory_share
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s that a good kernel reaches; a dtype without units of its own is converted and computed in bf16."""
+        """FLOP/s that a good kernel reaches. A dtype without hardware of its own is converted and computed in bf16."""
         return self.flops_per_s.get(dtype, self.flops_per_s["bf16"]) * self.compute_share
 
 
 def machine(name: str) -> Machine:
-    """The machine of that name in ``devices.json``, or the one a YAML or JSON file describes.
+    """The machine of that name in ``devices.json``, or the one that a YAML or JSON file describes.
 
-    Raises :class:`InputError` for a name nobody knows and a file that does not hold the fields.
+    Raises :class:`InputError` for an unknown name, and for a file that does not have the fields.
     """
     table = _table()
     if name.lower() in table["devices"]:
@@ -83,7 +83,7 @@ def _read(path: Path) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is no JSON: {error}") from error
+            raise InputError(f"{path} is not JSON: {error}") from error
     try:
         yaml: Any = import_module("yaml")
     except ImportError:
@@ -91,12 +91,12 @@ def _read(path: Path) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _from_record(record: Any, where: str) -> Machine:
     if not isinstance(record, Mapping):
-        raise InputError(f"{where} describes no machine: expected the fields {', '.join(_REQUIRED)}")
+        raise InputError(f"{where} does not describe a machine: expected the fields {', '.join(_REQUIRED)}")
     known = {*_REQUIRED, "name", "link_bytes_per_s", "memory_share", "compute_share", "source"}
     for field in record:
         if field not in known:
@@ -105,8 +105,8 @@ def _from_record(record: Any, where: str) -> Machine:
     if missing:
         raise InputError(f"{where}: missing {', '.join(missing)}")
     peaks = record["flops_per_s"]
-    if not isinstance(peaks, Mapping) or "bf16" not in peaks or not set(peaks) <= set(DTYPES):
-        raise InputError(f"{where}: flops_per_s is {peaks!r}, expected bf16 and any of {', '.join(DTYPES)}")
+    if not isinstance(peaks, Mapping) or "bf16" not in peaks or not set(peaks) <= set(BYTES):
+        raise InputError(f"{where}: flops_per_s is {peaks!r}, expected bf16 and any of {', '.join(BYTES)}")
     shares = _table()["attainable"]
     link = record.get("link_bytes_per_s")
     return Machine(

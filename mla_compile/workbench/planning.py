@@ -1,14 +1,14 @@
-"""What fits on a machine and how fast a decode step can be at best: formulas, and their values for one model.
+"""What fits on a machine, and how fast a decode step can be at best: formulas, and their values for one model.
 
-A step reads the weights once and every user's cache once. Its floor is the sum of what has to happen one after the
-other: attention of every layer, everything else, and what goes over the links; of each, the slower of memory and
-arithmetic. Sums over kernels overlap less in practice, so real steps are slower, never faster.
+A step reads the weights once and every user's cache once. Its floor is the sum of what has to happen in sequence: the
+attention of every layer, everything else, and what goes over the links; of each, the slower of memory and arithmetic.
+Real kernels overlap less than that, so real steps are slower, never faster.
 
-Three ways to put the attention of P machines (tensor parallel) to work on B users with T tokens each:
+There are three ways to share the attention of B users with T tokens each among P machines (tensor parallel):
 
 * ``replicated``: each has H/P heads of all users; the latent row has no heads to split, so each holds all rows.
 * ``context``: groups of C (dcp) split the tokens; each has HC/P heads and T/C tokens of all users.
-* ``data``: each has all heads of B/P users, and so all weights of the heads; the rest of the model stays split.
+* ``data``: each has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import sympy
 
@@ -30,12 +30,16 @@ from mla_compile.workbench.machines import Machine
 
 SCHEMA = "mla_compile.plan/1"
 Layout = Literal["replicated", "context", "data"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+LABELS: dict[Layout, str] = {
+    "replicated": "cache replicated",
+    "context": "cache sharded by context",
+    "data": "data-parallel attention",
+}
 
-P, C = sympy.symbols("P C", positive=True)  # machines that share a model; machines that share a context
-K, V_ = sympy.symbols("K V", positive=True)  # widths of a key and of a value head, where nothing is latent
+P, C = sympy.symbols("P C", positive=True)  # machines that share a model, and that share a context
+K, V_ = sympy.symbols("K V", positive=True)  # widths of a key head and a value head without latent rows
 D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
-W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: all read, of heads among them, of routed experts
+W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: outside experts, of heads, of experts
 n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
 E_w = sympy.Symbol("E_w", positive=True)  # bytes per weight
 
@@ -64,7 +68,7 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Attention:
-    """``count`` attentions of the same sizes: latent rows (L, R), or G heads of keys and values (K, V)."""
+    """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V)."""
 
     count: int
     H: int
@@ -82,7 +86,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free."""
+    """What is asked for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free."""
 
     context: int = 131072
     users: int = 32
@@ -95,9 +99,9 @@ class Request:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """One layout. Bytes are of one machine, times are seconds of one decode step, tokens/s are of all machines.
+    """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
-    ``most_users`` fit in memory, on all machines together. ``bottleneck`` names the longest part of the step.
+    ``most_users``: how many fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
     """
 
     layout: Layout
@@ -140,7 +144,7 @@ class Plan:
 
 @cache
 def core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
-    """FLOPs and bytes of one layer's decode attention on one machine that has all of it."""
+    """FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
     if latent:
         (stage,) = (s for s in formulas.stages("chained") if s.name == "attention")
         return 2 * stage.multiply_adds.subs(formulas.DECODE), E * stage.activations.subs(formulas.DECODE)
@@ -153,7 +157,7 @@ def cache_values(latent: bool) -> sympy.Expr:
 
 
 def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
-    """What one machine has of it in a layout."""
+    """The share of one machine in a layout."""
     taken = {
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
         "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C},
@@ -166,7 +170,7 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
 def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
     """Every quantity of one layout, per machine; attention and network are those of one layer."""
     flops, moved = core(latent)
-    touched = X * (1 - (1 - k / n) ** B)  # experts that at least one of B tokens takes, all equally likely
+    touched = X * (1 - (1 - k / n) ** B)  # of experts that at least one of B tokens takes, if all are equally likely
     heads = W_h if layout == "data" else W_h / P
     joined = 2 * (P - 1) / P * B * D * A  # all-reduce, or all-gather and reduce-scatter, of B tokens
     network = joined if layout == "data" else 2 * joined
@@ -186,7 +190,7 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
 
 
 def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dtype: str = "bf16") -> float:
-    """Floor of one decode attention of B sequences with T cached tokens on one machine."""
+    """The floor of one decode attention of B sequences with T cached tokens, on one machine."""
     values = _values(attention, B=B, T=T, E=BYTES[dtype], P=1, C=1)
     return max(
         _number("replicated", attention.latent, "attention bytes", values) / machine.bandwidth,
@@ -195,7 +199,7 @@ def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dty
 
 
 def attentions(model: Facts) -> tuple[Attention, ...]:
-    """The attentions of a model: absorbed where they are latent, with the heads of their cache elsewhere."""
+    """The attentions of a model: in absorbed form where they are latent, else with the heads of their cache."""
     found = [Attention(site.count, site.dims.H, L=site.dims.L, R=site.dims.R) for site in model.latent]
     rows = {v for site in model.latent for v in (site.dims.latent_values, site.dims.expanded_values)}
     for layer in model.cached:
@@ -207,13 +211,13 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
     if not found:
         raise InputError(
             f"{model.name} has no attention whose cache is known and grows with the context, so there is nothing to "
-            "plan; of modules with a cache of their own, latent rows alone are known"
+            "plan; of modules with caches of their own, only latent rows are known"
         )
     return tuple(found)
 
 
 def plan(model: Facts, machine: Machine, request: Request) -> Plan:
-    """Every layout that the request's machines allow; one machine has only one. Raises :class:`InputError`."""
+    """Every layout that the request's machines allow; a single machine allows only one. Raises :class:`InputError`."""
     sites = attentions(model)
     _check(sites, machine, request)
     layouts: list[tuple[Layout, int]] = [("replicated", 1)]
@@ -221,9 +225,9 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
         layouts += [("context", request.dcp if request.dcp > 1 else request.tp), ("data", 1)]
     notes = list(model.notes)
     if model.in_part:
-        notes.append(f"attentions absorbed in part or in parts ({model.in_part}) are counted as if they were whole")
+        notes.append(f"attentions absorbed in part or by groups of heads ({model.in_part}) are counted as whole ones")
     elif model.family in ("refused", "kept"):
-        notes.append("nothing is absorbed; what is made of the cache anew in every step is not counted")
+        notes.append("nothing is absorbed; what is recomputed from the cache in every step is not counted")
     for dtype in dict.fromkeys((request.weight_dtype, request.cache_dtype)):
         if dtype not in machine.flops_per_s:
             notes.append(f"{machine.name} computes no {dtype}: it is read as {dtype} and computed as bf16")

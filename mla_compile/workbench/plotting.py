@@ -13,15 +13,14 @@ from mla_compile.errors import InputError
 from mla_compile.report.facts import Facts
 from mla_compile.report.page.write import checked
 from mla_compile.workbench.machines import Machine
-from mla_compile.workbench.planning import Request, plan
+from mla_compile.workbench.planning import LABELS, Request, plan
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
 USERS = tuple(2**i for i in range(11))
-_LABELS = {"replicated": "cache replicated", "context": "cache sharded by context", "data": "data-parallel attention"}
 
 
 def check(path: Path) -> None:
-    """Refuse a file that cannot be drawn, before anything takes time: :class:`InputError`."""
+    """Raises :class:`InputError` for a file that cannot be drawn, before anything takes time."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise InputError(f"{path} is neither .svg nor .png")
     checked(path)
@@ -32,7 +31,7 @@ def check(path: Path) -> None:
 
 
 def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
-    """Write the plot; what does not fit in memory is dotted."""
+    """Writes the plot; what does not fit in memory is dotted."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _lines(left, model, machine, [(T, replace(request, context=T)) for T in CONTEXTS], "step_s", 1e3)
@@ -58,13 +57,11 @@ def _lines(
         color = f"C{i}"
         axes.plot([x for x, *_ in rows], [y for _, y, _ in rows], ":", color=color)
         fitting = [(x, y) for x, y, fits in rows if fits]
-        axes.plot(
-            [x for x, _ in fitting], [y for _, y in fitting], "o-", ms=3, color=color, label=_LABELS[first.layout]
-        )
+        axes.plot([x for x, _ in fitting], [y for _, y in fitting], "o-", ms=3, color=color, label=LABELS[first.layout])
 
 
 def draw_times(title: str, rows: Mapping[int, Mapping[str, Times]], path: Path) -> None:
-    """Write medians over the context, one line for each variant; bars from the 10th to the 90th percentile."""
+    """Writes medians over the context, one line per variant, with bars from the 10th to the 90th percentile."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(6, 4.2), layout="constrained")
     axes = figure.subplots()
     for variant in dict.fromkeys(name for times in rows.values() for name in times):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mla_compile.cli.app import app
 from mla_compile.models import config_file, skeleton
 from mla_compile.models.survey import survey
-from mla_compile.report.weights import weights_of
+from mla_compile.models.weights import weights_of
 from mla_compile.workbench import bench
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -316,13 +316,14 @@ def test_what_is_absorbed_in_part_has_no_figures_of_the_whole(here):
     assert (said["family"], said["report"]["sites"][0]["parts"]) == ("MLA", ["values"])
     assert said["sites"][0]["whole"] is False
     assert (said["cache"], said["costs"], said["choices"]) == ([], [], [])
-    assert said["notes"] == ["1 attention is absorbed in part or in parts: there are no tables of cache and costs"]
+    (note,) = said["notes"]
+    assert note == "1 attention is absorbed in part or by groups of heads, so there are no tables of cache and costs"
     page = Path("page.html").read_text(encoding="utf-8")
     assert "The one attention is decoded in absorbed form, in part." in page
     assert "absorbed are values; keys stay as they were" in page
     assert "K and V are not expanded" not in page
     done = CliRunner().invoke(app, ["plan", "python:explained_models:in_part"])
-    assert "in part or in parts (1) are counted as if they were whole" in " ".join(done.output.split())
+    assert "in part or by groups of heads (1) are counted as whole ones" in " ".join(done.output.split())
 
 
 def test_what_is_not_known_of_a_core_alone(here):
@@ -365,12 +366,15 @@ def vision(kind: str, architecture: str, **sizes: object) -> dict[str, object]:
     ("source", "text"),
     [
         (vision("vit", "ViTForImageClassification"), "takes pixel_values"),
-        (vision("clip", "CLIPModel", text_config=vision("clip_text_model", "")), "it is no causal language model"),
+        (
+            vision("clip", "CLIPModel", text_config=vision("clip_text_model", "")),
+            "and a causal language model takes a prompt and a cache",
+        ),
         (vision("t5", "T5ForConditionalGeneration", d_model=32, d_ff=40, num_layers=2), "an encoder with a decoder"),
         ("nowhere.json", "there is no file nowhere.json"),
         ("empty", "no directory with one"),
         ("{", "cannot be read as JSON"),
-        ("[1]", "is JSON, but no object"),
+        ("[1]", "is JSON, but not an object"),
         ("{}", "has no model_type"),
         ({**LLAMA, "model_type": "lama"}, "did you mean 'llama'"),
         ({**LLAMA, "hidden_size": -48}, "hidden_size is -48, expected a whole number from 1"),

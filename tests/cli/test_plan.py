@@ -16,9 +16,8 @@ from mla_compile.cli.app import app
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.models.survey import Survey
-from mla_compile.report.facts import CachedLayers, Facts, LatentSites
+from mla_compile.report.facts import CachedLayers, Facts, LatentSites, Weights
 from mla_compile.report.report import Report
-from mla_compile.report.weights import Weights
 from mla_compile.workbench import planning
 from mla_compile.workbench.machines import machine
 from mla_compile.workbench.planning import Attention, Request, expressions, floor_seconds, plan
@@ -85,7 +84,7 @@ def test_one_machine_has_one_layout():
     """On one machine without links the formulas of the three layouts are the same."""
     P, C = planning.P, planning.C
     for latent in (True, False):
-        by_layout = [expressions(layout, latent) for layout in planning.LAYOUTS]
+        by_layout = [expressions(layout, latent) for layout in planning.LABELS]
         for name, first in by_layout[0].items():
             values = {P: 1, C: 1, planning.B: 3, planning.G: 2}
             for other in by_layout[1:]:
@@ -199,10 +198,10 @@ def test_a_plot(here, suffix):
     [
         (("v3", "--gpu", "h20"), "there is no machine 'h20' (did you mean 'h200'?)"),
         (("v3", "--gpu", "missing.yaml"), "missing.yaml cannot be read"),
-        (("v3", "--gpu", "broken.yaml"), "broken.yaml is no YAML"),
-        (("v3", "--gpu", "broken.json"), "broken.json is no JSON"),
-        (("v3", "--gpu", "list.yaml"), "describes no machine: expected the fields"),
-        (("v3", "--gpu", "deep.yaml"), "deep.yaml is no YAML"),
+        (("v3", "--gpu", "broken.yaml"), "broken.yaml is not YAML"),
+        (("v3", "--gpu", "broken.json"), "broken.json is not JSON"),
+        (("v3", "--gpu", "list.yaml"), "does not describe a machine: expected the fields"),
+        (("v3", "--gpu", "deep.yaml"), "deep.yaml is not YAML"),
         (("v3", "--gpu", "partial.json"), "missing memory_bytes, flops_per_s"),
         (("v3", "--gpu", "negative.json"), "bytes_per_s is -1, expected a number above 0"),
         (("v3", "--gpu", "misspelt.json"), "there is no field 'bytes_per_sec' (did you mean 'bytes_per_s'?)"),

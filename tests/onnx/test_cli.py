@@ -65,7 +65,7 @@ def test_a_saved_model_and_a_config(here):
         (("export", "empty", "out"), "does not load"),
         (("export", "python:my_models:make", "out", "--profile", "portabel"), "did you mean 'portable'"),
         (("export", "python:my_models:make", "broken.json/out"), "cannot be written"),
-        (("run", "nowhere", "--prompt-ids", "1,2"), "is no directory"),
+        (("run", "nowhere", "--prompt-ids", "1,2"), "is not a directory"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(here, arguments, text):
@@ -79,5 +79,5 @@ def test_what_cannot_be_done_is_one_line(here, arguments, text):
 
 
 def test_a_source_that_is_nothing():
-    with pytest.raises(InputError, match="no directory of a model"):
+    with pytest.raises(InputError, match="neither a directory of a model"):
         load("no such thing")

@@ -123,7 +123,9 @@ def test_a_manifest_that_is_no_object_is_refused(model: Path, text: str):
 
 
 def test_a_directory_that_is_none(model: Path, tmp_path: Path):
-    with pytest.raises(ModelFileError, match=r"nothing is no directory; expected one that `mla-compile export` wrote"):
+    with pytest.raises(
+        ModelFileError, match=r"nothing is not a directory; expected one that `mla-compile"
+    ):
         Session(tmp_path / "nothing")
     (model / "mla_compile.json").unlink()
     with pytest.raises(ModelFileError, match=r"mla_compile\.json is missing"):
@@ -141,7 +143,7 @@ def test_missing_truncated_and_changed_files(model: Path, name: str):
         check_files(model, manifest, quick=True)
 
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(ModelFileError, match=rf"{name} was changed after it was exported: its SHA-256 is"):
+    with pytest.raises(ModelFileError, match=rf"{name} was changed after the export: its SHA-256 is"):
         Session(model)
 
     path.unlink()
@@ -232,7 +234,7 @@ def test_a_graph_that_is_no_onnx(model: Path):
     toy.write_manifest(
         model, graphs={"decode": "decode.onnx"}, profile="portable", dtype="float32", caches=toy.caches()
     )
-    with pytest.raises(ModelFileError, match=r"decode\.onnx is no ONNX model"):
+    with pytest.raises(ModelFileError, match=r"decode\.onnx is not an ONNX model"):
         Session(model)
 
 

@@ -168,7 +168,7 @@ def test_the_command_line_says_in_one_line_what_is_wrong(tmp_path, capsys):
     assert build.main(["--dims", "512", "--output", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "--dims '512': expected La,Lb or La,Lb,Lv, as in 512,64\n"
     assert build.main(["--model", str(tmp_path)]) == 1
-    assert "is no manifest of an exported model" in capsys.readouterr().err
+    assert "is not the manifest of an export" in capsys.readouterr().err
 
 
 NODE = {"H": 4, "La": 64, "Lb": 16, "Lv": 64, "mask": "bool", "sinks": False, "softcap": 0.0, "window": 0}
@@ -229,7 +229,7 @@ def test_a_file_that_is_no_library_of_ours_is_told(built, tmp_path):
     with pytest.raises(ModelFileError, match="cannot be read"):
         native.inspect(garbage)
     garbage.write_bytes(b"no library at all, but long enough")
-    with pytest.raises(ModelFileError, match="is no shared library; build it again"):
+    with pytest.raises(ModelFileError, match="is not a shared library; build it again"):
         native.inspect(garbage)
     garbage.write_bytes(built.read_bytes()[:3000])
     with pytest.raises(ModelFileError, match="is cut off at 3000 bytes"):

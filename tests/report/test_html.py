@@ -310,9 +310,9 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("missing/page.html", "is no directory to write"),
+        ("missing/page.html", "is not a directory to write"),
         (".", "is a directory, expected the name"),
-        (os.devnull, "is no ordinary file"),
+        (os.devnull, "is not an ordinary file"),
     ],
 )
 def test_a_path_that_cannot_be_written_is_found_first(here, path, text):

@@ -1,4 +1,4 @@
-"""Charts as positions and words: what the template writes as SVG. Nothing is rounded but where a mark stands."""
+"""Charts as positions and words, which the template writes as SVG. Only the positions of marks are rounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BAR, _BAR_GAP, _BAR_LEFT, _BAR_RIGHT = 22.0, 12.0, 44.0, 62.0
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar; ``text`` stands at its end."""
+    """One bar, with ``text`` at its end."""
 
     name: str
     value: float
@@ -39,7 +39,7 @@ class BarChart:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point that is in the table too: where, its values, and what it says."""
+    """A point that is also in the table: its position, its values, and its text."""
 
     x: float
     y: float
@@ -50,7 +50,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Line:
-    """One line, ``style`` of the page's palette, its name written beside ``label``."""
+    """One line in a ``style`` of the page's palette; its name is written at ``label``."""
 
     name: str
     style: str
@@ -69,7 +69,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines on logarithmic axes; ``limit`` is a vertical line with its words."""
+    """Lines on logarithmic axes; ``limit`` is a vertical line with its text."""
 
     title: str
     alternative: str
@@ -115,7 +115,7 @@ def lines(
     unit: str,
     limit: tuple[float, str] | None = None,
 ) -> LineChart:
-    """A chart of series over ``places``, with marks at those of them that are ``marked``."""
+    """A chart of series over ``places``, with marks at the ``marked`` ones."""
     scale = _Scale.of(places, series)
     drawn = tuple(_line(one, places, marked, scale, unit, above=i == 0) for i, one in enumerate(series))
     every = max(1, math.ceil((scale.high - scale.low) / 6))
@@ -129,7 +129,7 @@ def lines(
 
 
 def short(number: int) -> str:
-    """A whole number with k for 1,024 and M for 1,048,576 where it is a multiple."""
+    """A whole number, with k for multiples of 1,024 and M for multiples of 1,048,576."""
     for sign, size in (("M", 1024**2), ("k", 1024)):
         if number % size == 0:
             return f"{number // size:,}{sign}"
@@ -138,7 +138,7 @@ def short(number: int) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Exponents at the ends of both axes: of two across, of ten upwards."""
+    """The exponents at the ends of both axes: powers of two horizontally, of ten vertically."""
 
     first: float
     last: float

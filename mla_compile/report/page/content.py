@@ -1,10 +1,10 @@
-"""What the page says: the report and the tables of ``explain`` as the template shows them."""
+"""What the page says: the report and the tables of ``explain``, ready for the template."""
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -21,7 +21,7 @@ from mla_compile.report.wording import WORDS, headline, queries, rows_of
 from mla_compile.version import __version__
 
 PLACES = tuple(2**i for i in range(11, 20))
-"""Contexts of the cost charts; those of the tables are among them."""
+"""Contexts of the cost charts, among them those of the tables."""
 QUERIES = tuple(2**i for i in range(13))
 _QUERY_CONTEXT = 32768
 _FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a latent as wide as K and V"}
@@ -29,7 +29,7 @@ _FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a la
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing with its name and all of its nodes, for who does not see it."""
+    """A drawing with its name and all of its nodes, for those who cannot see it."""
 
     name: str
     graph: Graph
@@ -38,7 +38,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Quote:
-    """A line of the user's source, and what it is to the verdict."""
+    """A line of the user's source, and what it has to do with the verdict."""
 
     what: str
     place: str
@@ -62,7 +62,7 @@ class SiteView:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a caption; the first column names the rows. ``numbers``: the columns that hold numbers."""
+    """A table with a caption; the first column names the rows, ``numbers`` are the columns of numbers."""
 
     caption: str
     head: tuple[str, ...]
@@ -72,7 +72,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Choice:
-    """Break-even and fold of the attentions of one size."""
+    """Break-even and folds of the attentions of one size."""
 
     title: str
     sentences: tuple[str, ...]
@@ -247,11 +247,11 @@ def _cost_table(costs: Sequence[TokenCost]) -> Table:
     return Table("One decoded token of one sequence, by context", head, tuple(rows), (2, 3, 4))
 
 
-def crossing(costs: Sequence[TokenCost], values: object) -> float | None:
-    """The context at which two forms cost the same (both are straight lines in it); ``None`` where there is none."""
+def crossing(costs: Sequence[TokenCost], values: Callable[[TokenCost], Sequence[int]]) -> float | None:
+    """The context at which two forms, both linear in it, cost the same; ``None`` if there is none."""
     if len(costs) != 2:
         return None
-    (a, b), (T, U) = [values(row) for row in costs], CONTEXTS[:2]  # type: ignore[operator]
+    (a, b), (T, U) = [values(row) for row in costs], CONTEXTS[:2]
     slopes = [(v[1] - v[0]) / (U - T) for v in (a, b)]
     if slopes[0] == slopes[1]:
         return None

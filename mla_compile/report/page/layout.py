@@ -1,13 +1,14 @@
 """Where the boxes of a small graph go: layers by distance from the end, few crossings, short straight edges.
 
-The method of Sugiyama, Tagawa and Toda (1981): layers, orders within layers, positions. Edges over several layers are
-led through points of their own. The same graph always gets the same picture.
+The method of Sugiyama, Tagawa and Toda (1981): layers, then orders within layers, then positions. Edges that span
+several layers pass through points of their own. The same graph always gets the same picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 GAP_X, GAP_Y = 16.0, 30.0
@@ -17,7 +18,7 @@ _POINT = 8.0  # width kept free for an edge that passes a layer
 
 @dataclass(frozen=True)
 class Placed:
-    """Centres of the boxes, the points each edge goes through, and the size of the whole."""
+    """Centres of the boxes, the points that each edge passes through, and the size of the whole."""
 
     boxes: tuple[tuple[float, float], ...]
     edges: tuple[tuple[tuple[float, float], ...], ...]
@@ -26,7 +27,7 @@ class Placed:
 
 
 def place(widths: Sequence[float], edges: Sequence[tuple[int, int]], box_height: float) -> Placed:
-    """Lay out boxes of these widths; edges go from source to reader, downwards, and make no cycle."""
+    """Lays out boxes of these widths; edges go down from source to reader, and form no cycle."""
     if not widths:
         return Placed((), (), 0.0, 0.0)
     layer = _layers(len(widths), edges)
@@ -55,7 +56,7 @@ def place(widths: Sequence[float], edges: Sequence[tuple[int, int]], box_height:
 
 
 def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Every box as close to what reads it as it can be."""
+    """The layer of each box: as close to its readers as possible."""
     readers: list[list[int]] = [[] for _ in range(count)]
     for source, reader in edges:
         readers[source].append(reader)
@@ -71,7 +72,7 @@ def _layers(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _ordered(layer: Sequence[int], links: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Boxes and points of every layer from left to right: barycentres down and up, the best order seen."""
+    """Boxes and points of every layer from left to right: barycentres, downwards and upwards; the best order seen."""
     above, below = _neighbours(len(layer), links)
     rows: list[list[int]] = [[] for _ in range(max(layer) + 1)]
     for i in _depth_first(above, [i for i in range(len(layer)) if not below[i]]):
@@ -82,15 +83,15 @@ def _ordered(layer: Sequence[int], links: Sequence[tuple[int, int]]) -> list[lis
         for row in rows[1:] if down else rows[-2::-1]:
             near = above if down else below
             place_of = {i: p for other in rows for p, i in enumerate(other)}
-            row.sort(
-                key=lambda i, near=near, at=place_of: (  # type: ignore[misc]
-                    sum(at[n] for n in near[i]) / len(near[i]) if near[i] else at[i]
-                )
-            )
+            row.sort(key=partial(_barycentre, near, place_of))
         crossings = _crossings(rows, links)
         if crossings < fewest:
             best, fewest = [list(row) for row in rows], crossings
     return best
+
+
+def _barycentre(near: Sequence[Sequence[int]], at: Mapping[int, int], i: int) -> float:
+    return sum(at[n] for n in near[i]) / len(near[i]) if near[i] else at[i]
 
 
 def _neighbours(count: int, links: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -124,7 +125,7 @@ def _crossings(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]]) 
 
 
 def _positions(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], sizes: Sequence[float]) -> list[float]:
-    """Centres: each as near to the mean of its neighbours as the order and the widths allow."""
+    """Centres, each as close to the mean of its neighbours as the order and the widths allow."""
     above, below = _neighbours(len(sizes), links)
     x = [0.0] * len(sizes)
     for row in rows:
@@ -144,11 +145,11 @@ def _positions(rows: Sequence[Sequence[int]], links: Sequence[tuple[int, int]], 
 
 
 def _apart(wanted: Sequence[float], widths: Sequence[float]) -> list[float]:
-    """The centres nearest to those wanted (least squares) that keep the order and the gaps: pooled violators."""
+    """The centres closest to the wanted ones (least squares) that keep order and gaps: pool adjacent violators."""
     offsets = [0.0]
     for left, right in pairwise(widths):
         offsets.append(offsets[-1] + (left + right) / 2 + GAP_X)
-    blocks: list[tuple[float, int]] = []  # mean of what is wanted, members
+    blocks: list[tuple[float, int]] = []  # mean of the wanted centres, members
     for want, offset in zip(wanted, offsets, strict=False):
         mean, size = want - offset, 1
         while blocks and blocks[-1][0] > mean:

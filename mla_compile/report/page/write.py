@@ -1,4 +1,4 @@
-"""The page as a file: nothing is loaded from elsewhere, no script runs, equal reports give equal bytes."""
+"""The page as a file: it loads nothing from elsewhere, runs no script, and is the same for equal reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from mla_compile.core.files import umask
 from mla_compile.core.quantities import BYTES
 from mla_compile.core.records import SiteReport
 from mla_compile.errors import InputError, OptionError, nearest
@@ -31,8 +32,8 @@ def write_report(
 
 
 def write_page(result: Explained, path: Path, title: str = "") -> None:
-    """Write the page of an explained model; what was at ``path`` stays until the new page is whole."""
-    data = render(result, title).encode("utf-8", "replace")  # a lone surrogate is in no page
+    """Writes the page of an explained model; what was at ``path`` stays until the new page is complete."""
+    data = render(result, title).encode("utf-8", "replace")  # a lone surrogate has no place in a page
     try:
         handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
         try:
@@ -40,7 +41,7 @@ def write_page(result: Explained, path: Path, title: str = "") -> None:
                 file.write(data)
             os.chmod(draft, _mode(path))
             os.replace(draft, path)
-        except BaseException:  # raised again: an interrupt leaves no draft behind either
+        except BaseException:  # raised again: not even an interrupt leaves a draft behind
             os.unlink(draft)
             raise
     except OSError as error:
@@ -53,7 +54,7 @@ def render(result: Explained, title: str = "") -> str:
 
     environment = Environment(
         loader=PackageLoader("mla_compile", "report/page/templates"),
-        autoescape=True,  # names of models and lines of source are anybody's text
+        autoescape=True,  # names of models and lines of source may be any text
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -63,14 +64,14 @@ def render(result: Explained, title: str = "") -> str:
 
 
 def checked(path: str | os.PathLike[str]) -> Path:
-    """The path, if a file can be written there: asked before anything that takes time. Raises :class:`InputError`."""
-    target = Path(path).resolve()  # a link stays, and leads to the new file
+    """The path, if a file can be written there, asked before anything takes time. Raises :class:`InputError`."""
+    target = Path(path).resolve()  # a link stays and leads to the new file
     if target.is_dir():
         raise InputError(f"{target} is a directory, expected the name of a file")
     if not target.parent.is_dir():
-        raise InputError(f"{target.parent} is no directory to write {target.name} to")
+        raise InputError(f"{target.parent} is not a directory to write {target.name} to")
     if target.exists() and not target.is_file():  # a device would be replaced by a file
-        raise InputError(f"{target} is no ordinary file")
+        raise InputError(f"{target} is not an ordinary file")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
         raise InputError(f"{target} cannot be written to")
     if not os.access(target.parent, os.W_OK):
@@ -79,9 +80,7 @@ def checked(path: str | os.PathLike[str]) -> Path:
 
 
 def _mode(path: Path) -> int:
-    """The permissions of the file that is replaced, or those a new file gets."""
+    """The permissions of the file that is replaced, or those of a new file."""
     if path.exists():
         return path.stat().st_mode & 0o777
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask
+    return 0o666 & ~umask()
