@@ -78,9 +78,6 @@ def axis(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
-
-
 class Builder:
     """Adds nodes before ``anchor``, with fake values computed at once and the anchor's provenance copied.
 
@@ -179,7 +176,7 @@ def decides(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def whole_rows(node: fx.Node) -> fx.Node:
     """The rows of which ``node``, a virtual slice, takes some; ``node`` itself where it is none."""
-    while is_virtual(node) and node.target in SLICES:
+    while is_virtual(node) and node.target is torch.ops.aten.slice.Tensor:
         node = args_of(node)[0]
     return node
 

@@ -123,9 +123,7 @@ def test_a_manifest_that_is_no_object_is_refused(model: Path, text: str):
 
 
 def test_a_directory_that_is_none(model: Path, tmp_path: Path):
-    with pytest.raises(
-        ModelFileError, match=r"nothing is not a directory; expected one that `mla-compile"
-    ):
+    with pytest.raises(ModelFileError, match=r"nothing is not a directory; expected one that `mla-compile"):
         Session(tmp_path / "nothing")
     (model / "mla_compile.json").unlink()
     with pytest.raises(ModelFileError, match=r"mla_compile\.json is missing"):
