@@ -134,10 +134,10 @@ class _State:
         # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
         # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
-        self.untouched = base.copy()
-        for node in self.untouched.gm.graph.nodes:
+        self.program = base.copy()
+        for node in self.graph.nodes:
             node.meta[ORIGIN] = node.name
-        self.program = self.untouched.copy()
+        self.untouched = self.program.copy() if options.verify else None
         self.verdicts: list[Verdict] = []
         self.splits: list[SplitSite] = []
         self.lost: list[tuple[fx.Node, Stop]] = []
@@ -284,7 +284,7 @@ def _verify(state: _State) -> int:
 
     An attention that was split by heads is compared as a whole with what it was.
     """
-    if not state.options.verify:
+    if state.untouched is None:
         return 0
     untouched, weights = state.untouched.gm.graph, state.program.weights
     done: dict[tuple[object, ...], Check] = {}
