@@ -1,4 +1,4 @@
-"""What a launch plan has to know of a GPU, read once per device, and presets for planning without one."""
+"""What a launch plan has to know about a GPU, read once per device, and presets for planning without one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Device:
 
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. Multiprocessors and bandwidth:
-# the vendors' datasheets, but for the H200, whose bandwidth is what a copy reached on one.
+# the vendors' datasheets, except for the H200's bandwidth, which a copy reached on one.
 PRESETS = {
     "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12),
     "sm_86": Device("NVIDIA A10", (8, 6), 72, 99 * _KB, 0.6e12),
@@ -53,7 +53,7 @@ def _cuda_device(index: int) -> Device:
     capability = (int(found.major), int(found.minor))
     like = preset(capability)
     smem = int(getattr(found, "shared_memory_per_block_optin", like.smem))
-    # Only recent versions of torch report these two. The clock is in kHz, and memory transfers twice in a cycle.
+    # Only recent versions of torch report these two. The clock is in kHz, and memory transfers twice per cycle.
     clock, bus = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     bandwidth = 2e3 * clock * bus / 8 if clock and bus else like.bandwidth
     return Device(str(found.name), capability, int(found.multi_processor_count), smem, bandwidth)

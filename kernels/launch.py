@@ -5,8 +5,8 @@ The first call of a kind is prepared; later ones allocate their results and scra
 tensor or waits for the device, sizes come from shapes, and launches go to the current stream: after one warm-up call of
 the same kind, a call can be captured in a CUDA graph.
 
-The plan chooses between the portable kernel (kernels/triton) and Hopper's (kernels/hopper); the portable one takes over
-where the other cannot have a call, or does not compile with the Triton at hand.
+The plan chooses between the portable kernel (kernels/triton) and Hopper's (kernels/hopper). The portable one takes over
+where Hopper's lacks a feature that the call uses, or does not compile with the installed Triton.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: boo
 
 
 def _bind_hopper(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound | None:
-    """The launches of the Hopper kernel; None where it is not for this call, or does not compile."""
+    """The launches of the Hopper kernel; None where it does not take the call, or does not compile."""
     if not hopper_steps.suits(call, device):
         return None
     buffers = hopper_steps.scratch(call, chosen, device)

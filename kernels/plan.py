@@ -12,7 +12,7 @@ block_n) / splits)``, the splits chosen are those with the least
     combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate     float32 partials, out and in
 
 and a split has at least 256 tokens, because below that writing its partial result costs as much as reading its tile.
-``t0`` and ``t_tile`` stand in ``tuned.json``.
+``t0`` and ``t_tile`` are in ``tuned.json``.
 
 With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device: its result does
 not depend on what else is in the batch.
@@ -114,7 +114,7 @@ def _hopper_suits(
 ) -> bool:
     """Whether the Hopper kernel is for calls of these sizes: half precision rows of its widths, and no mask.
 
-    What else it needs (strides, no soft-cap, no window) is for the launch to see: it asks again with ``gluon=False``.
+    What else it needs (strides, no soft-cap, no window) the launch checks; it then asks again with ``gluon=False``.
     """
     return (
         device.capability == (9, 0)
@@ -188,9 +188,9 @@ def plan(
 
     ``T`` is the capacity (of the cache, or of the block table), not a request's length: a CUDA graph captured with it
     serves every length. ``Lv`` is the width of separate values (None: the latent rows are the values), ``page_size``
-    None for a contiguous cache, ``masked`` whether a mask's list of tiles is walked, ``mask_bytes`` what of it is read
-    for each query row and token in the loop (None: 4, a float32 mask; 0: nothing). ``splits`` None or 0: chosen here.
-    ``gluon`` False: not the Hopper kernel (a feature it lacks is in use, or its compile probe failed).
+    None for a contiguous cache, ``masked`` whether a mask's list of tiles is walked, ``mask_bytes`` how much of it the
+    loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None or 0: chosen here.
+    ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not compile).
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
     or together with ``deterministic``; :class:`NoPlanError`, one of them, for rows too wide for shared memory.

@@ -83,7 +83,7 @@ def shared_memory(
 
 
 def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel) -> Row:
-    """The table's row for this device; for columns that none of its rows foresees, that of the widest, narrowed."""
+    """The table's row for this device; for wider output than any of its rows has, the widest, with fewer query rows."""
     known = [r for r in table() if r.kernel == kernel and r.cache == kind and r.capability <= device.capability]
     if not known:
         raise InputError(f"plan: tuned.json has no {kernel} row for {device.name}, capability {device.capability}")

@@ -15,10 +15,10 @@ WIDTH = 576  # columns of the rows that the table's times are of: 512 of the lat
 
 @dataclass(frozen=True)
 class Row:
-    """One row of ``tuned.json``: a tile and what is known of its speed.
+    """One row of ``tuned.json``: a tile and what is known about its speed.
 
-    It is for devices of this ``capability`` up to the next one in the table, for at most ``max_rows`` query rows and
-    ``max_width`` columns of output, and for a loop over pages or not; None is any.
+    It is for devices from this ``capability`` up to the next one in the table, for at most ``max_rows`` query rows and
+    ``max_width`` columns of output, and for a cache that is ``paged`` or not; None is any.
 
     Times are microseconds of one block, for rows of ``WIDTH`` columns.
     """
@@ -52,6 +52,6 @@ class Row:
 
 @lru_cache(maxsize=8)
 def table(path: Path = TABLE) -> tuple[Row, ...]:
-    """The rows of ``tuned.json``; ``table.cache_clear()`` and ``plan.cache_clear()`` after writing a new one."""
+    """The rows of ``tuned.json``. After writing a new one: ``table.cache_clear()`` and ``plan.cache_clear()``."""
     content = json.loads(path.read_text())
     return tuple(Row.of(entry, content["provenance"]) for entry in content["rows"])

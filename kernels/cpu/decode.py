@@ -1,14 +1,14 @@
-"""Decode attention on CPU: the native kernel (native.py), and the same in torch's operators where it cannot run.
+"""Decode attention on CPU: the native kernel (native.py), and the same with torch's operators where it cannot run.
 
-The second is for machines without a C++ compiler and for float64. The visible part of the cache is walked in blocks
-that stay in cache. One serves as keys and as values, in float32 (float64 for float64), with the softmax carried along
-(m: running maximum, l: running sum):
+The second is for machines without a C++ compiler, and for float64. It walks the visible part of the rows in blocks that
+stay in the processor's cache. A block serves as keys and as values, in float32 (float64 for float64), with an online
+softmax (m: running maximum, l: running sum):
 
     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 
-Half precision is converted block by block: products in bfloat16 round their scores, and the error of the result was
-2.0e-3, 9.7e-3, 2.0e-2 for scores of deviation 0.5, 2.4, 12, against 1.7e-3 here. What no query sees is not read: the
-cache before the first and after the last visible key, per batch entry.
+Half precision is converted block by block: products in bfloat16 would round their scores, and the error of the result
+was then 2.0e-3, 9.7e-3, 2.0e-2 for scores with a standard deviation of 0.5, 2.4, 12, against 1.7e-3 here. Rows before
+the first and after the last visible key of a batch entry are not read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mla_compile.kernels.cpu import native
 from mla_compile.kernels.reference import additive_mask, compute_dtype
 
 BLOCK = 2048  # tokens in one block: 4 MiB of float32 latent at L = 512
-ROWS = 256  # query rows (s, h) carried through one walk over the cache: bounds the scores held at a time
+ROWS = 256  # query rows (s, h) carried through one walk over the cache: 2 MiB of float32 scores for a block
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Keys ``[lo, hi)`` of a batch entry hold every visible one; ``plain``: and the mask changes none of them."""
+    """Keys ``[lo, hi)`` of a batch entry include every visible one; ``plain``: the mask changes nothing within."""
 
     lo: int
     hi: int
@@ -84,7 +84,7 @@ def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     windows = [_Window(0, T, True)] if mask is None or seen is None else _windows(mask, seen, T)
     out, lse = _run(call, windows)
     if seen is not None and not all(w.plain for w in windows) and bool(torch.isnan(out).any()):
-        # Weight 0 times a NaN in a row between visible ones that no query sees. Rare: pay for clean copies only now.
+        # A row between visible ones, which no query sees, holds NaN, and 0 * NaN is NaN. Rare: copy and clean only now.
         blank = ~seen.unsqueeze(2)  # [B|1,T,1]
         rope, values = (None if x is None else x.masked_fill(blank, 0.0) for x in (call.rope, call.values))
         clean = call._replace(latent=call.latent.masked_fill(blank, 0.0), rope=rope, values=values)

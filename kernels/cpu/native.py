@@ -2,22 +2,23 @@
 
 Inductor's own machinery compiles it (compiler, OpenMP, instruction set, a cache on disk with its locks), so it exists
 wherever ``torch.compile`` works on CPU; a machine's first use takes 3 to 15 s. Where it cannot be built, :func:`load`
-says why in one log line and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators, as it does
-without an attempt where ``MLA_COMPILE_NATIVE=0`` is set in the environment.
+says why in one log line and :mod:`mla_compile.kernels.cpu.decode` computes the same with torch's operators. With
+``MLA_COMPILE_NATIVE=0`` in the environment no attempt is made.
 
 Choices, each measured on one core with AVX-512 and AMX, L = 512, R = 64, in CPU time (GFLOP/s of 2BSHT(2L+R)):
 
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
   vectors over query rows, so that the softmax needs no horizontal step.
-* **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used as they lie; query and weights are two bfloat16 terms
+* **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
   each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, and nothing shows once the result is rounded.
 * **float32 on AMX**, each number three bfloat16 terms, six products: 200 at 128 heads where multiply-adds give 149. The
-  small products are added first, and each tile's sum is its own: error 3.4e-7, before 6.1e-7 (multiply-adds: 4.9e-7).
+  small products are added first, and each tile has a sum of its own: error 3.4e-7 instead of 6.1e-7 (multiply-adds:
+  4.9e-7).
   Up to 48 query rows, splitting the rows costs more than it saves, and multiply-adds are used.
 * **Values are rearranged 64 columns at a time**, in the first-level cache, and each tile of rows is loaded once for all
   terms of the other factor: 5 to 11 % less time than a whole tile of keys at once.
 * **The next tile is prefetched while this one is multiplied**: 8 to 18 % less time from memory, except for float32 on
-  AMX, which does not notice.
+  AMX, where it makes no difference.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _load_once() -> Library | None:
 
 
 def load() -> Library | None:
-    """The kernel, built now unless it was before; None, always, where the one attempt of this process failed."""
+    """The kernel, built now unless it was before; None from then on where this process's one attempt failed."""
     with _lock:
         return _load_once()
 
@@ -96,7 +97,7 @@ def _build() -> ctypes.CDLL:
 
 
 def source() -> str:
-    """The C++ source as one text: Inductor names the result after a hash of the text, so headers have to be in it."""
+    """The C++ source as one text: Inductor names the library by a hash of the text, so headers have to be in it."""
 
     def insert(match: re.Match[str]) -> str:
         if match[1] in done:

@@ -9,8 +9,8 @@ rows. The float32 output, 64 x 512, is half of an SM's registers, so it is cut i
 * Consumer ``j % 2`` scores block ``j`` (``S = Q K_j^T``, all 576 columns) and makes ``P_j`` from the running maximum
   that is handed from block to block. ``P_j`` overwrites the rope part of its own stage, which nobody reads any more.
 * Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the
-  latent block that lies there already. Own ``P_j`` comes from registers, the other one's from shared memory. Consumer
-  0 issues the scores of the next block before it waits for the product with the previous one.
+  latent block that is there already. A consumer takes its own ``P_j`` from registers and the other's from shared
+  memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
 
 Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length; a stage's barrier phase is
 therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
@@ -21,9 +21,9 @@ block that hold other data are zeroed in shared memory before they are read as v
 A page that lies past the length is never looked up: its box is aimed outside the tensor.
 
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
-compiler and say so. The barrier protocol runs on the CPU in tests/kernels/test_gluon_protocol.py, from this very
-source. That simulation knows no layouts and nothing of what happens inside a warpgroup: the first run on a GPU should
-be under Triton's ConSan, ``gluon_launch.consan()``.
+compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
+source. That simulation models neither layouts nor what happens inside a warpgroup: the first run on a GPU should be
+under Triton's ConSan (``consan`` of kernels/hopper/runner.py).
 """
 
 from triton.experimental import gluon

@@ -1,7 +1,7 @@
-"""A step of the Hopper kernel as a function of a stream and addresses: descriptors by address, a probe, ConSan.
+"""A step of the Hopper kernel as a function of a stream and addresses; and Triton's sanitizer for it.
 
-The counterpart of kernels/triton/runner.py, with what only Gluon needs. Nothing here imports Triton before a call on a
-GPU.
+The counterpart of kernels/triton/runner.py, with what only Gluon needs: TMA descriptors, and a way out where the
+installed Triton cannot compile it. Triton is not imported before a call on a GPU.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mla_compile.kernels.triton.runner import Address, Launch, bind
 
 LOG = logging.getLogger("mla_compile.kernels")
 _compiled: dict[Any, Any] = {}
-_options: dict[str, Any] = {}  # added to every compilation: ConSan
+_options: dict[str, Any] = {}  # added to every compilation, by consan()
 
 
 @lru_cache(maxsize=4096)
 def descriptor(box: Box, address: int) -> Any:
-    """The TMA descriptor of a box at an address; a pure function of both, so it may be kept for ever."""
+    """The TMA descriptor of a box at an address: a pure function of both, so it may be kept forever."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -52,7 +52,6 @@ def compiled(step: GluonStep, index: int) -> Any | None:
         try:
             _compiled[key] = triton.compile(built, target=target, options=options)
         except Exception as error:  # noqa: BLE001  an experimental interface: another Triton may fail in any way
-            # The portable kernel takes over.
             LOG.warning("the Hopper kernel does not compile with Triton %s, the portable one runs: %s: %s",
                         triton.__version__, type(error).__name__, error)  # fmt: skip
             _compiled[key] = None

@@ -55,8 +55,8 @@ class GluonStep(Step):
 def suits(call: DecodeCall, device: Device) -> bool:
     """Whether the Hopper kernel takes this call: dtypes, widths, features and strides. Pure; sizes are not judged here.
 
-    Rows of 512 + 64 columns in half precision, values that are the latent, any H and S; pages of a multiple of 16 rows;
-    rows that TMA can address. A query in float32 goes with a bfloat16 cache only: float16 would have to be scaled.
+    Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
+    rows that TMA can address. A float32 query goes with a bfloat16 cache only: for float16 it would have to be scaled.
     """
     z, rope = call.sizes, call.rope
     if rope is None or call.values is not None or call.mask is not None or call.kv_scale is not None:
@@ -103,7 +103,7 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
-    """Whether work is shared out over (request, block): the plan says so, and there are lengths to share out by."""
+    """Whether work is shared out over (request, block): the plan says so, and there are lengths to share it out by."""
     return plan.scheduled and call.seq_lens is not None and schedule.suits(call.sizes.B)
 
 

@@ -1,4 +1,4 @@
-"""Puts the partial results of the splits of one request together (Triton).
+"""Combines the partial results of the splits of one request (Triton).
 
 Split i leaves ``out_i`` (its own softmax average) and ``lse_i`` (base 2, minus infinity where it saw nothing). With
 ``m = max_i lse_i`` and ``w_i = 2^(lse_i - m)``:

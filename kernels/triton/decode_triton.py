@@ -6,10 +6,10 @@ split, with the online softmax of Flash-Attention in base 2 (m: running maximum,
     s = (q . [c, r]) * scale * log2 e;  m' = max(m, max s);  p = 2^(s - m');  l = l 2^(m-m') + sum p
     acc = acc 2^(m-m') + p c
 
-One load of the tile c serves both products. What the flags below do not ask for costs nothing: they are compile-time.
+One load of the tile c serves both products. The flags below are compile-time constants: what is off costs nothing.
 
 * Tiles come from a run of numbers, or from the list of visible ones (kernels/triton/tiles_triton.py); rows from an
-  offset, or through a block table. All are masked loads: a row that nobody sees is never read, and zeros stand in its
+  offset, or through a block table. All loads are masked: a row that nobody sees is never read, and zeros take its
   place (a weight of 0 times NaN is NaN). There is no separate loop for whole tiles: two loops spill registers.
 * The running maximum starts at the lowest float32, so a row that has seen nothing makes no ``inf - inf``.
 * Grid (row blocks, splits, B): the row blocks of one tile run side by side and share it through the L2 cache.

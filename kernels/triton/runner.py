@@ -1,10 +1,10 @@
 """A step as a function of a stream and addresses: compiled once, bound to its arguments once, then only run.
 
 ``triton.compile`` gets exactly what :func:`mla_compile.kernels.triton.steps.steps` describes, as the compilation
-without a GPU does. Triton's own entry collects metadata for profilers and calls their hooks, also where nobody listens,
+without a GPU does. Triton's own entry collects metadata for profilers and calls their hooks even where nobody listens,
 and passes all arguments on three times; these kernels have some 70. :func:`bind` leaves that out unless a profiler is
-attached. Where a Triton has other internals than 3.6 and 3.7, launches go through its normal entry, slower by some
-10 us.
+attached. A Triton whose internals are not those of 3.6 and 3.7 is used through its normal entry, which takes some 10 us
+longer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
 def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
     """``go(stream, arguments)``; loads the kernel on the current device.
 
-    Raises AttributeError or ImportError where this Triton has other internals than 3.6 and 3.7.
+    Raises AttributeError or ImportError where this Triton's internals are not those of 3.6 and 3.7.
     """
     from triton import knobs
 

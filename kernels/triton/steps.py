@@ -19,7 +19,7 @@ from mla_compile.kernels.devices import Device
 from mla_compile.kernels.plan import MIN_SPLIT, Plan
 from mla_compile.kernels.tiles import padded
 
-# Sizes of the small kernels' blocks: some ten elements in the registers of each thread. Not tuned on a GPU yet.
+# Sizes of the small kernels' blocks, by what the threads hold in registers. Not tuned on a GPU yet.
 WORD_BITS = 64  # keys of a tile that the mask's pre-pass can tell apart: the bits of an int64
 GROUP = 16  # tiles that one program of the mask's pre-pass scans: 4 or 8 keys for each of its 128 threads
 LIST_BLOCK = 1024  # tiles listed at a time: 8 for each of 128 threads
@@ -334,7 +334,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
 
 
 def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:
-    """The launch that puts the splits of every request together."""
+    """The launch that combines the splits of every request."""
     z = call.sizes
     to = _Arguments()
     to.scratch("part", "part", "*fp32")

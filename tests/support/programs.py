@@ -17,6 +17,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Program
 from mla_compile.options import Options
 from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.canonical import views
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
@@ -206,7 +207,7 @@ def assert_computed_as_before(program: Program, outcome: pipeline.Outcome, side:
 
 def linear_map(program: Program) -> LinearMap:
     """The linear map of a traced program's only result."""
-    canonicalize(program.gm.graph)
+    views.canonicalize(program.gm.graph)
     graph = program.gm.graph
     maps = LinearMaps(weight_nodes(graph, program.weights), program.fake_mode)
     (result,) = graph.output_node().args[0]

@@ -13,10 +13,10 @@
 
 namespace mla {
 
-// GCC's tile intrinsics do not say that they read memory: what was written before has to be in place.
+// GCC's tile intrinsics do not say that they read memory: what was written before has to be there by then.
 inline void settle(const void* written = nullptr) { __asm__ volatile("" ::"r"(written) : "memory"); }
 
-// Linux gives a process the tile registers when it asks for them, once.
+// Linux lets a process use the tile registers once it has asked for them.
 inline bool amx_allowed() {
   static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
   return allowed;
@@ -57,7 +57,7 @@ class Amx {
   void set_tile(int64_t start, int64_t n, const uint8_t* seen) {
     first_key = start, given = n, keys = round_up(n, 64), sees = seen;
     const Row *latent = first_row(c.latent, start), *rope = c.R ? first_row(c.rope, start) : nullptr;
-    // Rows of bfloat16 in whole chunks are left factors as they lie.
+    // Rows of bfloat16 in whole chunks serve as left factors in place.
     const bool in_place = ROW_PLANES == 1 && !seen && n == keys && c.L % CHUNK == 0 && c.R % CHUNK == 0;
     for (int64_t i = 0; i < keys && !in_place; ++i) {
       copy_key(latent + i * c.latent.t, visible(i) ? c.L : 0, i, 0, latent_chunks);
@@ -135,7 +135,7 @@ class Amx {
       const int64_t filled = m < piece.rows ? left : 0;
       __m512 x = _mm512_mul_ps(read16(from, valid16(filled)), scale);
       __m512 y = _mm512_mul_ps(read16(from + 16, valid16(filled - 16)), scale);
-      if (ROW_PLANES == 1) {  // even and odd columns, so that in turns they are in the order of key_words
+      if (ROW_PLANES == 1) {  // even and odd columns, which interleaved are in the order of key_words
         const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const __m512 in_order = x;
         x = _mm512_permutex2var_ps(in_order, even, y);
@@ -181,16 +181,16 @@ class Amx {
         __m512 a = read16(from + at, valid16(left_a - at)), b = read16(from + rows.t + at, valid16(left_b - at));
 #pragma GCC unroll 3
         for (int r = 0; r < ROW_PLANES; ++r) {
-          _mm512_storeu_si512(to + at * CHUNK + r * value_plane, in_turns(a, b));
+          _mm512_storeu_si512(to + at * CHUNK + r * value_plane, interleaved(a, b));
           a = tail(a), b = tail(b);
         }
       }
     }
   }
 
-  // 32 columns of a left factor: in order for one plane, since such rows are used in place too, otherwise in turns.
+  // 32 columns of a left factor: in order for one plane, since such rows are used in place too, else interleaved.
   static __m512i key_words(__m512 a, __m512 b) {
-    if (ROW_PLANES > 1) return in_turns(a, b);
+    if (ROW_PLANES > 1) return interleaved(a, b);
     const __m256i x = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16));
     const __m256i y = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(b), 16));
     return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);

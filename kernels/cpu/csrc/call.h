@@ -30,8 +30,8 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   double scale;
 };
 
-constexpr int64_t PANEL = 16;      // query rows (s, h) that lie side by side in scores and packed queries
-constexpr int64_t MAX_ROWS = 128;  // query rows carried through one walk over the cache
+constexpr int64_t PANEL = 16;      // query rows (s, h) side by side in scores and packed queries: one AVX-512 vector
+constexpr int64_t MAX_ROWS = 128;  // query rows carried through one walk over the cache: 512 sums of each are 256 KiB
 
 // One walk: some query rows of a batch entry over some of its keys.
 struct Piece {

@@ -18,8 +18,8 @@
 
 namespace mla {
 
-constexpr int64_t SHORT = 64;            // keys: pieces are no shorter, to repay the packing of the query
-constexpr int64_t ALONE = int64_t{1} << 19;  // multiply-adds up to which waking other threads costs more than it gives
+constexpr int64_t SHORT = 64;            // keys: no piece is shorter, so that packing the query pays
+constexpr int64_t ALONE = int64_t{1} << 19;  // multiply-adds up to which waking other threads costs more than it saves
 
 struct State {  // of the softmax, per query row
   float *top, *total, *sums;  // [rows], [rows], [rows, columns]

@@ -27,8 +27,8 @@ inline __m512 read16(const _Float16* at, __mmask16 valid) {
 }
 inline __mmask16 valid16(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
 
-// The high halves of a and b, which are bfloat16, in turns.
-inline __m512i in_turns(__m512 a, __m512 b) {
+// The high halves of a and b, which are bfloat16, interleaved.
+inline __m512i interleaved(__m512 a, __m512 b) {
   const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
   return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), _mm512_set1_epi32(0xffff0000), 0xf8);  // low | b & mask
 }
@@ -47,14 +47,14 @@ inline __m512 round_head(__m512 x, __m512& left) {
   return _mm512_castsi512_ps(head);
 }
 
-// PLANES rounded planes of 32 numbers in turns, 64 bytes each, `apart` values from one another.
+// PLANES rounded planes of 32 numbers, interleaved, 64 bytes each, `apart` values from one another.
 template <int PLANES>
 void split_rounded(__m512 a, __m512 b, Plane* to, int64_t apart) {
 #pragma GCC unroll 3
   for (int i = 0; i < PLANES; ++i) {
     __m512 left_a, left_b;
     const __m512 x = round_head(a, left_a), y = round_head(b, left_b);
-    _mm512_storeu_si512(to + i * apart, in_turns(x, y));
+    _mm512_storeu_si512(to + i * apart, interleaved(x, y));
     a = left_a, b = left_b;
   }
 }
