@@ -55,7 +55,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheOfRows:
     """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
 
     ``site`` is the output of the attention that reads it. ``write``: how the new part gets into a buffer of full
@@ -82,13 +82,13 @@ def find_caches(
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: Iterable[fx.Node] = (),
-) -> list[Kept]:
+) -> list[CacheOfRows]:
     """The K and V of ``sites`` that can be kept as rows.
 
     ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
     what this graph itself returned.
     """
-    found: dict[fx.Node, Kept] = {}
+    found: dict[fx.Node, CacheOfRows] = {}
     allowed = set(assume)
     for site in sites:
         tensors: dict[fx.Node, int] = {}
@@ -156,7 +156,7 @@ def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps
     where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
     if where is None:
         return None
-    piece: Piece = maps.with_stops({node}).map(operand.node).pieces[0]
+    piece: Piece = maps.with_sources({node}).map(operand.node).pieces[0]
     own = piece.axes[where]
     return next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
 
@@ -175,7 +175,7 @@ def _keep(
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: set[fx.Node],
-) -> list[Kept] | None:
+) -> list[CacheOfRows] | None:
     """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
     # K put together from columns is a write too, but not one of tokens into a buffer.
     writes = {
@@ -193,8 +193,8 @@ def _keep(
     }
     new = [p for own in parts.values() for p in own if p not in pasts and p not in assume]
     cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
-    at_cuts = maps.with_stops(cuts)
-    kept: list[Kept] = []
+    at_cuts = maps.with_sources(cuts)
+    kept: list[CacheOfRows] = []
     for node, tokens in tensors.items():
         made = {p: at_cuts.map(p) for p in parts[node] if p in new}
         one = _keep_one(node, site, tokens, parts[node], made, pasts, returned, writes.get(node))
@@ -221,7 +221,7 @@ def _keep_one(
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     write: Write | None = None,
-) -> Kept | None:
+) -> CacheOfRows | None:
     known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
     taken: list[fx.Node | tuple[Ingredient, ...]] = []
     dtypes: set[tuple[torch.dtype, ...]] = set()
@@ -245,10 +245,10 @@ def _keep_one(
     if len(known) != 1 or len(dtypes) != 1:
         return None
     ((recipe, leaves),) = known
-    return Kept(node, site, recipe, leaves, tuple(taken), returned.get(node, ()), write)
+    return CacheOfRows(node, site, recipe, leaves, tuple(taken), returned.get(node, ()), write)
 
 
-def _saves(kept: Sequence[Kept]) -> bool:
+def _saves(kept: Sequence[CacheOfRows]) -> bool:
     """Whether the rows hold fewer values per token than the tensors they make."""
     rows: dict[Hashable, int] = {}
     for k in kept:
@@ -265,7 +265,7 @@ def _values(recipe: Recipe) -> int:
     return total
 
 
-def _seen_through_a_view(graph: fx.Graph, kept: Kept) -> bool:
+def _seen_through_a_view(graph: fx.Graph, kept: CacheOfRows) -> bool:
     """Whether the caller also gets a view of what it keeps: a write to one would no longer show in the other."""
     from mla_compile.core.program import view_source
 

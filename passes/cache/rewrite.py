@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.cache.find import Kept, Past
+from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_virtual, materialize, packet, val
@@ -41,7 +41,7 @@ class LatentCache:
 
 
 def keep_latents(
-    graph: fx.Graph, caches: Sequence[Kept], pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None
+    graph: fx.Graph, caches: Sequence[CacheOfRows], pasts: Mapping[fx.Node, Past], fake_mode: FakeTensorMode | None
 ) -> LatentCache:
     """Rewrites the graph for ``caches``; its output is one flat tuple, to which the rows are appended."""
     return _Rewriter(graph, pasts, fake_mode).run(caches)
@@ -58,7 +58,7 @@ class _Rewriter:
         self.arranged: dict[fx.Node, fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
 
-    def run(self, caches: Sequence[Kept]) -> LatentCache:
+    def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
         values: list[object] = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
         for cache in caches:
             rows = [self._rows(cache, index) for index in range(len(cache.recipe.widths))]
@@ -89,7 +89,7 @@ class _Rewriter:
         remove_dead_code(self.graph)
         return self.done
 
-    def _read_beginnings(self, cache: Kept, rows: Sequence[fx.Node]) -> None:
+    def _read_beginnings(self, cache: CacheOfRows, rows: Sequence[fx.Node]) -> None:
         """Whoever reads some tokens of a buffer gets them made of those rows alone."""
         for user in list(cache.node.users):
             how = decode(user)
@@ -125,7 +125,7 @@ class _Rewriter:
             following = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
         return following
 
-    def _rows(self, cache: Kept, index: int) -> fx.Node:
+    def _rows(self, cache: CacheOfRows, index: int) -> fx.Node:
         """All rows of one source: those of the past, then the new ones."""
         ingredients = next((p for p in cache.parts if not isinstance(p, fx.Node)), None)
         parts: list[fx.Node] = []
@@ -162,7 +162,9 @@ class _Rewriter:
             self.arranged[ingredient.node] = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
         return self.arranged[ingredient.node]
 
-    def _past(self, node: fx.Node, cache: Kept, index: int, ingredients: tuple[Ingredient, ...] | None) -> fx.Node:
+    def _past(
+        self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
+    ) -> fx.Node:
         """The placeholder of the rows behind an input."""
         past = self.pasts.get(node)
         name: Hashable

@@ -151,7 +151,7 @@ def _joins_heads(node: fx.Node, maps: Maps) -> bool:
     if not isinstance(how, (Join, Stack)):
         return False
     parts = [n for n in how.parts if not maps.is_weight(n)]
-    maps = maps.with_stops(())  # the walk may have ended at a part because of this very node
+    maps = maps.with_sources(())  # the walk may have ended at a part because of this very node
     pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
     if isinstance(how, Stack):  # along an axis that no row has
         return bool(pieces)

@@ -36,7 +36,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     own = of_queries(site)
     sides = [[maps.map(p.k.node) for p in site.products], [maps.map(site.v.node)]]
     pieces = pieces_of([*sides[0], *sides[1]])
-    at_cuts = _plans(site, maps.with_stops(choose_sources(pieces, any_width=True)[0]))
+    at_cuts = _plans(site, maps.with_sources(choose_sources(pieces, any_width=True)[0]))
     rows, too_wide = [], None
     if failed.code == "not_mla" and wide is not None and wide not in own:
         rows = [wide]

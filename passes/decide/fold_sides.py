@@ -26,7 +26,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
     }
     projection = output_projection(plan.site.node)
     if projection is not None:
-        (piece, *others) = maps.with_stops([plan.site.node], per_row=True).map(projection).pieces
+        (piece, *others) = maps.with_sources([plan.site.node], per_row=True).map(projection).pieces
         if others or piece.source is not plan.site.node or not piece.contracted:
             projection = None
     return widths.pop() if len(widths) == 1 else None, None if projection is None else _width(projection)

@@ -77,7 +77,7 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
         if all(cut(piece, proper=True, without=own) is None for piece in pieces):
             continue
         cuts, _ = choose_sources(pieces, own)
-        at_cuts = maps.with_stops(cuts)
+        at_cuts = maps.with_sources(cuts)
         plan = make_part_plan(
             site,
             None if keys is None else [at_cuts.map(p.k.node) for p in site.products],

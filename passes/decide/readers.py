@@ -37,7 +37,7 @@ def narrower_readers(
     then nothing is saved. ``reads`` says what a node reads, and ``alive`` which nodes are needed, once all sites are
     rewritten.
     """
-    at_source = maps.with_stops([source])
+    at_source = maps.with_sources([source])
     whole = bytes_hint(expansion)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:

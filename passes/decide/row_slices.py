@@ -59,7 +59,7 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
     cuts, _ = choose_sources([*pieces_of([maps.map(slice_of(s).x) for s in slices]), *others])
-    at_cuts = maps.with_stops(cuts)
+    at_cuts = maps.with_sources(cuts)
     sliced = ((node, _rows(node, at_cuts.map(slice_of(node).x))) for node in slices)
     return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
 

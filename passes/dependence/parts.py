@@ -27,7 +27,7 @@ Made = frozenset[object]
 
 
 @dataclass(frozen=True)
-class Run:
+class Interval:
     """Positions of an axis that are made of the same things."""
 
     start: int
@@ -48,12 +48,12 @@ class AxisParts:
     made_of: Callable[[fx.Node], Made]
 
     def __post_init__(self) -> None:
-        self._runs: dict[tuple[fx.Node, int], tuple[Run, ...]] = {}
+        self._runs: dict[tuple[fx.Node, int], tuple[Interval, ...]] = {}
 
     def step(self, node: fx.Node, dim: int) -> Step | None:
         return None if node in self.ends or node in self.weights else step(node, dim)
 
-    def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Run, ...]:
+    def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
         """Axis ``dim`` of ``node``, whose length is a number, cut where it is made of other things."""
         key = (node, dim)
         if key not in self._runs:
@@ -64,27 +64,27 @@ class AxisParts:
         """The nodes and axes of all runs found so far, in the order of the graph."""
         return sorted(self._runs)
 
-    def _found(self, node: fx.Node, dim: int, depth: int) -> list[Run]:
+    def _found(self, node: fx.Node, dim: int, depth: int) -> list[Interval]:
         length = shape(node)[dim]
         assert isinstance(length, int)
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
             made: Made = frozenset() if node in self.ends or node in self.weights else self.made_of(node)
-            return [Run(0, length, made)]
+            return [Interval(0, length, made)]
         if isinstance(how, Joined):
-            found: list[Run] = []
+            found: list[Interval] = []
             for part in how.parts:
                 for run in self.runs(part.node, part.dim, depth + 1):
                     low = max(run.start - part.offset, 0) + part.start
                     high = min(run.stop - part.offset + part.start, part.stop)
                     if low < high:
-                        found.append(Run(low, high, run.made))
+                        found.append(Interval(low, high, run.made))
             return found
         if how.own_rows and any(n in self.weights for n in how.reads):
-            return [Run(k, k + 1, frozenset([(node, k)])) for k in range(length)]
+            return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
         if how.reads and all(n in self.weights for n in how.reads):  # its columns: rows by a weight
-            return [Run(0, length, self.made_of(node))]
-        layers = [[Run(0, length, frozenset())]]
+            return [Interval(0, length, self.made_of(node))]
+        layers = [[Interval(0, length, frozenset())]]
         for operand, place in how.reads.items():
             runs = self.runs(operand, place.dim, depth + 1)
             layers.append([_scaled(r, how.unit, place.inner) for r in _on_whole(runs, place.inner)])
@@ -125,33 +125,33 @@ def _leads_to(first: Collection[fx.Node], last: fx.Node, ends: Collection[fx.Nod
     return False
 
 
-def _scaled(run: Run, unit: int, inner: int) -> Run:
-    return Run(run.start // inner * unit, run.stop // inner * unit, run.made)
+def _scaled(run: Interval, unit: int, inner: int) -> Interval:
+    return Interval(run.start // inner * unit, run.stop // inner * unit, run.made)
 
 
-def _on_whole(runs: Sequence[Run], inner: int) -> list[Run]:
+def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
     """``runs`` without the cuts that do not fall between two units of ``inner`` positions."""
-    found: list[Run] = []
+    found: list[Interval] = []
     for run in runs:
         if found and found[-1].stop % inner:
-            found[-1] = Run(found[-1].start, run.stop, found[-1].made | run.made)
+            found[-1] = Interval(found[-1].start, run.stop, found[-1].made | run.made)
         else:
             found.append(run)
     return found
 
 
-def _overlaid(layers: Sequence[Sequence[Run]]) -> list[Run]:
+def _overlaid(layers: Sequence[Sequence[Interval]]) -> list[Interval]:
     """The runs of several operands of one axis, cut wherever one of them is."""
     cuts = sorted({r.start for runs in layers for r in runs} | {r.stop for runs in layers for r in runs})
-    found: list[Run] = []
+    found: list[Interval] = []
     for start, stop in pairwise(cuts):
         made = (r.made for runs in layers for r in runs if r.start <= start and stop <= r.stop)
-        found.append(Run(start, stop, frozenset().union(*made)))
+        found.append(Interval(start, stop, frozenset().union(*made)))
     return found
 
 
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    found: list[Run] = []
+def _merged(runs: Iterable[Interval]) -> tuple[Interval, ...]:
+    found: list[Interval] = []
     for run in runs:
         if found and found[-1].made == run.made:
             found[-1] = replace(found[-1], stop=run.stop)

@@ -28,23 +28,23 @@ _NONE = VirtualSources()
 class LinearMaps:
     """The analysis over one graph. Results are kept per node; the graph is only read.
 
-    ``stops`` are nodes at which the walk ends although it could go on (a chosen source). A weight that differs along an
-    axis of the source's rows ends the walk (a table of rotations would else pass for a weight), unless ``per_row``:
-    with the attention's output as the source, W_v does differ along the heads. ``virtual``: rows that are no nodes of
-    the graph.
+    ``sources`` are nodes at which the walk ends although it could go on: they were chosen as sources. A weight that
+    differs along an axis of the source's rows ends the walk (a table of rotations would else pass for a weight), unless
+    ``per_row``: with the attention's output as the source, W_v does differ along the heads. ``virtual``: rows that are
+    no nodes of the graph.
     """
 
     def __init__(
         self,
         weights: Collection[fx.Node],
         fake_mode: FakeTensorMode | None,
-        stops: Iterable[fx.Node] = (),
+        sources: Iterable[fx.Node] = (),
         per_row: bool = False,
         virtual: VirtualSources = _NONE,
     ) -> None:
         self.weights = weights
         self.fake_mode = fake_mode
-        self.stops = frozenset(stops)
+        self.sources = frozenset(sources)
         self.per_row = per_row
         self.virtual = virtual
         self.reasons: dict[fx.Node, Stop] = {}
@@ -52,19 +52,19 @@ class LinearMaps:
         self._identity: dict[fx.Node, Axes] = {}
         self._whole: LinearMaps | None = None
 
-    def with_stops(self, stops: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
+    def with_sources(self, sources: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
         """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
-        return LinearMaps(self.weights, self.fake_mode, stops, per_row, self.virtual)
+        return LinearMaps(self.weights, self.fake_mode, sources, per_row, self.virtual)
 
     def with_virtual(self, virtual: VirtualSources) -> LinearMaps:
-        return LinearMaps(self.weights, self.fake_mode, self.stops, self.per_row, virtual)
+        return LinearMaps(self.weights, self.fake_mode, self.sources, self.per_row, virtual)
 
     @property
     def whole(self) -> LinearMaps:
         """The analysis that ends at the rows that slices are taken of: the same for all slices, whatever ends here."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
-            self._whole = self.with_stops(rows, self.per_row)
+            self._whole = self.with_sources(rows, self.per_row)
             self._whole._whole = self._whole
         return self._whole
 
@@ -95,13 +95,13 @@ class LinearMaps:
             try:
                 self._maps[current] = self._apply(current, rule)
             except RowsJoined as joined:  # channels first, tokens last; maps found so far hold by themselves
-                self.stops |= {joined.node}
+                self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]
         return self._maps[node]
 
     def _rule(self, node: fx.Node) -> Rule | None:
-        if node in self.stops or self.is_weight(node):
+        if node in self.sources or self.is_weight(node):
             return None
         rule = rule_of(node)
         return some_rows if rule is not None and node in self.virtual.slices else rule
@@ -115,7 +115,7 @@ class LinearMaps:
 
     def _apply(self, node: fx.Node, rule: Rule | None) -> LinearMap:
         result = unexplained(node) if rule is None else rule(self, node)
-        if isinstance(result, Stop) and node not in self.stops and not self.is_weight(node):
+        if isinstance(result, Stop) and node not in self.sources and not self.is_weight(node):
             self.reasons[node] = result
         if node in self.virtual.shared:
             return one_of_all(self, node, result)

@@ -56,7 +56,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if constant_along(piece, own):
             return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
         sliced = None if piece.source is None else taken.get(piece.source)
-        if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.stops for v in piece.path[1:]):
+        if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
             return refused
         tokens, last = maps.whole.axes_of(sliced.node)[sliced.dim], piece.path[-1]
         return replace(

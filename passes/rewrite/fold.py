@@ -77,7 +77,7 @@ class _Folder:
         return self._replace(projection, site.latent, "output", val(projection).dtype)
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
-        (piece, *others) = self.maps.with_stops([source], per_row=True).map(node).pieces
+        (piece, *others) = self.maps.with_sources([source], per_row=True).map(node).pieces
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
         # The size of a symbolic atom can only be read where it has an axis to itself.

@@ -32,7 +32,7 @@ def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     for node, source in dict.fromkeys(nodes):
         if not node.users:
             continue
-        piece = projection_of(node, source, maps.with_stops([source]))
+        piece = projection_of(node, source, maps.with_sources([source]))
         assert piece is not None
         node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
         done += 1

@@ -157,7 +157,7 @@ def compare(
             generator = torch.Generator().manual_seed(seed + trial)
             scale = _SCALES[trial % len(_SCALES)]
             given = {name: _draw(node, sizes, scale, generator) for name, node in boundary.items()}
-            runs = [_Run(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
+            runs = [_Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
             truth, reference = (run.value(old) for run in runs)
             exact, result = (run.value(new) for run in runs)
             difference = _distance(exact, truth)
@@ -288,7 +288,7 @@ def _draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, genera
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
 
 
-class _Run:
+class _Evaluation:
     """Evaluates one node from given inputs and live weights; with ``dtype`` all floating numbers are of that dtype."""
 
     def __init__(

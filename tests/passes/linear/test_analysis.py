@@ -774,7 +774,7 @@ def test_a_chosen_source_ends_the_walk():
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")
     maps = LinearMaps(weight_nodes(program.gm.graph, program.weights), program.fake_mode)
     assert maps.map(second).pieces[0].source.name == "z_1"
-    stopped = maps.with_stops([first])
+    stopped = maps.with_sources([first])
     lmap = stopped.map(second)
     assert stopped.reasons == {}, "it ends there because it was told to"
     assert lmap.pieces[0].source is first
@@ -787,8 +787,8 @@ def test_a_table_of_positions_is_no_weight_whatever_the_source():
     program = trace(lambda z, a, t: (z @ a) * t, [z()], [W(L, 3), W(T, 1)])
     first, second = (n for n in program.gm.graph.nodes if n.op == "call_function")
     maps = LinearMaps(weight_nodes(program.gm.graph, program.weights), program.fake_mode)
-    assert maps.with_stops([first]).map(second).pieces[0].source is second
-    assert maps.with_stops([first], per_row=True).map(second).pieces[0].source is first
+    assert maps.with_sources([first]).map(second).pieces[0].source is second
+    assert maps.with_sources([first], per_row=True).map(second).pieces[0].source is first
 
 
 # Chains of random operators. The oracle is the function itself: a map that claims to be linear must reproduce it.
