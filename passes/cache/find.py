@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mla_compile.core.program import view_source
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.writes import Write, write_of
@@ -267,8 +268,6 @@ def _values(recipe: Recipe) -> int:
 
 def _seen_through_a_view(graph: fx.Graph, kept: CacheOfRows) -> bool:
     """Whether the caller also gets a view of what it keeps: a write to one would no longer show in the other."""
-    from mla_compile.core.program import view_source
-
     if not kept.outputs:
         return False
     for value in graph.output_node().all_input_nodes:

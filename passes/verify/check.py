@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.expr import widened
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
-from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.verify.evaluate import Evaluation, draw, number, of_sizes, symbols
 
 EXACT = 1e-8
 """Largest relative difference in float64 that rounding can explain."""
@@ -156,8 +156,8 @@ def compare(
         for trial in range(TRIALS):
             generator = torch.Generator().manual_seed(seed + trial)
             scale = _SCALES[trial % len(_SCALES)]
-            given = {name: _draw(node, sizes, scale, generator) for name, node in boundary.items()}
-            runs = [_Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
+            given = {name: draw(node, sizes, scale, generator) for name, node in boundary.items()}
+            runs = [Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
             truth, reference = (run.value(old) for run in runs)
             exact, result = (run.value(new) for run in runs)
             difference = _distance(exact, truth)
@@ -210,28 +210,10 @@ def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) 
     return errors[norm > 0]
 
 
-def _symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
-    """The shape symbols of the nodes, at the values seen when the graph was traced."""
-    return _of_sizes(dim for node in nodes for dim in val(node).shape)
-
-
-def _of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
-    found: dict[sympy.Symbol, int] = {}
-    for dim in dims:
-        expr = size(dim)
-        if isinstance(expr, int) or isinstance(dim, int):
-            continue
-        env = dim.node.shape_env
-        seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
-        for symbol in expr.free_symbols:
-            found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
-    return found
-
-
 def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
     nodes = [*boundary, plan.site.node, plan.site.v.node]
-    seen = {**_symbols(nodes), **_symbols_told(plan.sources)}
+    seen = {**symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
         return [seen]  # the rows that are read are some of those there are
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
@@ -244,8 +226,8 @@ def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
     sizes: dict[object, int] = {}
     for operand in operands:
         for axis, dim in zip(operand.axes, val(operand.node).shape, strict=True):
-            number = _number(size(dim), longer)
-            if axis and sizes.setdefault(axis, number) != number:
+            length = number(size(dim), longer)
+            if axis and sizes.setdefault(axis, length) != length:
                 return [seen]  # two symbols that must stay equal
     return [seen, longer]
 
@@ -255,17 +237,13 @@ def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
     told: dict[sympy.Symbol, int] = {}
     for node in rows:
         while is_virtual(node):
-            told.update(_of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
+            told.update(of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
             node = args_of(node)[0]
     return told
 
 
-def _number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
-    return expr if isinstance(expr, int) else int(expr.subs(sizes))
-
-
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
-    b, s, t = ((_number(x, sizes)) for x in plan.sizes())
+    b, s, t = ((number(x, sizes)) for x in plan.sizes())
     d = plan.dims
     # Of rows that are sliced the original expands all.
     whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
@@ -274,117 +252,4 @@ def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float
 
 
 def _elements(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> int:
-    return math.prod(_number(size(d), sizes) for d in val(node).shape)
-
-
-def _draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator) -> torch.Tensor:
-    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden."""
-    fake = val(node)
-    shape = [_number(size(d), sizes) for d in fake.shape]
-    if fake.dtype == torch.bool:
-        return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
-    if not fake.dtype.is_floating_point:
-        return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
-    return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
-
-
-class _Evaluation:
-    """Evaluates one node from given inputs and live weights; with ``dtype`` all floating numbers are of that dtype."""
-
-    def __init__(
-        self,
-        weights: Mapping[str, torch.Tensor | None],
-        given: Mapping[str, torch.Tensor],
-        sizes: Mapping[sympy.Symbol, int],
-        seed: int,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.weights = weights
-        self.given = given
-        self.sizes = sizes
-        self.seed = seed
-        self.dtype = dtype
-        self._values: dict[fx.Node, Any] = {}
-
-    def value(self, node: fx.Node) -> Any:
-        with torch.no_grad():
-            pending = [node]
-            while pending:
-                current = pending[-1]
-                if current in self._values:
-                    pending.pop()
-                    continue
-                leaf = self._leaf(current)
-                missing = [] if leaf is not None else [n for n in current.all_input_nodes if n not in self._values]
-                if missing:
-                    pending.extend(missing)
-                    continue
-                pending.pop()
-                self._values[current] = leaf if leaf is not None else self._call(current)
-        return self._values[node]
-
-    def _leaf(self, node: fx.Node) -> Any:
-        name = node.meta.get(ORIGIN, "")
-        if name in self.given:
-            return self._cast(self.given[name])
-        if node.op == "get_attr" and isinstance(held := _held(node), torch.nn.Module):
-            return held  # a function that an operator of this graph calls
-        value: Any = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
-            return _number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
-        if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
-            return None
-        known = self.weights.get(node.name)
-        if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
-            return self._cast(known.detach())
-        if not is_tensor(node):
-            return _number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
-        sizes = {**_symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
-        # Not int(): that would fix a symbolic size to the traced one for good.
-        width = max(1, _number(size(value.shape[-1]), sizes)) if value.dim() else 1
-        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
-        return self._cast(_draw(node, sizes, width**-0.5, generator))
-
-    def _cast(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
-
-    def _call(self, node: fx.Node) -> Any:
-        def real(n: fx.Node) -> Any:
-            return self._values[n]
-
-        args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), real))
-        limit = None if self.dtype is None else _narrowed_to(node)
-        if limit is not None:
-            args = (_within(args[0], limit), *args[1:])
-        kwargs = {k: widened(fx.map_arg(v, real), self.dtype) for k, v in node.kwargs.items()}
-        if node.target is aten.view.default:  # the values drawn here may lie in another order
-            return aten.reshape.default(*args)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
-
-
-def _narrowed_to(node: fx.Node) -> float | None:
-    """The largest number of the dtype that ``node`` casts its operand to, where the operand's dtype has larger ones."""
-    dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
-    x: Any = next(iter(node.args), None)
-    if dtype is None or not is_tensor(x) or not (dtype.is_floating_point and val(x).dtype.is_floating_point):
-        return None
-    limit = torch.finfo(dtype).max
-    return limit if limit < torch.finfo(val(x).dtype).max else None
-
-
-def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
-    return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
-
-
-def _held(node: fx.Node) -> object:
-    """What a ``get_attr`` node reads."""
-    value: object = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    return math.prod(number(size(d), sizes) for d in val(node).shape)

@@ -1,0 +1,152 @@
+"""Values of one node, computed from values drawn for its inputs and from live weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.expr import widened
+from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor, val
+from mla_compile.passes.ir.sizes import hint, size
+
+aten = torch.ops.aten
+
+
+def symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
+    """The shape symbols of the nodes, at the values seen when the graph was traced."""
+    return of_sizes(dim for node in nodes for dim in val(node).shape)
+
+
+def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
+    found: dict[sympy.Symbol, int] = {}
+    for dim in dims:
+        expr = size(dim)
+        if isinstance(expr, int) or isinstance(dim, int):
+            continue
+        env = dim.node.shape_env
+        seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
+        for symbol in expr.free_symbols:
+            found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
+    return found
+
+
+def number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return expr if isinstance(expr, int) else int(expr.subs(sizes))
+
+
+def draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator) -> torch.Tensor:
+    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden."""
+    fake = val(node)
+    shape = [number(size(d), sizes) for d in fake.shape]
+    if fake.dtype == torch.bool:
+        return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
+    if not fake.dtype.is_floating_point:
+        return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
+    return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
+
+
+class Evaluation:
+    """Evaluates one node from given inputs and live weights; with ``dtype`` all floating numbers are of that dtype."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor | None],
+        given: Mapping[str, torch.Tensor],
+        sizes: Mapping[sympy.Symbol, int],
+        seed: int,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.weights = weights
+        self.given = given
+        self.sizes = sizes
+        self.seed = seed
+        self.dtype = dtype
+        self._values: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node) -> Any:
+        with torch.no_grad():
+            pending = [node]
+            while pending:
+                current = pending[-1]
+                if current in self._values:
+                    pending.pop()
+                    continue
+                leaf = self._leaf(current)
+                missing = [] if leaf is not None else [n for n in current.all_input_nodes if n not in self._values]
+                if missing:
+                    pending.extend(missing)
+                    continue
+                pending.pop()
+                self._values[current] = leaf if leaf is not None else self._call(current)
+        return self._values[node]
+
+    def _leaf(self, node: fx.Node) -> Any:
+        name = node.meta.get(ORIGIN, "")
+        if name in self.given:
+            return self._cast(self.given[name])
+        if node.op == "get_attr" and isinstance(held := _held(node), torch.nn.Module):
+            return held  # a function that an operator of this graph calls
+        value: Any = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
+            return number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
+        if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
+            return None
+        known = self.weights.get(node.name)
+        if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
+            return self._cast(known.detach())
+        if not is_tensor(node):
+            return number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
+        sizes = {**symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
+        # Not int(): that would fix a symbolic size to the traced one for good.
+        width = max(1, number(size(value.shape[-1]), sizes)) if value.dim() else 1
+        generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
+        return self._cast(draw(node, sizes, width**-0.5, generator))
+
+    def _cast(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+
+    def _call(self, node: fx.Node) -> Any:
+        def real(n: fx.Node) -> Any:
+            return self._values[n]
+
+        args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), real))
+        limit = None if self.dtype is None else _narrowed_to(node)
+        if limit is not None:
+            args = (_within(args[0], limit), *args[1:])
+        kwargs = {k: widened(fx.map_arg(v, real), self.dtype) for k, v in node.kwargs.items()}
+        if node.target is aten.view.default:  # the values drawn here may lie in another order
+            return aten.reshape.default(*args)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def _narrowed_to(node: fx.Node) -> float | None:
+    """The largest number of the dtype that ``node`` casts its operand to, where the operand's dtype has larger ones."""
+    dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
+    x: Any = next(iter(node.args), None)
+    if dtype is None or not is_tensor(x) or not (dtype.is_floating_point and val(x).dtype.is_floating_point):
+        return None
+    limit = torch.finfo(dtype).max
+    return limit if limit < torch.finfo(val(x).dtype).max else None
+
+
+def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
+    return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
+
+
+def _held(node: fx.Node) -> object:
+    """What a ``get_attr`` node reads."""
+    value: object = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)
