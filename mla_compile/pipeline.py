@@ -173,7 +173,7 @@ class _State:
         changes = one.work(self)
         if changes and one.changes:
             _check(one, self.program)
-        self.records.append(PassRecord(one.name, changes, time.perf_counter() - start))
+        self.records.append(PassRecord(one.name, changes if one.changes else 0, time.perf_counter() - start))
 
     def outcome(self, name: str, kept: PassRecord) -> Outcome:
         self.program.gm.recompile()
