@@ -8,16 +8,17 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-The nodes keep their names, their metadata and their users: numbers, strides and dtype are those they had, so that a
-report, a check that looks nodes up by name and the values of an ONNX file are the same as without this pass. What the
-user called is kept for reports (:data:`~mla_compile.passes.ir.graph.SPELLED`).
+An operator that is spelled so already keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
+positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes are
+those they had, and whoever looks a node up by its name finds it. What the user called is kept for reports
+(:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
-What later passes read (by :func:`mla_compile.passes.ir.operators.decode`, which gives the record):
+What later passes read, and the record that ``decode`` gives them:
 
 =============================  ==========================  =========================================================
 spelling                       record                      stands for
 =============================  ==========================  =========================================================
-permute(x, dims >= 0)          Permute                     transpose, t, T, mT, H, mH, adjoint, swapaxes, swapdims,
+permute(x, dims)               Permute                     transpose, t, T, mT, H, mH, adjoint, swapaxes, swapdims,
                                                            movedim, moveaxis
 view(x, sizes)                 Regroup                     _unsafe_view, _reshape_alias, unflatten, view_as
 reshape(x, sizes)              Regroup                     flatten, reshape_as: what may copy
@@ -39,7 +40,7 @@ A split at sizes that are only known at run time, and a narrow by a number read 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -81,8 +82,7 @@ def _respell(node: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], calle
 
 def _unbind(node: fx.Node) -> int:
     """The parts of an unbind select one position each: ONNX has no counterpart of a tuple of views."""
-    x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim", 0), len(shape(argument(node, 0, "self"))))
-    parts = list(node.users)
+    x, dim, parts = argument(node, 0, "self"), argument(node, 1, "dim", 0), list(node.users)
     if any(part.target is not operator.getitem for part in parts):
         return 0
     for part in parts:
@@ -93,11 +93,6 @@ def _unbind(node: fx.Node) -> int:
 
 
 # Permutations.
-
-
-def _permute(node: fx.Node) -> Spelling:
-    rank = len(shape(node))
-    return _permuted(node, [axis(d, rank) for d in argument(node, 1, "dims")])
 
 
 def _permuted(node: fx.Node, order: list[int]) -> Spelling:
@@ -136,9 +131,8 @@ def _movedim(node: fx.Node) -> Spelling:
 # Other axes, the same numbers.
 
 
-def _view(node: fx.Node) -> Spelling | None:
-    x, told = argument(node, 0, "self"), argument(node, 1, "size")
-    return (aten.view.default, (x, list(told))) if isinstance(told, (list, tuple)) else None
+def _view(node: fx.Node) -> Spelling:
+    return aten.view.default, (argument(node, 0, "self"), argument(node, 1, "size"))
 
 
 def _view_as(node: fx.Node) -> Spelling:
@@ -152,10 +146,6 @@ def _unflatten(node: fx.Node) -> Spelling:
     dim, own = axis(dim, rank), [(x, k) for k in range(rank)]
     before, after = _sizes(node, own[:dim]), _sizes(node, own[dim + 1 :], len(told) + dim)
     return aten.view.default, (x, [*before, *told, *after])
-
-
-def _reshape(node: fx.Node) -> Spelling:
-    return aten.reshape.default, (argument(node, 0, "self"), list(argument(node, 1, "shape")))
 
 
 def _reshape_as(node: fx.Node) -> Spelling:
@@ -199,10 +189,6 @@ def _number(reader: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], valu
     return node
 
 
-def _unsqueeze(node: fx.Node) -> Spelling:
-    return aten.unsqueeze.default, (argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(shape(node))))
-
-
 def _squeeze(node: fx.Node) -> Spelling | None:
     x, told = argument(node, 0, "self"), argument(node, 1, "dim")
     rank = len(shape(x))
@@ -214,9 +200,8 @@ def _squeeze(node: fx.Node) -> Spelling | None:
 # Copies of axes.
 
 
-def _expand(node: fx.Node) -> Spelling | None:
-    x, told = argument(node, 0, "self"), argument(node, 1, "size")
-    return None if node.kwargs.get("implicit") else (aten.expand.default, (x, list(told)))
+def _broadcast_to(node: fx.Node) -> Spelling:
+    return aten.expand.default, (argument(node, 0, "self"), argument(node, 1, "size"))
 
 
 def _expand_as(node: fx.Node) -> Spelling:
@@ -234,11 +219,11 @@ def _tile(node: fx.Node) -> Spelling:
 
 
 def _repeat_interleave(node: fx.Node) -> Spelling | None:
-    """What the size of the result is follows from the count."""
+    """``output_size`` follows from the count, and would be wrong of a part of ``x``."""
     x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
     if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
         return None
-    return aten.repeat_interleave.self_int, (x, count, axis(dim, len(shape(x))))
+    return aten.repeat_interleave.self_int, (x, count, dim)
 
 
 # Parts.
@@ -262,7 +247,7 @@ def _narrow(node: fx.Node) -> Spelling | None:
         end = _number(node, operator.add, both, evaluate_fake(None, operator.add, both, {}))
     else:
         return None
-    return aten.slice.Tensor, (x, axis(dim, len(shape(node))), start, end)
+    return aten.slice.Tensor, (x, dim, start, end)
 
 
 def _counts_from_the_front(start: Dim) -> bool:
@@ -278,18 +263,14 @@ def _split(node: fx.Node) -> Spelling | None:
     sizes = [part.shape[dim] for part in parts]
     if not all(isinstance(s, int) for s in (*sizes, shape(x)[dim])) or sum(sizes) != shape(x)[dim]:
         return None
-    return aten.split_with_sizes.default, (x, sizes, axis(dim, len(shape(x))))
+    return aten.split_with_sizes.default, (x, sizes, dim)
 
 
 # Joins.
 
 
 def _cat(node: fx.Node) -> Spelling:
-    return _joined(argument(node, 0, "tensors"), argument(node, 1, "dim", 0), node)
-
-
-def _joined(parts: Sequence[fx.Node], dim: int, node: fx.Node) -> Spelling:
-    return aten.cat.default, (list(parts), axis(dim, len(shape(node))))
+    return aten.cat.default, (argument(node, 0, "tensors"), argument(node, 1, "dim", 0))
 
 
 _STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack: 0, aten.dstack: 2}
@@ -299,37 +280,30 @@ def _stack_along(node: fx.Node) -> Spelling | None:
     """hstack, vstack, dstack and column_stack of tensors that have the axis: they add one where it is missing."""
     parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
     if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):
-        return _joined(parts, 0, node)
-    enough = all(len(shape(x)) >= max(dim + 1, 2) for x in parts)
-    return _joined(parts, dim, node) if enough else None
-
-
-def _stack(node: fx.Node) -> Spelling:
-    return aten.stack.default, (list(argument(node, 0, "tensors")), axis(argument(node, 1, "dim", 0), len(shape(node))))
+        dim = 0
+    elif any(len(shape(x)) < max(dim + 1, 2) for x in parts):
+        return None
+    return aten.cat.default, (parts, dim)
 
 
 _RULES: dict[Any, Callable[[fx.Node], Spelling | None]] = {
-    aten.permute: _permute,
     **dict.fromkeys((aten.transpose, aten.swapaxes, aten.swapdims), _transpose),
     **dict.fromkeys((aten.t, aten.numpy_T), _reverse),
     **dict.fromkeys((aten.mT, aten.mH, aten.matrix_H, aten.adjoint), _matrix_transpose),
     **dict.fromkeys((aten.movedim, aten.moveaxis), _movedim),
-    **dict.fromkeys((aten.view, aten._unsafe_view, aten._reshape_alias), _view),
+    **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _view),
     aten.view_as: _view_as,
     aten.unflatten: _unflatten,
-    aten.reshape: _reshape,
     aten.reshape_as: _reshape_as,
     aten.flatten: _flatten,
-    aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
-    **dict.fromkeys((aten.expand, aten.broadcast_to), _expand),
+    aten.broadcast_to: _broadcast_to,
     aten.expand_as: _expand_as,
     aten.tile: _tile,
     aten.repeat_interleave: _repeat_interleave,
     aten.narrow: _narrow,
-    **dict.fromkeys(SPLITS, _split),
-    **dict.fromkeys((aten.cat, aten.concat, aten.concatenate), _cat),
+    **dict.fromkeys(SPLITS - {aten.split_with_sizes}, _split),
+    **dict.fromkeys((aten.concat, aten.concatenate), _cat),
     **dict.fromkeys(_STACKS, _stack_along),
-    aten.stack: _stack,
 }
-"""The spelling of each operator; None where a node stays as it is."""
+"""The spelling that an operator gets; None where a node stays as it is."""
