@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -119,103 +121,156 @@ def test_backend_is_listed_and_found_by_torch_without_importing_us():
     assert _python(code) == "True False"
 
 
-# Imports point one way: a module imports its own layer and the layers below it, never one above.
-LAYERS = (
-    ("dims", "drawing", "errors", "quantities", "version"),
-    ("measuring",),
-    ("kernels",),
-    ("ops",),
-    ("codes", "records", "program", "options"),
-    ("passes",),
-    ("grouping", "report", "weights", "facts", "explained", "page"),
-    ("inline", "subclasses"),
-    ("latent", "cache_change", "caching"),
-    ("emit_cache",),
-    ("capture", "emit"),
-    ("pipeline",),
-    ("dynamo_config", "causes"),
-    ("recompiles",),
-    ("runtime", "monitor"),
-    ("latent_calls",),
-    ("backend",),
-    ("forward", "trace"),
-    ("api",),
-    ("onnx",),
-    ("config_file", "machines"),
-    ("__init__",),
-    ("skeleton",),
-    ("sources",),
-    ("survey",),
-    ("planning",),
-    ("plotting",),
-    ("decode_steps",),
-    ("bench",),
-    ("demo",),
-    ("cli_values", "cli_common"),
-    ("cli_bench", "cli_explain", "cli_export", "cli_plan", "cli_run"),
-    ("cli",),
-    ("__main__",),
-)
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Which rooms a room may import. A room is a folder of mla_compile, passes or kernels, or a module that lies directly in
+# mla_compile or kernels. A new arrow is a decision, to be made here; one that nobody uses any more is to be removed.
+ROOMS = {
+    # What everybody may read.
+    "version": "",
+    "errors": "",
+    "codes": "",
+    "options": "errors",
+    "core": "codes errors version",
+    # Kernels know no graphs.
+    "kernels.devices": "",
+    "kernels.reference": "",
+    "kernels.tuned": "",
+    "kernels.checks": "errors",
+    "kernels.plan": "errors kernels.devices kernels.tuned",
+    "kernels.cpu": "kernels.reference",
+    "kernels.triton": "errors kernels.hopper kernels.plan",
+    "kernels.hopper": "kernels.plan kernels.triton",
+    "kernels.decode": "errors kernels.checks kernels.cpu kernels.plan kernels.reference kernels.triton",
+    "ops": "kernels.checks kernels.decode kernels.reference",
+    # Passes know no doors, and no kernels but through their operators.
+    "passes.ir": "passes.linear",
+    "passes.linear": "passes.ir",
+    "passes.attention": "passes.ir passes.linear",
+    "passes.canonical": "passes.attention passes.ir passes.rewrite",
+    "passes.dependence": "passes.ir",
+    "passes.decide": """codes core errors passes.attention passes.canonical passes.dependence passes.ir passes.linear
+        passes.rewrite""",
+    "passes.rewrite": """core ops passes.attention passes.canonical passes.decide passes.dependence passes.ir
+        passes.linear""",
+    "passes.cache": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
+    "passes.verify": "passes.decide passes.ir passes.linear passes.rewrite",
+    "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
+    # From a model to what runs in its place.
+    "report": "codes core errors passes.decide version",
+    "pipeline": """codes core errors options passes.attention passes.cache passes.canonical passes.decide passes.ir
+        passes.linear passes.report passes.rewrite passes.verify report""",
+    "capture": "core errors passes.cache passes.ir",
+    "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
+    "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",
+    "onnx": """capture core errors kernels.devices kernels.plan kernels.triton ops options passes.ir pipeline report
+        runtime version""",
+    # The doors.
+    "backend": "dynamo options report",
+    "api": "capture core dynamo errors options pipeline report runtime",
+    "mla_compile": "api core errors onnx ops options report version",
+    # The command line uses the package as everybody else does.
+    "models": "core errors mla_compile report",
+    "workbench": "backend core errors mla_compile models passes.decide report",
+    "cli": "core errors models onnx report version workbench",
+    "__main__": "cli",
+}
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name, wherever its file lies."""
+    """Every module of the package by its dotted name. In a checkout, passes and kernels are links."""
     package = Path(mla_compile.__file__).parent
-    found = {f"mla_compile.{p.stem}": p for p in package.glob("*.py")}
-    for folder in ("onnx", "page", "passes", "kernels"):
-        home = package / folder if (package / folder).is_dir() else package.parent / folder
-        found |= {
-            ".".join(("mla_compile", folder, *p.relative_to(home).with_suffix("").parts)).removesuffix(".__init__"): p
-            for p in home.rglob("*.py")
-        }
-    return found
+    files = [Path(folder, name) for folder, _, names in os.walk(package, followlinks=True) for name in names]
+    dotted = {file: ".".join(file.relative_to(package.parent).with_suffix("").parts) for file in files}
+    return {name.removesuffix(".__init__"): file for file, name in dotted.items() if file.suffix == ".py"}
 
 
-def _imports(path: Path, modules: dict[str, Path]) -> set[str]:
-    """The modules of ours that a file imports, at its top or inside a function."""
+MODULES = _modules()
+
+
+def _imports(module: str) -> set[str]:
+    """The modules of ours that a module imports: at its top, in a function, for types only, or named in a string."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, (
-                f"{path.name}:{node.lineno}: relative import; the layers are read from absolute ones"
+                f"{module}, line {node.lineno}: a relative import; arrows are read from absolute ones"
             )
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    ours = {name for name in names if name.split(".")[0] == "mla_compile"}
-    return {_owner(name, modules) for name in ours}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            names |= {node.value} & MODULES.keys()  # what is imported on first use
+    return {_owner(name) for name in names if name.split(".")[0] == "mla_compile"} - {module}
 
 
-def _owner(name: str, modules: dict[str, Path]) -> str:
-    """The module a dotted name lies in; a name of the package itself belongs to ``mla_compile.__init__``."""
-    while name not in modules and "." in name:
-        name = name.rsplit(".", 1)[0]
-    return name if name in modules else "mla_compile.__init__"
+def _owner(name: str) -> str:
+    """The module that a dotted name lies in."""
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
 
 
-def _rank(module: str) -> int:
-    name = module.split(".")[1]
-    assert name in RANK, f"mla_compile/{name}.py has no place in LAYERS: say which layer it belongs to"
-    return RANK[name]
+IMPORTS = {module: _imports(module) for module in MODULES}
 
 
-def test_imports_point_one_way():
-    modules = _modules()
-    assert {"mla_compile.ops", "mla_compile.passes.decide.cost", "mla_compile.kernels.reference"} <= set(modules)
-    up = [
-        f"{module} imports {target}"
-        for module, path in sorted(modules.items())
-        for target in sorted(_imports(path, modules))
-        if _rank(target) > _rank(module)
-    ]
-    assert not up, "\n".join(up)
+def _room(module: str) -> str:
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] in (["passes"], ["kernels"]) else 1]) or "mla_compile"
+
+
+def test_every_room_imports_the_rooms_it_may_and_no_other():
+    assert {"mla_compile.ops", "mla_compile.passes.decide.cost", "mla_compile.kernels.reference"} <= MODULES.keys()
+    found = {room: set() for room in map(_room, MODULES)}
+    for module, targets in IMPORTS.items():
+        found[_room(module)] |= {_room(target) for target in targets} - {_room(module)}
+    allowed = {room: set(others.split()) for room, others in ROOMS.items()}
+    wrong = [f"{room}: a room that ROOMS does not name" for room in sorted(found.keys() - allowed.keys())]
+    wrong += [f"{room}: there is no such room" for room in sorted(allowed.keys() - found.keys())]
+    for room in sorted(found.keys() & allowed.keys()):
+        wrong += [f"{room} imports {other}, a new arrow" for other in sorted(found[room] - allowed[room])]
+        wrong += [f"{room} no longer imports {other}" for other in sorted(allowed[room] - found[room])]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "arrows", [IMPORTS, {room: others.split() for room, others in ROOMS.items()}], ids=["modules", "rooms"]
+)
+def test_imports_point_one_way(arrows):
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_passes_import_little_of_the_package_around_them():
+    around = {other for room, others in ROOMS.items() if room.startswith("passes.") for other in others.split()}
+    assert {other for other in around if not other.startswith("passes.")} <= {
+        "codes",
+        "core",
+        "errors",
+        "ops",
+        "options",
+    }
+
+
+def test_passes_are_at_most_eight_levels_deep():
+    inside = {m: {t for t in targets if _inside(t)} for m, targets in IMPORTS.items() if _inside(m)}
+    levels: dict[str, int] = {}
+    for module in TopologicalSorter(inside).static_order():
+        levels[module] = 1 + max((levels[target] for target in inside[module]), default=0)
+    too_deep = {module: level for module, level in levels.items() if level > 8}
+    assert levels
+    assert not too_deep
+
+
+def _inside(module: str) -> bool:
+    return module.startswith("mla_compile.passes.")
 
 
 def test_kernels_know_no_graph_and_passes_know_no_triton():
     forbidden = {"kernels": {"transformers", "torch.fx"}, "passes": {"transformers", "triton"}}
-    for module, path in _modules().items():
-        for name in forbidden.get(module.split(".")[1], ()):
+    for module, path in MODULES.items():
+        part = module.split(".")[1] if "." in module else ""
+        for name in forbidden.get(part, ()):
             for node in ast.walk(ast.parse(path.read_text())):
                 targets = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 targets += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
