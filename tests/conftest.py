@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported: spinning OpenMP threads make the steps of a test ten times longer on a busy machine.
@@ -51,8 +52,19 @@ def explained_tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A small model in the shape of DeepSeek-V3, five layers of two kinds, as ``explain`` sees it."""
     from mla_compile.models.survey import survey
     from mla_compile.report.explained import explained
-    from tests.cli.test_explain import TINY
+    from tests.support.explaining import TINY
 
     path = tmp_path_factory.mktemp("tiny") / "config.json"
     path.write_text(json.dumps(TINY))
     return explained(survey(str(path)).facts, "bf16", 2)
+
+
+@pytest.fixture
+def explained_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a module ``explained_models`` of functions that return models."""
+    from tests.support.explaining import FACTORY
+
+    (tmp_path / "explained_models.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "explained_models", raising=False)
+    return tmp_path

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -120,143 +121,161 @@ def test_backend_is_listed_and_found_by_torch_without_importing_us():
     assert _python(code) == "True False"
 
 
-# Imports point one way. For each room, the rooms that it imports: a new arrow fails, and so does one that nobody needs
-# any more. A door is a room of one module; of kernels/, what chooses a kernel is a room above those that hold them.
-ARROWS = {
-    "__init__": "api core errors onnx options report version",
-    "__main__": "cli",
-    "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
-    "api": "capture core dynamo errors options pipeline report runtime",
-    "backend": "dynamo options report",
-    "caching": "analysis core passes.cache passes.decide",
-    "capture": "core errors passes.cache passes.ir",
-    "cli": "core errors models onnx report version workbench",
-    "codes": "",
-    "core": "codes errors version",
-    "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",
+# Which rooms a room may import. A room is a folder of mla_compile, passes or kernels, or a module that lies directly in
+# mla_compile or kernels. A new arrow is a decision, to be made here; one that nobody uses any more is to be removed.
+ROOMS = {
+    # What everybody may read.
+    "version": "",
     "errors": "",
-    "kernels": "errors kernels.cpu kernels.hopper kernels.plans kernels.triton",
-    "kernels.cpu": "kernels.plans",
-    "kernels.hopper": "kernels.plans kernels.triton",
-    "kernels.plans": "errors",
-    "kernels.triton": "errors kernels.plans",
-    "models": "__init__ core errors report",
-    "onnx": "capture core errors kernels.plans kernels.triton ops options passes.ir pipeline report runtime version",
-    "ops": "kernels kernels.plans",
+    "codes": "",
     "options": "errors",
-    "passes.attention": "passes.ir",
-    "passes.cache": "core passes.attention passes.decide passes.ir passes.linear",
-    "passes.canonical": "passes.attention passes.ir",
-    "passes.decide": "codes core errors passes.attention passes.dependence passes.ir passes.linear",
-    "passes.dependence": "passes.ir",
+    "core": "codes errors version",
+    # Kernels know no graphs.
+    "kernels.call": "",
+    "kernels.devices": "",
+    "kernels.tuned": "",
+    "kernels.reference": "kernels.call",
+    "kernels.checks": "errors kernels.call",
+    "kernels.tiles": "errors kernels.devices kernels.tuned",
+    "kernels.plan": "errors kernels.devices kernels.tiles kernels.tuned",
+    "kernels.cpu": "kernels.call kernels.reference",
+    "kernels.triton": "errors kernels.call kernels.devices kernels.plan kernels.tiles",
+    "kernels.hopper": "kernels.call kernels.devices kernels.plan kernels.triton",
+    "kernels.launch": """kernels.call kernels.checks kernels.devices kernels.hopper kernels.plan kernels.reference
+        kernels.triton""",
+    "kernels.decode": """errors kernels.call kernels.checks kernels.cpu kernels.launch kernels.plan
+        kernels.reference""",
+    "ops": "kernels.call kernels.checks kernels.decode kernels.reference",
+    # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",
-    "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
+    "passes.attention": "passes.ir",
+    "passes.dependence": "passes.ir",
+    "passes.canonical": "passes.attention passes.ir",
+    "passes.decide": "codes core errors passes.attention passes.dependence passes.ir passes.linear",
+    "passes.cache": "core passes.attention passes.decide passes.ir passes.linear",
     "passes.rewrite": "core ops passes.attention passes.decide passes.dependence passes.ir passes.linear",
     "passes.verify": "passes.decide passes.ir passes.rewrite",
-    "pipeline": "analysis caching codes core errors options passes.attention passes.decide passes.ir passes.linear "
-    "passes.report passes.rewrite passes.verify report",
+    "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
+    # From a model to what runs in its place.
+    "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
+    "caching": "analysis core passes.cache passes.decide",
     "report": "codes core errors passes.decide version",
+    "pipeline": """analysis caching codes core errors options passes.attention passes.decide passes.ir passes.linear
+        passes.report passes.rewrite passes.verify report""",
+    "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
-    "version": "",
-    "workbench": "__init__ backend core errors models passes.decide report",
+    "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",
+    "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
+        ops options passes.ir pipeline report runtime version""",
+    # The doors.
+    "backend": "dynamo options report",
+    "api": "capture core dynamo errors options pipeline report runtime",
+    "mla_compile": "api core errors onnx ops options report version",
+    # The command line uses the package as everybody else does.
+    "models": "core errors mla_compile report",
+    "workbench": "backend core errors mla_compile models passes.decide report",
+    "cli": "core errors models onnx report version workbench",
+    "__main__": "cli",
 }
-DEEPEST = 8  # modules of passes/ one above the other: more, and nobody holds the way from a rule to a verdict in mind
-CHOOSING = ("decode", "launch")
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name below it, wherever its file lies."""
+    """Every module of the package by its dotted name. In a checkout, passes and kernels are links."""
     package = Path(mla_compile.__file__).parent
-    homes = {name: (package / name).resolve() for name in ("passes", "kernels")}
-    found = {p.relative_to(package): p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in homes}
-    found |= {Path(name, p.relative_to(home)): p for name, home in homes.items() for p in home.rglob("*.py")}
-    return {".".join(p.with_suffix("").parts).removesuffix(".__init__"): path for p, path in found.items()}
+    files = [Path(folder, name) for folder, _, names in os.walk(package, followlinks=True) for name in names]
+    dotted = {file: ".".join(file.relative_to(package.parent).with_suffix("").parts) for file in files}
+    return {name.removesuffix(".__init__"): file for file, name in dotted.items() if file.suffix == ".py"}
 
 
-def _imports(path: Path, modules: Collection[str]) -> set[str]:
-    """The modules of ours that a file imports: at its top, inside a function, or for types alone."""
+MODULES = _modules()
+
+
+def _imports(module: str) -> set[str]:
+    """The modules of ours that a module imports: at its top, in a function, for types only, or named in a string."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno}: relative import; the rooms are read from absolute ones"
+            assert node.level == 0, (
+                f"{module}, line {node.lineno}: a relative import; arrows are read from absolute ones"
+            )
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {_owner(name, modules) for name in names if name.split(".")[0] == "mla_compile"}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            names |= {node.value} & MODULES.keys()  # what is imported on first use
+    return {_owner(name) for name in names if name.split(".")[0] == "mla_compile"} - {module}
 
 
-def _owner(name: str, modules: Collection[str]) -> str:
-    """The module a dotted name lies in; a name of the package itself belongs to ``__init__``."""
-    own = name.removeprefix("mla_compile").removeprefix(".")
-    while own and own not in modules:
-        own = own.rpartition(".")[0]
-    return own or "__init__"
+def _owner(name: str) -> str:
+    """The module that a dotted name lies in."""
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+IMPORTS = {module: _imports(module) for module in MODULES}
 
 
 def _room(module: str) -> str:
-    first, *rest = module.split(".")
-    if first == "passes":
-        return ".".join((first, *rest[:1]))
-    if first == "kernels" and rest:
-        leaf = (rest[0],) if len(rest) > 1 else () if rest[0] in CHOOSING else ("plans",)
-        return ".".join((first, *leaf))
-    return first
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] in (["passes"], ["kernels"]) else 1]) or "mla_compile"
 
 
-def _graph() -> dict[str, set[str]]:
-    modules = _modules()
-    return {module: _imports(path, modules) - {module} for module, path in modules.items()}
+def test_every_room_imports_the_rooms_it_may_and_no_other():
+    assert {"mla_compile.ops", "mla_compile.passes.decide.cost", "mla_compile.kernels.reference"} <= MODULES.keys()
+    found = {room: set() for room in map(_room, MODULES)}
+    for module, targets in IMPORTS.items():
+        found[_room(module)] |= {_room(target) for target in targets} - {_room(module)}
+    allowed = {room: set(others.split()) for room, others in ROOMS.items()}
+    wrong = [f"{room}: a room that ROOMS does not name" for room in sorted(found.keys() - allowed.keys())]
+    wrong += [f"{room}: there is no such room" for room in sorted(allowed.keys() - found.keys())]
+    for room in sorted(found.keys() & allowed.keys()):
+        wrong += [f"{room} imports {other}, a new arrow" for other in sorted(found[room] - allowed[room])]
+        wrong += [f"{room} no longer imports {other}" for other in sorted(allowed[room] - found[room])]
+    assert not wrong, "\n".join(wrong)
 
 
-def _levels(graph: Mapping[str, Collection[str]]) -> dict[str, int]:
-    """How many nodes stand one above the other below each; a cycle is an error."""
+@pytest.mark.parametrize(
+    "arrows", [IMPORTS, {room: others.split() for room, others in ROOMS.items()}], ids=["modules", "rooms"]
+)
+def test_imports_point_one_way(arrows):
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_passes_import_little_of_the_package_around_them():
+    around = {other for room, others in ROOMS.items() if room.startswith("passes.") for other in others.split()}
+    assert {other for other in around if not other.startswith("passes.")} <= {
+        "codes",
+        "core",
+        "errors",
+        "ops",
+        "options",
+    }
+
+
+def test_passes_are_at_most_eight_levels_deep():
+    inside = {m: {t for t in targets if _inside(t)} for m, targets in IMPORTS.items() if _inside(m)}
     levels: dict[str, int] = {}
-
-    def level(node: str, below: tuple[str, ...]) -> int:
-        assert node not in below, f"a cycle: {' -> '.join((*below[below.index(node) :], node))}"
-        if node not in levels:
-            levels[node] = 1 + max((level(n, (*below, node)) for n in graph[node] if n in graph), default=0)
-        return levels[node]
-
-    for node in graph:
-        level(node, ())
-    return levels
+    for module in TopologicalSorter(inside).static_order():
+        levels[module] = 1 + max((levels[target] for target in inside[module]), default=0)
+    too_deep = {module: level for module, level in levels.items() if level > 8}
+    assert levels
+    assert not too_deep
 
 
-def test_arrows_between_rooms():
-    arrows: dict[str, set[str]] = {}
-    for module, imported in _graph().items():
-        own = arrows.setdefault(_room(module), set())
-        own |= {_room(m) for m in imported} - {_room(module)}
-    arrows = {room: own for room, own in arrows.items() if own or room in ARROWS}
-    assert arrows == {room: set(own.split()) for room, own in ARROWS.items()}
-    _levels(arrows)
-
-
-def test_no_module_imports_itself_by_way_of_others():
-    _levels(_graph())
-
-
-def test_passes_are_few_levels_deep():
-    levels = _levels({m: imported for m, imported in _graph().items() if m.startswith("passes.")})
-    assert max(levels.values()) <= DEEPEST, sorted(m for m, level in levels.items() if level > DEEPEST)
-
-
-def test_static_tools_find_the_links():
-    """What reads files and runs nothing (an editor, a type checker, a code browser) finds both in a plain checkout."""
-    if not (ROOT / "passes").is_dir():
-        pytest.skip("the wheel has folders in place of the links")
-    for name in ("passes", "kernels"):
-        link = ROOT / "mla_compile" / name
-        assert link.is_symlink()
-        assert link.resolve() == ROOT / name
+def _inside(module: str) -> bool:
+    return module.startswith("mla_compile.passes.")
 
 
 def test_kernels_know_no_graph_and_passes_know_no_triton():
     forbidden = {"kernels": {"transformers", "torch.fx"}, "passes": {"transformers", "triton"}}
-    for module, path in _modules().items():
-        for name in forbidden.get(module.split(".")[0], ()):
+    for module, path in MODULES.items():
+        part = module.split(".")[1] if "." in module else ""
+        for name in forbidden.get(part, ()):
             for node in ast.walk(ast.parse(path.read_text())):
                 targets = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 targets += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

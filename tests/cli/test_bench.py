@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 
 from mla_compile.cli import bench as cli_bench
 from mla_compile.cli.app import app
-from mla_compile.core.measuring import Times, in_turns
 from mla_compile.models import config_file
 from mla_compile.models.survey import survey_config
 from mla_compile.workbench import bench
@@ -23,6 +21,8 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 6, "v_head_dim": 10, "eos_token_id": 996,
 }  # fmt: skip
+
+
 ROW = ("--rounds", "3", "--dtype", "fp32")
 
 
@@ -191,23 +191,6 @@ def test_a_config_of_several_parts_is_cut_in_its_text_part(here):
     assert (seen["num_hidden_layers"], seen["layer_types"], seen["vocab_size"], seen["eos_token_id"]) == (
         2, ["a", "a"], 256, None,
     )  # fmt: skip
-
-
-def test_turns_are_kept_when_one_fails():
-    """Whole rounds before an interruption are with the caller."""
-    times: dict[str, list[float]] = {}
-    order = iter([1.0, 2.0, 3.0])
-    with pytest.raises(StopIteration):
-        in_turns({"a": lambda: next(order), "b": lambda: next(order)}, rounds=5, budget_s=1.0, times=times)
-    assert times == {"a": [1.0, 3.0], "b": [2.0]}
-
-
-def test_times_of_one_and_of_many():
-    one = Times.of([0.002])
-    assert (one.median, one.p10, one.p90, one.count) == (2.0, 2.0, 2.0, 1)
-    many = Times.of([i / 1000 for i in range(1, 12)])
-    assert (many.best, many.p10, many.median, many.p90, many.count) == (1.0, 2.0, 6.0, 10.0, 11)
-    assert all(math.isfinite(x) for x in (many.low, many.high))
 
 
 @pytest.mark.gpu

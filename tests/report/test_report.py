@@ -14,67 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mla_compile.codes import CODES, Code
-from mla_compile.core.dims import Dims
-from mla_compile.core.records import VERDICTS, Location, PassRecord, SiteReport
+from mla_compile.core.records import Location, PassRecord
 from mla_compile.errors import InputError
-from mla_compile.report.grouping import grouped, module_pattern
 from mla_compile.report.report import SCHEMA, Report
-
-V3 = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
-FILE = "/lib/site-packages/transformers/models/deepseek_v3/modeling_deepseek_v3.py"
-
-
-def absorbed(layer: int, **changes: object) -> SiteReport:
-    fields = {
-        "index": layer,
-        "where": Location(
-            node=f"scaled_dot_product_attention_{layer}",
-            op="aten.scaled_dot_product_attention",
-            module=f"model.layers.{layer}.self_attn",
-            file=FILE,
-            line=77,
-            code="    attn_output = attention(query, key, value)",
-        ),
-        "verdict": "absorbed",
-        "form": "chained",
-        "code": "absorbed",
-        "reason": "K and V are linear images of one latent (512 wide) and a rotary key all heads share (64)",
-        "dims": V3,
-        "cache_values_expanded": 40960,
-        "cache_values_latent": 576,
-        "decode_flops_before": 33_636_352,
-        "decode_flops_after": 278_528,
-        "decode_bytes_before": 164_992,
-        "decode_bytes_after": 1152,
-        "break_even_S": 512 / 3,
-        "precision_ratio": 0.5 + layer / 100,
-        "fold_error": 1e-7 * (layer + 1),
-        "notes": ("the mask is carried as it is",),
-    }
-    return SiteReport(**{**fields, **changes})
-
-
-REFUSED = SiteReport(
-    index=3,
-    where=Location("softmax_3", "aten.softmax", "model.layers.3.self_attn", FILE, 91, "p = scores.softmax(-1)"),
-    verdict="refused",
-    code=Code.POSITION_DEPENDENT,
-    reason="aten.mul with cos lies between the up-projection and the scores",
-    blame=Location("mul_7", "aten.mul", "model.layers.3.self_attn", FILE, 52, "k = (k * cos) + (rotate(k) * sin)"),
-    dims=V3,
-    cache_values_expanded=40960,
-    cache_values_latent=576,
-)
-NOT_MLA = SiteReport(
-    index=4, where=Location("sdpa", "aten.sdpa"), verdict="not_mla", code=Code.NOT_MLA, reason="K is a graph input"
-)
-REPORT = Report(
-    sites=(absorbed(0), absorbed(1), absorbed(2), REFUSED, NOT_MLA),
-    graph="decode",
-    passes=(PassRecord("normalize", 12, 0.25), PassRecord("absorb", 3, 0.5)),
-    messages=("Dynamo stopped recompiling after 8 graphs",),
-)
+from tests.support.reports import FILE, NOT_MLA, REFUSED, REPORT, absorbed
 
 TEXT = """\
 mla_compile: 5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not
@@ -244,13 +187,6 @@ def test_from_dict_refuses_what_is_no_report(record, message):
         Report.from_dict(record)
 
 
-def test_site_refuses_an_unknown_code_or_verdict():
-    with pytest.raises(ValueError, match="'nope' is not a valid Code"):
-        dataclasses.replace(REFUSED, code="nope")
-    with pytest.raises(ValueError, match="verdict is 'maybe', expected one of absorbed, kept, refused, not_mla"):
-        dataclasses.replace(REFUSED, verdict="maybe")
-
-
 def test_merged():
     other = Report(
         sites=(absorbed(0),),
@@ -265,104 +201,6 @@ def test_merged():
     assert both.passes == (PassRecord("normalize", 13, 0.75), PassRecord("absorb", 3, 0.5), PassRecord("fold", 2, 1.0))
     assert both.messages == REPORT.messages
     assert Report.merged([]) == Report(())
-
-
-def test_sites_of_equal_layers_are_one_group_with_the_worst_measurements():
-    (group,) = grouped([absorbed(layer) for layer in (0, 1, 2, 5)])
-    assert group.where == "model.layers.{0-2,5}.self_attn"
-    assert [site.index for site in group.sites] == [0, 1, 2, 5]
-    assert group.precision_ratio == 0.55
-    assert group.fold_error == pytest.approx(6e-7)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"reason": "another"},
-        {"form": "folded"},
-        {"dims": dataclasses.replace(V3, H=64)},
-        {"break_even_S": 3.0},
-        {"notes": ()},
-        {"where": dataclasses.replace(absorbed(1).where, line=78)},
-        {"where": dataclasses.replace(absorbed(1).where, module="model.layers.1.cross_attn")},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_sites_that_differ_are_told_apart(change):
-    assert len(grouped([absorbed(0), absorbed(1)])) == 1
-    assert len(grouped([absorbed(0), absorbed(1, **change)])) == 2
-
-
-def test_groups_keep_the_order_of_first_appearance():
-    folded = [absorbed(layer, form="folded") for layer in (1, 3)]
-    groups = grouped([absorbed(0), folded[0], absorbed(2), folded[1]])
-    assert [group.where for group in groups] == ["model.layers.{0,2}.self_attn", "model.layers.{1,3}.self_attn"]
-
-
-@pytest.mark.parametrize(
-    ("paths", "pattern"),
-    [
-        (["layers.7.attn"], "layers.7.attn"),
-        (["layers.7.attn", "layers.7.attn"], "layers.7.attn"),
-        (["h.0", "h.1", "h.10", "h.9"], "h.{0-1,9-10}"),
-        (["layers.0.attn.0", "layers.0.attn.1", "layers.1.attn.0", "layers.1.attn.1"], "layers.{0-1}.attn.{0-1}"),
-        (["layers.0.attn.0", "layers.1.attn.1"], "layers.0.attn.0, layers.1.attn.1"),
-        (["L['self'].layers[0].attn", "L['self'].layers[1].attn"], "L['self'].layers[{0-1}].attn"),
-        (["encoder.0", "decoder.0"], "encoder.0, decoder.0"),
-        (["block1.attn", "block2.attn"], "block1.attn, block2.attn"),
-        ([""], ""),
-    ],
-)
-def test_module_pattern(paths, pattern):
-    assert module_pattern(paths) == pattern
-
-
-def test_location_in_words():
-    assert str(REFUSED.blame) == "aten.mul at deepseek_v3/modeling_deepseek_v3.py:52 in model.layers.3.self_attn"
-    assert str(Location("mul_7", "aten.mul")) == "aten.mul"
-    assert Location("n", "op", file="C:\\src\\models\\m.py", line=4).source == "models/m.py:4"
-    assert Location("n", "op", file="m.py").source == "m.py"
-    assert Location("n", "op").source is None
-
-
-def test_codes_are_stable():
-    """Scripts match on these strings: a code may be added here, never renamed or removed."""
-    assert {str(code): CODES[code].verdict for code in Code} == {
-        "absorbed": "absorbed",
-        "cost_prefill": "kept",
-        "cost_latent_wide": "kept",
-        "forms_expanded": "kept",
-        "keys_used_elsewhere": "kept",
-        "values_used_elsewhere": "kept",
-        "per_head_rope": "kept",
-        "verify_failed": "kept",
-        "too_many_sources": "kept",
-        "training": "kept",
-        "position_dependent": "refused",
-        "nonlinear": "refused",
-        "token_mixing": "refused",
-        "head_dependent_latent": "refused",
-        "softmax_axis": "refused",
-        "dropout": "refused",
-        "mask_depends_on_keys": "refused",
-        "unsupported_weight": "refused",
-        "unsupported_op": "refused",
-        "graph_break": "refused",
-        "expanded_cache": "refused",
-        "not_mla": "not_mla",
-    }
-    assert set(CODES) == set(Code)
-
-
-def test_every_refusal_says_what_to_change():
-    assert all(info.verdict in VERDICTS and info.meaning for info in CODES.values())
-    assert all(info.fix for info in CODES.values() if info.verdict == "refused")
-
-
-def test_a_code_is_its_string():
-    assert Code.TRAINING == "training"
-    assert f"{Code.TRAINING} {Code.TRAINING!s}" == "training training"
-    assert json.dumps(Code.TRAINING) == '"training"'
 
 
 def test_the_report_costs_no_rich_until_it_is_drawn():

@@ -8,7 +8,8 @@ on the token and on its position. A row that is lost, doubled, masked wrongly or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,22 @@ def greedy(prompt: Sequence[int], count: int, dtype: str = "float32", eos: Seque
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
+
+
+def edit(model: Path, change: Callable[[dict], Any]) -> None:
+    """Change the manifest of a model directory."""
+    path = model / "mla_compile.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def put(*keys: str | int, to: Any) -> Callable[[dict], None]:
+    """A change that sets one field, given by its keys."""
+
+    def change(content: Any) -> None:
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = to
+
+    return change

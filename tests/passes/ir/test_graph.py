@@ -7,7 +7,7 @@ import sympy
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.passes.canonical.flex import _is_true
+from mla_compile.passes.attention.flex import _is_true
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.axes import fresh_axes

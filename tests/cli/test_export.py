@@ -8,8 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from mla_compile.cli.app import app
-from mla_compile.errors import InputError
-from mla_compile.models.sources import load
 from tests.support import models
 
 FACTORY = """
@@ -46,13 +44,6 @@ def test_export_and_run(here):
     assert [int(t) for t in ran.stdout.split()] == expected[0].tolist()
 
 
-def test_a_saved_model_and_a_config(here):
-    model = models.build("minicpm3", num_hidden_layers=1)
-    model.save_pretrained(here / "saved")
-    assert type(load(str(here / "saved"))) is type(model)
-    assert type(load(str(here / "saved" / "config.json"), random_weights=1)) is type(model)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -76,8 +67,3 @@ def test_what_cannot_be_done_is_one_line(here, arguments, text):
     assert text in done.output
     assert "Traceback" not in done.output
     assert not (here / "out").exists()
-
-
-def test_a_source_that_is_nothing():
-    with pytest.raises(InputError, match="neither a directory of a model"):
-        load("no such thing")

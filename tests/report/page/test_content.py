@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import random
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
-import pytest
-import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import mla_compile
-from mla_compile.cli.app import app
 from mla_compile.core.drawing import Drawing
-from mla_compile.errors import InputError, OptionError
 from mla_compile.passes.report.draw import MOST
 from mla_compile.report.explained import CONTEXTS, explained
 from mla_compile.report.facts import facts_of
-from mla_compile.report.page.layout import GAP_X, place
 from mla_compile.report.page.write import render
 from mla_compile.report.report import Report
-from tests.cli.test_explain import FACTORY, LLAMA
+from tests.support.explaining import LLAMA, Long, call
 from tests.support.toy import Toy, decode_inputs
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -61,18 +52,6 @@ class Page(HTMLParser):
 
     def marked(self, name: str) -> list[dict[str, str]]:
         return [a for _, a in self.elements if name in a]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    (tmp_path / "explained_models.py").write_text(FACTORY)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "explained_models", raising=False)
-    return tmp_path
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, ["explain", *arguments])
 
 
 def rendered(model: nn.Module) -> str:
@@ -183,7 +162,7 @@ def test_the_break_even_is_where_the_lines_cross():
     assert f"break-even: {even + 1}" in rendered(Toy())
 
 
-def test_text_is_only_text(here, monkeypatch):
+def test_text_is_only_text(explained_models, monkeypatch):
     """A class and a line of source that would be markup, and characters that no page holds."""
     Path("odd.py").write_text(
         "import torch\nfrom torch import nn\nfrom tests.support.toy import Toy\n"
@@ -196,7 +175,7 @@ def test_text_is_only_text(here, monkeypatch):
         "        self.up = Up(16, 88)\n"
         "Odd.__name__ = '</title><script>alert(2)</script>'\n"
     )
-    monkeypatch.syspath_prepend(here)
+    monkeypatch.syspath_prepend(explained_models)
     report = mla_compile.explain(importlib.import_module("odd").Odd(), *decode_inputs(cached=300))
     report.to_html("odd.html", title="</title><script>alert(3)</script>\ud800 & 'quotes'")
     found = Page(Path("odd.html").read_text(encoding="utf-8"))
@@ -223,20 +202,6 @@ def test_equal_models_give_equal_bytes():
     assert rendered(Toy()) == rendered(Toy())
 
 
-class Long(Toy):
-    """A refusal behind more steps than a drawing takes."""
-
-    def attend(self, x: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        q = self.q(x).view(2, 1, 4, 18).transpose(1, 2)
-        k = torch.tanh(self.up(rows[..., :16])).view(2, -1, 4, 22).transpose(1, 2)
-        k, v = k.split([12, 10], dim=-1)
-        for _ in range(MOST + 20):
-            k = torch.sin(k)
-        k = torch.cat([k, rows[..., 16:].unsqueeze(1).expand(-1, 4, -1, -1)], dim=-1)
-        o = nn.functional.scaled_dot_product_attention(q, k, v)
-        return self.out(o.transpose(1, 2).reshape(2, 1, 40))
-
-
 def test_a_long_way_is_cut():
     report = mla_compile.explain(Long(), *decode_inputs(cached=300))
     (site,) = report.sites
@@ -246,7 +211,7 @@ def test_a_long_way_is_cut():
     assert len(render(explained(facts_of(report.sites, (), ""), "fp32", 4))) < 200_000
 
 
-def test_a_refusal_shows_what_stands_in_the_way(here):
+def test_a_refusal_shows_what_stands_in_the_way(explained_models):
     done = call("python:explained_models:refused", "--html", "page.html")
     assert done.exit_code == 1, done.output
     found = Page(Path("page.html").read_text(encoding="utf-8"))
@@ -259,14 +224,14 @@ def test_a_refusal_shows_what_stands_in_the_way(here):
     assert "apply it to the latent, before the up-projection" in found.texts
 
 
-def test_other_families_have_a_page_too(here):
+def test_other_families_have_a_page_too(explained_models):
     Path("config.json").write_text(json.dumps(LLAMA))
     done = call("config.json", "--html", "page.html", "--json")
     assert done.exit_code == 1, done.output
     said = json.loads(done.stdout)
     found = Page(Path("page.html").read_text(encoding="utf-8"))
     assert "This is GQA, not Multi-head Latent Attention: there is no latent to absorb." in found.texts
-    assert here.name in found.texts  # a config.json is called what its directory is
+    assert explained_models.name in found.texts  # a config.json is called what its directory is
     assert set(said) == {
         "schema", "dtype", "contexts", "model", "family", "notes", "weights", "cached_by_its_code", "sites", "cache",
         "costs", "choices", "report",
@@ -282,60 +247,3 @@ def test_a_report_without_drawings_has_a_page():
     text = render(explained(facts_of(bare.sites, (), "bare"), "bf16", 2))
     assert "No drawing" in text
     assert "No attention was found" in render(explained(facts_of((), (), "none"), "bf16", 2))
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
-    target = tmp_path / "page.html"
-    report = mla_compile.explain(Toy(), *decode_inputs(cached=300))
-    report.to_html(target, title="one", dtype="fp8")
-    before = target.read_bytes()
-    link = tmp_path / "link.html"
-    link.symlink_to("page.html")
-    report.to_html(link, title="one", dtype="fp8")
-    assert link.is_symlink()
-    link.unlink()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(InputError, match=r"page.html cannot be written: No space left"):
-        report.to_html(target, title="two")
-    assert target.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-    with pytest.raises(OptionError, match="did you mean 'bf16'"):
-        report.to_html(target, dtype="bf61")
-
-
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("missing/page.html", "is not a directory to write"),
-        (".", "is a directory, expected the name"),
-        (os.devnull, "is not an ordinary file"),
-    ],
-)
-def test_a_path_that_cannot_be_written_is_found_first(here, path, text):
-    done = call("nowhere.json", "--html", path)  # the model would be an error too, later
-    assert done.exit_code == 2, done.output
-    assert text in done.output
-    assert len([line for line in done.output.splitlines() if line.startswith("error:")]) == 1
-
-
-def test_layouts_keep_boxes_apart_and_edges_downwards():
-    random_ = random.Random(3)
-    for count in (1, 2, 5, 17, 40):
-        edges = {(random_.randrange(i), i) for i in range(1, count) for _ in range(2)}
-        widths = [random_.uniform(30, 150) for _ in range(count)]
-        placed = place(widths, sorted(edges), 40)
-        assert placed == place(widths, sorted(edges), 40)
-        rows: dict[float, list[tuple[float, float]]] = {}
-        for (x, y), width in zip(placed.boxes, widths, strict=True):
-            rows.setdefault(y, []).append((x - width / 2, x + width / 2))
-            assert x - width / 2 >= -1e-6
-            assert x + width / 2 <= placed.width + 1e-6
-        for row in rows.values():
-            row.sort()
-            assert all(b[0] - a[1] >= GAP_X - 1e-6 for a, b in pairwise(row))
-        for points in placed.edges:
-            assert all(a[1] < b[1] for a, b in pairwise(points))

@@ -10,7 +10,7 @@ import mla_compile
 from mla_compile.report.explained import explained
 from mla_compile.report.facts import facts_of
 from mla_compile.report.page.write import write_page
-from tests.report.test_html import Long
+from tests.support.explaining import Long
 from tests.support.toy import decode_inputs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -1,6 +1,6 @@
 """The native library in a real ONNX Runtime, on a CPU: its kernel there, and the interface that it was written for.
 
-What it does with CUDA is in test_onnx_native_cuda.py, how it is built in test_onnx_native_build.py.
+What it does with CUDA is in test_native_cuda.py, how it is built in test_build.py.
 """
 
 from __future__ import annotations

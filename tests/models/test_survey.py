@@ -1,0 +1,87 @@
+"""What is seen by looking at a model: layers of each kind, caches, experts, families."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_compile.models import config_file, skeleton
+from mla_compile.models.survey import survey
+from tests.support.explaining import TINY, call, write
+
+
+def test_the_cut_model_says_what_the_whole_one_says(explained_models):
+    model = survey(write(TINY)).facts
+    config, _ = config_file.read("config.json")
+    whole = skeleton.build(config)
+    cache, left_out = skeleton.cached_call(whole)
+    assert not left_out
+    import mla_compile
+
+    report = mla_compile.explain(
+        whole, input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta"), past_key_values=cache
+    )
+    assert [s.verdict for s in report.sites] == ["absorbed"] * sum(site.count for site in model.latent)
+    assert {s.dims for s in report.sites} == {s.dims for s in model.sites}
+    assert sum(layer.keys.shape[3] + layer.values.shape[3] for layer in cache.layers) == model.cache_values
+
+
+def test_experts_that_depend_on_values_are_left_out_and_named(explained_models):
+    """LongCat loops over the experts that were hit: it has a decode step all the same; empty experts weigh nothing."""
+    sizes = {
+        "num_layers": 2, "vocab_size": 97, "hidden_size": 48, "ffn_hidden_size": 56, "expert_ffn_hidden_size": 24,
+        "num_attention_heads": 4, "n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 3, "kv_lora_rank": 20,
+        "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10, "head_dim": 6,
+    }  # fmt: skip
+    model = survey(write({"model_type": "longcat_flash", **sizes})).facts
+    assert sum(site.count for site in model.latent if site.absorbed) == 4
+    assert model.cache_values == 4 * 26
+    assert any("left out of the trace" in note and "experts" in note for note in model.notes)
+    assert model.weights.experts == 2 * 6 * 3 * 24 * 48
+    assert model.weights.expert_top_k == 2
+
+
+def test_code_that_looks_at_values_unless_it_is_traced(explained_models):
+    """GPT-2 asks a mask for a value: its prompt runs on fake tensors instead."""
+    sizes = {"vocab_size": 97, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    model = survey(write({"model_type": "gpt2", **sizes})).facts
+    assert model.family == "MHA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
+
+
+def falcon(**more: object) -> dict[str, object]:
+    return {"model_type": "falcon", "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, **more}  # fmt: skip
+
+
+def test_layers_that_return_tuples(explained_models):
+    """Falcon's layers return their hidden states in a tuple; one that is not traced does too."""
+    model = survey(write(falcon(multi_query=False, alibi=True))).facts
+    assert model.family == "MHA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
+
+
+def test_what_torch_does_not_trace_on_the_meta_device(explained_models, monkeypatch):
+    """An index that is a list: it is traced in memory that nobody touches, or the line is named where there is none."""
+    source = write(falcon(multi_query=True, alibi=False))
+    model = survey(source).facts
+    assert model.family == "MQA"
+    assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(1, 24, 2)]
+
+    def too_much(*_):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(skeleton, "to_untouched_memory", too_much)
+    done = call(source)
+    assert done.exit_code == 2, done.output
+    assert "FalconForCausalLM cannot be captured at falcon/modeling_falcon.py:" in done.output
+    assert "[-2]" in done.output
+    assert "explain a small model of the same kind that has weights" in done.output
+    assert len(done.output.splitlines()) == 1
+
+
+def test_the_text_part_of_a_config_of_several_parts(explained_models):
+    """Also where transformers lists the class of neither."""
+    text = {name: value for name, value in TINY.items() if name not in ("model_type", "architectures")}
+    model = survey(write({"model_type": "mistral3", "text_config": {"model_type": "mistral4", **text}})).facts
+    assert model.name == "Mistral4ForCausalLM"
+    assert model.family == "MLA"

@@ -1,0 +1,89 @@
+"""Profile ``ort-paged``: packed sequences over pages of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+import mla_compile
+from mla_compile import ExportError
+from tests.support import models
+
+
+class PagedAttention(OpRun):
+    """``com.microsoft::PagedAttention`` with latent rows, as its schema describes it."""
+
+    op_domain = "com.microsoft"
+
+    def _run(
+        self, query, key, value, key_cache, value_cache, cumulative, past, table,
+        num_heads=None, kv_num_heads=None, kv_cache_layout=None, v_head_size=None, scale=None,
+    ):  # fmt: skip
+        assert value is None
+        assert value_cache is None
+        assert (kv_num_heads, kv_cache_layout) == (1, "LATENT")
+        pages, width, block = key_cache.copy(), key.shape[1], key_cache.shape[1]
+        out = np.zeros((len(query), num_heads, v_head_size), query.dtype)
+        q = query.reshape(len(query), num_heads, width).astype(np.float64)
+        for b, before in enumerate(past):
+            for i, token in enumerate(range(cumulative[b], cumulative[b + 1])):
+                at = before + i
+                pages[table[b, at // block], at % block, 0] = key[token]
+                rows = pages[table[b]].reshape(-1, width)[: at + 1].astype(np.float64)
+                scores = scale * q[token] @ rows.T
+                p = np.exp(scores - scores.max(-1, keepdims=True))
+                out[token] = (p / p.sum(-1, keepdims=True)) @ rows[:, :v_head_size]
+        return out.reshape(len(query), -1), pages
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory):
+    model = models.build("minicpm3")
+    folder = tmp_path_factory.mktemp("paged") / "m"
+    done = mla_compile.export_onnx(model, folder, profile="ort-paged", dtype="float16")
+    assert "CUDA devices only" in str(done.verification)
+    assert done.verification.error < 1e-2
+    return folder, model
+
+
+def test_paged_graph_packs_sequences_of_any_length(paged):
+    """Two prompts and then a step of each, packed, through pages that lie in any order."""
+    folder, model = paged
+    graph = onnx.load(folder / "model.onnx")
+    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    run = ReferenceEvaluator(graph, new_ops=[PagedAttention])
+    prompts, block = [[5, 9, 17, 33, 21], [8, 100, 3]], 4
+    pages = {v.name: np.full((6, block, 1, 80), np.nan, np.float16) for v in graph.graph.input[5:]}
+    table = np.array([[4, 1, 0], [2, 5, 3]], np.int32)
+    expected = [model(torch.tensor([p])).logits[0] for p in prompts]
+
+    def call(rows, past):
+        counts = [len(row) for row in rows]
+        positions = [list(range(n, n + c)) for n, c in zip(past, counts, strict=True)]
+        feeds = {
+            "input_ids": np.array([[token for row in rows for token in row]]),
+            "position_ids": np.array([[position for row in positions for position in row]]),
+            "cumulative_sequence_length": np.array([0, *np.cumsum(counts)], np.int32),
+            "past_seqlens": np.array(past, np.int32),
+            "block_table": table,
+        }
+        logits, *new = run.run(None, {**feeds, **pages})
+        pages.update(zip(pages, new, strict=True))
+        return logits[0].astype(np.float32)
+
+    logits = call(prompts, [0, 0])
+    assert np.abs(logits - torch.cat(expected).numpy()).max() < 2e-2 * float(torch.cat(expected).abs().max())
+    following = [int(e[-1].argmax()) for e in expected]
+    more = [model(torch.tensor([[*p, t]])).logits[0, -1] for p, t in zip(prompts, following, strict=True)]
+    logits = call([[t] for t in following], [5, 3])
+    assert np.abs(logits - torch.stack(more).numpy()).max() < 2e-2 * float(torch.stack(more).abs().max())
+
+
+def test_paged_attention_takes_no_mask_but_the_causal_one(tmp_path):
+    with pytest.raises(ExportError, match="caches of another kind"):
+        mla_compile.export_onnx(models.build("deepseek_v32"), tmp_path / "m", profile="ort-paged", dtype="float16")
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,144 @@
+"""Folded weights follow the live ones, whatever changes those."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mla_compile.core.program import Fold, Program
+from mla_compile.errors import StaleWeightError, WeightError
+from mla_compile.runtime import folds
+from mla_compile.runtime.folds import FoldedWeights
+from tests.support.compiling import compiled, compiler
+from tests.support.toy import Toy, decode_inputs
+
+
+def folding(model: Toy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[int]]:
+    """``model`` compiled with folds that count how often they are computed."""
+    counts: list[int] = []
+    compute = folds.compute
+
+    def counted(fold: Fold, live: Any) -> torch.Tensor:
+        counts.append(1)
+        return compute(fold, live)
+
+    monkeypatch.setattr(folds, "compute", counted)
+    backend = compiler(fold="always", **options)
+    step = compiled(model, backend)
+    with torch.no_grad():
+        step(*decode_inputs())
+    assert counts, "nothing was folded"
+    return step, counts
+
+
+def scale_in_place(model: Toy) -> None:
+    model.up.weight.mul_(2)
+
+
+def scale_data(model: Toy) -> None:
+    model.up.weight.data.mul_(2)
+
+
+def replace_parameter(model: Toy) -> None:
+    model.up.weight = nn.Parameter(model.up.weight * 2)
+
+
+def assign_data(model: Toy) -> None:
+    model.up.weight.data = model.up.weight.data * 2
+
+
+def load(model: Toy) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("change", [scale_in_place, scale_data, replace_parameter, assign_data, load])
+def test_folded_weights_follow_the_live_ones(change: Any, codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if codegen == "inductor" and change in (assign_data, load):
+        pytest.skip("the same code as with codegen=eager")
+    model = Toy().eval()
+    step, counts = folding(model, monkeypatch, codegen=codegen)
+    x, rows = decode_inputs()
+    with torch.no_grad():
+        first = len(counts)
+        step(x, rows)
+        assert len(counts) == first, "folded again although nothing changed"
+        before = model(x, rows)[0]
+        change(model)
+        got, want = step(x, rows)[0], model(x, rows)[0]
+    assert len(counts) > first
+    assert not torch.allclose(before, want)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def weights_program(*tensors: torch.Tensor, compute: Any) -> Program:
+    graph = torch.fx.Graph()
+    names = [graph.placeholder(f"w{i}").name for i in range(len(tensors))]
+    graph.placeholder("folded")
+    graph.output(())
+    program = Program(torch.fx.GraphModule({}, graph), weights=dict(zip(names, tensors, strict=True)))
+    program.folds.append(Fold("folded", compute, tuple(names)))
+    return program
+
+
+def test_one_graph_may_serve_layers_in_turn_without_folding_anew() -> None:
+    calls: list[int] = []
+
+    def compute(live: Any) -> torch.Tensor:
+        calls.append(1)
+        return live["w0"] * 2
+
+    layers = [torch.full((2,), float(i)) for i in range(3)]
+    folds = FoldedWeights(weights_program(layers[0], compute=compute))
+    for _ in range(2):
+        for layer in layers:
+            (value,) = folds.values([layer])
+            assert torch.equal(value, layer * 2)
+    assert len(calls) == 3
+    address = folds.values([layers[0]])[0].data_ptr()
+    layers[0].fill_(9)
+    assert torch.equal(folds.values([layers[0]])[0], torch.full((2,), 18.0))
+    assert folds.values([layers[0]])[0].data_ptr() == address, "a CUDA graph would still read the old memory"
+
+
+def test_nan_weights_are_not_folded_in_every_call() -> None:
+    calls: list[int] = []
+
+    def compute(live: Any) -> torch.Tensor:
+        calls.append(1)
+        return live["w0"] * 2
+
+    weight = torch.tensor([float("nan"), 0.0])
+    folds = FoldedWeights(weights_program(weight, compute=compute))
+    folds.values([weight])
+    folds.values([weight])
+    assert len(calls) == 1
+    weight[1] = -0.0
+    folds.values([weight])
+    assert len(calls) == 2
+
+
+def test_a_fold_that_changes_its_shape_is_refused_not_stale() -> None:
+    weight = torch.ones(2)
+    folds = FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] * 2))
+    folds.values([weight])
+    weight.data = torch.ones(3)
+    with pytest.raises(StaleWeightError, match="compile the model again"):
+        folds.values([weight])
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(2, device="meta"), "no values"),
+        (torch.ones(2, 2).to_sparse(), "sparse"),
+        (torch.ones(2, 2).to(torch.float8_e4m3fn), "float8"),
+    ],
+)
+def test_weights_without_dense_values_cannot_be_folded(weight: torch.Tensor, message: str) -> None:
+    folds = FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] + live["w0"]))
+    with pytest.raises(WeightError, match=message):
+        folds.values([weight])
