@@ -50,11 +50,14 @@ def build(target: Path) -> Path:
 
 def compare(wheel: Path) -> None:
     """Every module of the checkout is in the wheel, and nothing else is."""
-    expected = {"mla_compile/py.typed"}
-    for folder, place in (("mla_compile", ""), ("passes", "mla_compile/"), ("kernels", "mla_compile/")):
-        data = (*(ROOT / folder).rglob("csrc/*"), *(ROOT / folder).rglob("templates/*"))
-        sources = [*(ROOT / folder).rglob("*.py"), *data, *(ROOT / folder).rglob("*.json")]
-        expected |= {place + path.relative_to(ROOT).as_posix() for path in sources}
+    found = [
+        Path(folder, name) for folder, _, names in os.walk(ROOT / "mla_compile", followlinks=True) for name in names
+    ]
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for path in found
+        if path.suffix in (".py", ".json", ".typed") or path.parent.name in ("csrc", "templates")
+    }
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
         licensed = any(name.endswith("licenses/LICENSE") for name in archive.namelist())

@@ -55,7 +55,15 @@ __all__ = [
     "optimize",
 ]
 
-import_module("mla_compile.ops")
+try:
+    import_module("mla_compile.ops")  # registers them
+except ModuleNotFoundError as error:
+    if error.name != "mla_compile.kernels":
+        raise
+    raise ImportError(
+        "mla_compile/passes and mla_compile/kernels are symbolic links in the repository and are none here: clone it "
+        "with `git clone -c core.symlinks=true`, or unpack it where links can be made"
+    ) from None
 
 __getattr__, __dir__ = lazy(
     __name__,

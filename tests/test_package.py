@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -91,6 +92,18 @@ def test_transformers_does_not_take_our_kernels_folder_for_its_own():
     """In a folder where `kernels/` can be imported by that name, transformers is not misled and ops register once."""
     code = "import mla_compile, transformers; print(transformers.DeepseekV3ForCausalLM.__name__)"
     assert _python(code) == "DeepseekV3ForCausalLM"
+
+
+def test_links_that_are_missing_are_named(tmp_path):
+    """A checkout on a system without symbolic links has text files in their place."""
+    shutil.copytree(
+        Path(mla_compile.__file__).parent, tmp_path / "mla_compile", ignore=shutil.ignore_patterns("passes", "kernels")
+    )
+    (tmp_path / "mla_compile" / "kernels").write_text("../kernels")
+    done = subprocess.run(
+        [sys.executable, "-c", "import mla_compile"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "ImportError: mla_compile/passes and mla_compile/kernels are symbolic links" in done.stderr
 
 
 def _python(code: str) -> str:

@@ -26,7 +26,7 @@ from mla_compile.core.program import Program, copy_graph, view_source
 from mla_compile.errors import CaptureError, InputError, brief
 
 
-def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
+def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
     """The program of a graph that Dynamo hands to a backend; to be called in the backend before anything else.
 
     Weights are the inputs that Dynamo reached as a parameter or buffer of a module, unless the graph writes to them or
@@ -46,7 +46,7 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Program:
     return program
 
 
-def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None) -> Program:
+def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | None = None) -> Program:
     """The program of any traced module.
 
     If its placeholders have ``meta["val"]``, their (possibly symbolic) shapes are kept; otherwise it is captured for
@@ -241,7 +241,7 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-def _refuse_autocast(gm: fx.GraphModule, values: Sequence[Any]) -> None:
+def _refuse_autocast(gm: fx.GraphModule, values: Sequence[object]) -> None:
     """Pre-dispatch graphs do not show autocast's casts, so nothing could be proved about their dtypes."""
     kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
     inside = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in gm.graph.nodes)

@@ -30,8 +30,8 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     CUDA graphs and freezing work as before. A fold's placeholder has no source and is marked as a static address. The
     graph's constants are its buffers, and AOTAutograd asks for the source of each of them.
     """
-    gm = _with_writes(program)
-    original: fx.GraphModule = program.original
+    gm, original = _with_writes(program), program.original
+    assert isinstance(original, fx.GraphModule)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
     folded = {fold.placeholder for fold in program.folds}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -64,8 +64,8 @@ def to_plain_graph_module(
     ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
     one input per tensor of rows that it holds, and each cache output a tuple of such tensors.
     """
-    gm = _with_writes(program)
-    original: fx.GraphModule = program.original
+    gm, original = _with_writes(program), program.original
+    assert isinstance(original, fx.GraphModule)
     for fold in program.folds:
         value = (folded or {})[fold.placeholder]
         node = next(n for n in gm.graph.find_nodes(op="placeholder") if n.name == fold.placeholder)
@@ -141,8 +141,8 @@ def to_exported(
     ``change`` says which inputs and outputs are rows instead of K and V. Weights that are no longer read stay in the
     signature. ``folded`` has the values of the program's folds, which become buffers outside of the state dict.
     """
-    original: torch.export.ExportedProgram = program.original
-    program = program.copy()
+    original, program = program.original, program.copy()
+    assert isinstance(original, torch.export.ExportedProgram)
     graph = program.gm.graph
     signature = copy.deepcopy(original.graph_signature)
     constants = dict(original.constants)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ModuleCallEntry
+from torch.export import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
     ExportGraphSignature,
     InputKind,
@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.core.program import Program
 from mla_compile.errors import InputError
-
-Leaves = list[Any]
 
 
 def rows_in_place(
@@ -117,7 +115,10 @@ def _input(row: fx.Node) -> InputSpec:
 
 
 def new_calls(
-    entries: Sequence[ModuleCallEntry], user_inputs: Sequence[str], inputs: dict[str, list[fx.Node]], outputs: Leaves
+    entries: Sequence[ModuleCallEntry],
+    user_inputs: Sequence[str],
+    inputs: dict[str, list[fx.Node]],
+    outputs: Sequence[object],
 ) -> list[ModuleCallEntry]:
     """The call signatures, with changed trees of inputs and outputs for the program as a whole."""
     top, *others = entries
@@ -130,7 +131,10 @@ def new_calls(
 
 
 def new_examples(
-    example_inputs: Any, in_spec: Any, user_inputs: Sequence[str], change: CacheChange
+    example_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    in_spec: pytree.TreeSpec,
+    user_inputs: Sequence[str],
+    change: CacheChange,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Example inputs of the new signature: rows of zeros where K and V were."""
     if example_inputs is None:
@@ -138,9 +142,9 @@ def new_examples(
     known = {t.name: t for t in change.inputs}
     leaves = pytree.tree_leaves(example_inputs)
 
-    def rows(name: str, value: Any) -> Any:
+    def rows(name: str, value: object) -> object:
         tensor = known.get(name)
-        if tensor is None:
+        if tensor is None or not isinstance(value, torch.Tensor):
             return value
         return tuple(
             torch.zeros(
@@ -155,7 +159,9 @@ def new_examples(
     return args, kwargs
 
 
-def new_guards(guards: Sequence[str], signature: Any, user_inputs: Sequence[str], change: CacheChange) -> list[str]:
+def new_guards(
+    guards: Sequence[str], signature: ModuleCallSignature, user_inputs: Sequence[str], change: CacheChange
+) -> list[str]:
     """The conditions on the sizes of the inputs, Python code over ``L['argument']...``, rewritten to read the rows.
 
     A condition on a size that rows do not have (the heads of K) is dropped: the recipe fixes that number.
@@ -179,16 +185,15 @@ def new_guards(guards: Sequence[str], signature: Any, user_inputs: Sequence[str]
     return new
 
 
-def _with_tuples(spec: Any, rows: Sequence[Sequence[Any] | None]) -> Any:
+def _with_tuples(spec: pytree.TreeSpec, rows: Sequence[Sequence[object] | None]) -> pytree.TreeSpec:
     """The tree with each leaf that became rows replaced by a tuple of as many leaves."""
     leaves = [object() if own is None else tuple(object() for _ in own) for own in rows]
     return pytree.tree_structure(_rebuilt(spec, leaves))
 
 
-def _rebuilt(spec: Any, leaves: Leaves) -> Any:
-    build: Callable[[Any, Any], Any] = pytree.tree_unflatten
+def _rebuilt(spec: pytree.TreeSpec, leaves: Sequence[object]) -> Any:
     try:
-        return build(leaves, spec)
+        return pytree.tree_unflatten(leaves, spec)
     except Exception as error:  # containers registered by others rebuild themselves and raise what they like
         raise InputError(
             f"the cache is in a container that takes only tensors ({type(error).__name__}: {error}); pass it as "

@@ -56,7 +56,7 @@ def levels_restored() -> Iterator[None]:
             functorch.pop_dynamic_layer_stack()
 
 
-def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[Any]]]:
+def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[object]]]:
     """The nodes that call a nested graph once, with that graph and its operands."""
     for node in graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):

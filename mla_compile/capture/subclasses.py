@@ -48,7 +48,7 @@ class _Rebuild:
         return self.kind.__tensor_unflatten__(values, self.context, self.size, self.stride)
 
 
-def open_subclasses(gm: fx.GraphModule, values: Sequence[Any]) -> tuple[list[Any], list[Opened]]:
+def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[Any], list[Opened]]:
     """Changes ``gm`` to take plain tensors for each subclass among ``values``; the new values, and what was opened."""
     plain: list[Any] = []
     opened: list[Opened] = []

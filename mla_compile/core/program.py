@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+Inputs = Sequence[Any]
+"""The flat inputs of a call: tensors and numbers."""
 Call = Callable[..., Any]
-"""A graph that can be called: its flat inputs one by one, what it returns as one flat sequence."""
+"""A graph that can be called with its flat inputs, one by one; it returns one flat sequence."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ class Program:
     mutations: tuple[str, ...] = ()
     weights: dict[str, torch.Tensor | None] = field(default_factory=dict)
     folds: list[Fold] = field(default_factory=list)
-    fake_mode: Any = None
+    fake_mode: FakeTensorMode | None = None
     aliases: dict[int, str] = field(default_factory=dict)
-    original: Any = None
+    original: fx.GraphModule | torch.export.ExportedProgram | None = None
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     latents: dict[str, Any] = field(default_factory=dict)
     cache: Any = None
@@ -102,7 +105,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def view_source(node: Any) -> fx.Node | None:
+def view_source(node: object) -> fx.Node | None:
     """The tensor (or tuple of views) one step back whose memory ``node`` shows; ``None`` when ``node`` is no view."""
     # Asked of the schema, not of the passes' decoder: graphs are read here as captured, in any spelling.
     if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch._logging._internal import trace_structured
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
 from mla_compile.codes import Code
-from mla_compile.core.program import Call, Program
+from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.recompiles import Recompiles
 from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, WeightError
@@ -71,7 +71,7 @@ class Compiler:
         self.failures: list[Exception] = []
         self.patches = _inductor_patches(mode, options)
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Call:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """The compiled graph. Our own failures are raised only with ``strict``; else the original graph is compiled."""
         self.graphs += 1
         if self.recompiles is not None:
@@ -84,7 +84,7 @@ class Compiler:
             return call
         return expanding(call)
 
-    def _is_ours(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    def _is_ours(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         attention = has_attention(gm)
         watch_current_function(gm, attention=attention)
         if not attention:
@@ -94,7 +94,7 @@ class Compiler:
             return False
         return True
 
-    def _rewrite(self, gm: fx.GraphModule, example_inputs: Sequence[Any], latents: Latents) -> _Rewritten | None:
+    def _rewrite(self, gm: fx.GraphModule, example_inputs: Inputs, latents: Latents) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
         try:
             program = capture.from_dynamo(gm, example_inputs)
@@ -125,7 +125,7 @@ class Compiler:
             self.on_report()
         return _Rewritten(program, outcome, folds) if outcome.absorbed or outcome.base is not program else None
 
-    def _fold(self, program: Program, example_inputs: Sequence[Any]) -> FoldedWeights | None:
+    def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
         if not program.folds or self.explain_only:
             return None
@@ -133,7 +133,7 @@ class Compiler:
         folds.values(example_inputs)
         return folds
 
-    def _assemble(self, gm: fx.GraphModule, example_inputs: Sequence[Any], done: _Rewritten) -> Call:
+    def _assemble(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten) -> Call:
         """One callable of the graph's inputs: the compiled programs, and what runs around them in each call."""
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
             native.load()  # built while everything else is, not in the first decode step
@@ -155,7 +155,7 @@ class Compiler:
             call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
 
-    def _generate(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Call:
+    def _generate(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """Code for one graph: Inductor's, or the graph itself."""
         if self.explain_only or self.options.codegen == "eager":
             return gm
@@ -174,12 +174,12 @@ class Compiler:
         return cast("Call", code)
 
 
-def _latents(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, LatentTensor]:
+def _latents(gm: fx.GraphModule, example_inputs: Inputs) -> dict[str, LatentTensor]:
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {node.name: value for node, value in named if isinstance(value, LatentTensor)}
 
 
-def _inputs_of(program: Program, captured: Program, example_inputs: Sequence[Any]) -> list[Any]:
+def _inputs_of(program: Program, captured: Program, example_inputs: Inputs) -> list[Any]:
     """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
     return [given.get(node.name, node.meta["val"]) for node in program.placeholders]
@@ -201,7 +201,7 @@ def has_attention(gm: fx.GraphModule) -> bool:
     return False
 
 
-def wants_gradients(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
     """Whether the graph is to be differentiated, decided as AOTAutograd does: by its outputs where they are known."""
     if not torch.is_grad_enabled():
         return False

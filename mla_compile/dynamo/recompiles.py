@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._guards import TracingContext
 
+from mla_compile.core.program import Inputs
 from mla_compile.dynamo.settings import change, held, user_value
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Recompiles:
         finally:
             _thread.running = outer
 
-    def add(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    def add(self, gm: fx.GraphModule, example_inputs: Inputs) -> None:
         """Counts a graph that is compiled during such a call."""
         traced = TracingContext.get_traced_code()
         layer = tuple(

@@ -31,7 +31,7 @@ class _OfThread(threading.local, _Shared):
 
 
 @contextmanager
-def held(wanted: Mapping[str, Any]) -> Iterator[None]:
+def held(wanted: Mapping[str, object]) -> Iterator[None]:
     """Sets ``wanted`` for the block and restores the user's values after it, whatever happens inside."""
     state = _state()
     with _lock:
@@ -48,7 +48,7 @@ def held(wanted: Mapping[str, Any]) -> Iterator[None]:
                 state.outside.clear()
 
 
-def change(wanted: Mapping[str, Any]) -> None:
+def change(wanted: Mapping[str, object]) -> None:
     """Changes settings from here on; only to be called inside :func:`held`."""
     state = _state()
     with _lock:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -26,12 +26,14 @@ from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief,
 from mla_compile.options import Options
 from mla_compile.report.report import Report
 
-Copies: TypeAlias = Callable[
-    [torch.nn.Module, Sequence[Any], Mapping[str, Any]], AbstractContextManager[tuple[Any, ...]]
-]
+Arguments = tuple[torch.nn.Module, Sequence[object], Mapping[str, object]]
+"""A module, and the positional and keyword arguments of its forward."""
+Copies = Callable[[Arguments], AbstractContextManager[Arguments]]
 
 
-def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options) -> Report:
+def explain_module(
+    module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
+) -> Report:
     """The report of one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
     try:
         inspect.signature(type(module).forward).bind(module, *args, **kwargs)
@@ -44,13 +46,13 @@ def explain_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping
         before = Counter(counters["graph_break"])
         entry = compiled_entry(compiler)
         try:
-            with copies(module, args, kwargs) as copied, torch.no_grad():
+            with copies((module, args, kwargs)) as copied, torch.no_grad():
                 entry(*copied)
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             # The trace may need values (a branch, an index): try again with real ones where there are any.
             if copies is not attempts[-1]:
                 continue
-            raise _why_not(module, args, kwargs, copies, error) from error
+            raise _why_not((module, args, kwargs), copies, error) from error
         break
     if compiler.failures and not compiler.reports:
         (first, *_) = compiler.failures
@@ -73,13 +75,11 @@ def _one_line(reason: str) -> str:
     return ": ".join((*lines[:1], *told))
 
 
-def _why_not(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Copies, error: Exception
-) -> MlaCompileError:
+def _why_not(given: Arguments, copies: Copies, error: Exception) -> MlaCompileError:
     """Why a capture failed: because of the inputs, if the model does not run on them uncompiled either."""
-    name = type(module).__name__
+    name = type(given[0]).__name__
     try:
-        with copies(module, args, kwargs) as (copied, positional, keywords), torch.no_grad():
+        with copies(given) as (copied, positional, keywords), torch.no_grad():
             copied(*positional, **keywords)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return CaptureError(f"{name} cannot be captured without values: {first_line(error)}")
@@ -101,20 +101,25 @@ def _traced_line(error: Exception) -> str:
 
 
 @contextmanager
-def _fake_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+def _fake_copies(given: Arguments) -> Iterator[Arguments]:
     """Copies without values, inside their fake mode. Tensors shared by module and inputs stay shared."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
-        copied = copy.deepcopy((module, tuple(args), dict(kwargs)))
+        copied = _copied(given)
     with mode:
         yield copied
 
 
 @contextmanager
-def _real_copies(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+def _real_copies(given: Arguments) -> Iterator[Arguments]:
     """Copies of everything that a forward may write to; parameters are shared."""
-    shared = {id(parameter): parameter for parameter in module.parameters()}
-    yield copy.deepcopy((module, tuple(args), dict(kwargs)), shared)
+    yield _copied(given, {id(parameter): parameter for parameter in given[0].parameters()})
+
+
+def _copied(given: Arguments, shared: dict[int, torch.nn.Parameter] | None = None) -> Arguments:
+    module, args, kwargs = given
+    memo: dict[int, Any] = {**(shared or {})}
+    return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
 
 
 def _has_meta(module: torch.nn.Module) -> bool:

@@ -65,6 +65,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Names for baked weights, derived from those of the weights in the model."""
+    assert isinstance(program.original, torch.export.ExportedProgram)
     targets = {s.arg.name: s.target for s in program.original.graph_signature.input_specs if s.target is not None}
     return {new: _baked_name(new, [targets.get(n, n) for n in nodes], program) for new, nodes in origins.items()}
 

@@ -11,13 +11,13 @@ import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-from mla_compile.core.program import Call, Program
+from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.passes.decide import cost, formulas
 from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
 from mla_compile.pipeline import SiteCost
 
 
-def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence[Any]], bool]:
+def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs], bool]:
     """A function of a call's inputs: whether the absorbed form of all sites together needs fewer FLOPs.
 
     A size that no input shows, such as one computed in the graph, counts as ``UNSEEN``.
@@ -29,7 +29,7 @@ def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Sequence
     # torch's printer knows the functions of its shape expressions (FloorDiv, Mod).
     value = sympy.lambdify(list(readers), gain, modules=[{"math": math}, "math"], printer=PythonPrinter)
 
-    def absorbed_pays(inputs: Sequence[Any]) -> bool:
+    def absorbed_pays(inputs: Inputs) -> bool:
         return bool(value(*[read(inputs) for read in readers.values()]) > 0)
 
     return absorbed_pays
@@ -55,7 +55,7 @@ def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
     return canonical(gain, env)  # guards may have been added since the sizes were read
 
 
-def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Sequence[Any]], int] | None:
+def _reader(program: Program, symbol: sympy.Symbol) -> Callable[[Inputs], int] | None:
     """Reads the value of a shape symbol from the inputs; ``None`` where no input has it."""
     for index, axis, value in _symbolic_inputs(program):
         if size(value) == symbol:
@@ -72,7 +72,7 @@ def _symbolic_inputs(program: Program) -> list[tuple[int, int | None, torch.SymI
     return [one for one in found if isinstance(one[2], torch.SymInt)]
 
 
-def choose_by_call(pays: Callable[[Sequence[Any]], bool], absorbed: Call, expanded: Call) -> Call:
+def choose_by_call(pays: Callable[[Inputs], bool], absorbed: Call, expanded: Call) -> Call:
     """A callable that runs one of two compiled graphs that take the same inputs."""
 
     def call(*inputs: Any) -> Any:

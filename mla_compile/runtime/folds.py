@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mla_compile.core.program import Call, Fold, Program
+from mla_compile.core.program import Call, Fold, Inputs, Program
 from mla_compile.errors import StaleWeightError, WeightError
 
 
@@ -49,7 +49,7 @@ class FoldedWeights:
         self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
 
-    def values(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    def values(self, inputs: Inputs) -> list[torch.Tensor]:
         """One tensor per fold for these inputs. Raises :class:`WeightError` for weights that cannot be folded."""
         live = {name: read(inputs) for name, read in self._read.items()}
         with self._lock:
@@ -126,7 +126,7 @@ def _overwrite(value: torch.Tensor, new: torch.Tensor, fold: Fold) -> None:
     value.copy_(new)
 
 
-def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> Callable[[Sequence[Any]], torch.Tensor]:
+def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> Callable[[Inputs], torch.Tensor]:
     """A function that reads a weight of ``program`` from a call's inputs, or from the program if it is an attribute."""
     if name in positions:
         index = positions[name]

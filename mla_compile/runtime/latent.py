@@ -174,7 +174,7 @@ class LatentTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         kept = _on_rows(func, args, kwargs)
@@ -312,13 +312,12 @@ def _tokens(index: Any, rank: int, axis: int) -> slice | None:
     return one if one.step in (None, 1) else None
 
 
-def _joined(parts: Sequence[Any], dim: int) -> LatentTensor | None:
-    first = parts[0]
-    if not all(isinstance(p, LatentTensor) and p.recipe is not None for p in parts):
+def _joined(parts: Sequence[object], dim: int) -> LatentTensor | None:
+    held = [part for part in parts if isinstance(part, LatentTensor)]
+    recipe, leaves = held[0].recipe if held else None, held[0].leaves if held else ()
+    if recipe is None or len(held) < len(parts) or dim % len(recipe.kinds) != recipe.tokens:
         return None
-    recipe = first.recipe
-    same = all(p.recipe == recipe and all(a is b for a, b in zip(p.leaves, first.leaves, strict=True)) for p in parts)
-    if not same or dim % len(recipe.kinds) != recipe.tokens:
+    if any(p.recipe != recipe or any(a is not b for a, b in zip(p.leaves, leaves, strict=True)) for p in held):
         return None
-    rows = [_once(one, _cat, recipe.token_axis) for one in zip(*(p.rows() for p in parts), strict=True)]
-    return LatentTensor.of(recipe, rows, first.leaves)
+    rows = [_once(one, _cat, recipe.token_axis) for one in zip(*(p.rows() for p in held), strict=True)]
+    return LatentTensor.of(recipe, rows, leaves)

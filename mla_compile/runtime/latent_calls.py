@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.core.program import Call, Program
+from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.passes.cache.rewrite import LatentCache
 from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
 
 
-def plain_examples(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
     """The example inputs of a Dynamo graph, with plain fake tensors of the same shape for those that hold rows."""
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -90,5 +90,5 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
 
 def _leaves(
     program: Program, position: dict[str, int], cache: LatentCache, of: str | int
-) -> list[Callable[[Sequence[Any]], torch.Tensor]]:
+) -> list[Callable[[Inputs], torch.Tensor]]:
     return [weight_reader(program, position, name) for name in cache.recipes[of][1]]

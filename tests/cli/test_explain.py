@@ -161,7 +161,7 @@ def vision(kind: str, architecture: str, **sizes: object) -> dict[str, object]:
         ),
         (vision("t5", "T5ForConditionalGeneration", d_model=32, d_ff=40, num_layers=2), "an encoder with a decoder"),
         ("nowhere.json", "there is no file nowhere.json"),
-        ("empty", "no directory with one"),
+        ("empty", "nor a directory with one"),
         ("{", "cannot be read as JSON"),
         ("[1]", "is JSON, but not an object"),
         ("{}", "has no model_type"),

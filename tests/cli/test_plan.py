@@ -107,7 +107,7 @@ def test_a_plot(here, suffix):
         (("v3", "--reserve", "1"), "reserve is 1.0"),
         (("v3", "--reserve", "nan"), "reserve is nan"),
         (("v3", "--plot", "plan.pdf"), "neither .svg nor .png"),
-        (("v3", "--plot", "nowhere/plan.svg"), "no directory to write plan.svg to"),
+        (("v3", "--plot", "nowhere/plan.svg"), "is not a directory to write plan.svg to"),
         (("v3", "--plot", "folder.svg"), "folder.svg is a directory, expected the name of a file"),
     ],
 )

@@ -50,7 +50,6 @@ TINY = {
 
 FACTORY = """
 import torch
-from torch import nn
 import torch.nn.functional as F
 from torch import nn
 from tests.support.toy import Toy, decode_inputs
