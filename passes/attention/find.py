@@ -67,7 +67,7 @@ def _fused(node: fx.Node) -> AttentionSite:
 def _flex(node: fx.Node, flex: Flex) -> AttentionSite:
     site = _plain(node, flex.q, flex.k, flex.v, not same(shape(flex.q)[1], shape(flex.k)[1]))
     why = None if flex.score_mod is None else "score_mod of flex_attention is between the products"
-    return replace(site, scale=flex.scale, open_core=why)
+    return replace(site, scale=flex.scale, open_core=why, call=flex.call)
 
 
 def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, grouped: bool) -> AttentionSite:

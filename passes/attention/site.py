@@ -81,6 +81,7 @@ class AttentionSite:
         open_core: why the part between the products is not the plain formula above (then only the products are
             rewritten, and everything between them stays as the user wrote it); None where it is.
         problem: why this attention cannot be rewritten at all.
+        call: the operator that computes all of it and has several results, of which ``out`` is one.
     """
 
     out: Operand
@@ -96,10 +97,16 @@ class AttentionSite:
     probs: Operand | None = None
     open_core: str | None = None
     problem: Stop | None = None
+    call: fx.Node | None = None
 
     @property
     def node(self) -> fx.Node:
         return self.out.node
+
+    @property
+    def operator(self) -> fx.Node:
+        """What a report names: the operator that the user called."""
+        return self.call or self.node
 
     def split(self, split: Split) -> AttentionSite:
         """The same attention with some atoms written as products of smaller ones."""

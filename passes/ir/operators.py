@@ -190,8 +190,9 @@ def decode(node: object) -> Reading | None:
     return None if rule is None or not isinstance(node, fx.Node) else rule(node)
 
 
-def _copy(node: fx.Node) -> Copy:
-    return Copy(argument(node, 0, "self"))
+def _copy(node: fx.Node) -> Copy | None:
+    x = argument(node, 0, "self")
+    return Copy(x) if isinstance(x, fx.Node) else None  # a traced function may make a tensor of a number
 
 
 def _dropout(node: fx.Node) -> Dropout:

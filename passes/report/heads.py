@@ -134,7 +134,7 @@ def split_report(
 
     return replace(
         first,
-        where=locate(split.site.node),
+        where=locate(split.site.operator),
         reason="; ".join(dict.fromkeys(r.reason for r in reports)),
         form=_same([r.form for r in reports]),
         dims=_dims([r.dims for r in reports]),

@@ -28,7 +28,7 @@ def site_report(
     notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
         index=index,
-        where=locate(verdict.site.node),
+        where=locate(verdict.site.operator),
         verdict="absorbed" if verdict.absorb else CODES[verdict.code].verdict,
         code=verdict.code,
         reason=verdict.reason,

@@ -89,8 +89,11 @@ class Evaluation:
         name = node.meta.get(ORIGIN, "")
         if name in self.given:
             return self._cast(self.given[name])
-        if node.op == "get_attr" and isinstance(held := _held(node), torch.nn.Module):
-            return held  # a function that an operator of this graph calls
+        held = _held(node) if node.op == "get_attr" else None
+        if isinstance(held, fx.GraphModule):  # a function that an operator of this graph calls
+            return _Widened(held, self.dtype).run
+        if isinstance(held, torch.Tensor) and node.name not in self.weights and not _is_fake(held):
+            return self._cast(held)  # a constant of such a function, written out
         value: Any = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
             return number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
@@ -138,6 +141,23 @@ def _narrowed_to(node: fx.Node) -> float | None:
 def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
     """What is beyond ``limit`` as infinity: a cast that is done in float64 keeps the digits, and not the range."""
     return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
+
+
+class _Widened(fx.Interpreter):
+    """A function that an operator calls, computed in the precision of the evaluation like the graph around it."""
+
+    def __init__(self, module: fx.GraphModule, dtype: torch.dtype | None) -> None:
+        super().__init__(module)
+        self.dtype = dtype
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        wide = self.dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if wide else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args = tuple(widened(a, self.dtype) for a in args)
+        return super().call_function(target, args, {k: widened(v, self.dtype) for k, v in kwargs.items()})
 
 
 def _held(node: fx.Node) -> object:
