@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -111,7 +109,7 @@ def _write_rows(program: Program, cache: LatentCache) -> None:
     """Rows that stand for buffers which were written to are written to: they are no longer returned."""
     count, values = len(program.mutations), list(program.outputs)
     mutations: list[str] = []
-    new: list[Any] = []
+    new: list[fx.node.Argument] = []
     for index, name in enumerate(program.mutations):
         if index not in cache.outputs:
             mutations.append(name)

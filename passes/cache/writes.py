@@ -31,7 +31,7 @@ class Write:
     dim: int
     where: tuple[Hashable, ...]
 
-    def over(self, call: Call, buffer: fx.Node, new: fx.Node, dim: int) -> fx.Node:
+    def over(self, call: Call[fx.Node], buffer: fx.Node, new: fx.Node, dim: int) -> fx.Node:
         """The same write of other things along another axis."""
         op, *at = self.where
         result: fx.Node

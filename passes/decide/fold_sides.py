@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.graph import bytes_hint, shape
+from mla_compile.passes.decide.sources import narrowest
+from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import Maps, Piece
 
@@ -62,10 +63,6 @@ def _width(node: fx.Node) -> int | None:
 
 
 def narrowest_cut(piece: Piece, after: int) -> fx.Node | None:
-    """The narrowest tensor on the way to ``piece`` that lies more than ``after`` projections before its end.
-
-    Of equally narrow ones the one with the fewest scalings after it, so that the weight of a norm is not folded too.
-    """
-    last = piece.path[-1] if piece.path else None
-    found = [v for v in piece.path if last is not None and last.contractions - v.contractions > after]
-    return min(found, key=lambda v: (bytes_hint(v.node), last.scalings - v.scalings)).node if found and last else None
+    """The narrowest tensor on the way to ``piece`` that lies more than ``after`` projections before its end."""
+    last = piece.path[-1].contractions if piece.path else 0
+    return narrowest(v for v in piece.path if last - v.contractions > after)

@@ -115,8 +115,7 @@ def _weighed(
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
-    fused = plan.site.probs is None
-    writes = fused and not (plan.fits_op and plan.site.open_core is None)
+    writes = plan.site.probs is None and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
         forms=forms, made=sizes.made,

@@ -22,7 +22,7 @@ from torch import fx
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, pieces_of
-from mla_compile.passes.decide.refine import refine
+from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Term
@@ -185,18 +185,14 @@ def _dims(
     rope: Rows | None,
     vals: Rows | None,
 ) -> Dims:
-    def width(terms: list[Term]) -> int:
-        return sum(t.stop - t.start for t in terms)
-
-    heads_size, values_size = axis_size(heads), width(list(values))
+    heads_size = axis_size(heads)
     assert isinstance(heads_size, int)
-    nope = [t for t in keys if t.piece.source is None or t.piece.source is latent.node]
     return Dims(
         H=heads_size,
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
         R=0 if rope is None else rope.size,
-        N=width(nope),
-        V=values_size,
+        N=sum(t.stop - t.start for t in keys if t.piece.source is None or t.piece.source is latent.node),
+        V=sum(t.stop - t.start for t in values),
     )
 
 
@@ -204,9 +200,8 @@ def _part_dims(
     site: AttentionSite, keys: Sequence[Term], values: Sequence[Term], heads: Axis, latent: Rows
 ) -> Dims | Stop:
     """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
-    outer = {*site.lead, *site.queries}
     total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
-    value = axis_size(tuple(a for a in flatten(site.out.axes) if a not in outer))
+    value = axis_size(value_features(site))
     all_known = all(isinstance(axis_size(p.features), int) for p in site.products)
     count = axis_size(heads)
     if not all_known or not isinstance(value, int) or not isinstance(count, int):

@@ -27,7 +27,7 @@ def refine(
         if keys is not None:
             wanted += [(p.k, p.features, m, n) for n, (p, m) in enumerate(zip(site.products, keys, strict=True))]
         if values is not None:
-            wanted.append((site.v, _value_axis(site), values, None))
+            wanted.append((site.v, value_features(site), values, None))
         for operand, features, lmap, product in wanted:
             found = _terms(operand, features, lmap, product)
             if isinstance(found, Stop):
@@ -41,7 +41,7 @@ def refine(
         site = site.split(split)
 
 
-def _value_axis(site: AttentionSite) -> Axis:
+def value_features(site: AttentionSite) -> Axis:
     """The feature axis of the values: what the output has and the scores have not."""
     outer = {*site.lead, *site.queries}
     return tuple(a for a in flatten(site.out.axes) if a not in outer)

@@ -19,7 +19,6 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_virtual, shape, val, virtual
-from mla_compile.passes.ir.operators import Told
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
@@ -109,7 +108,8 @@ def _narrower(piece: Piece, node: fx.Node) -> bool:
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
     """The slices of the rows of ``sliced``, those that are known already used again; none where one is not certain."""
     node, how = sliced.node, slice_of(sliced.node)
-    positions = _positions(node)
+    positions = how.bounds
+    assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
     if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: two slices by it are two lengths
@@ -123,10 +123,3 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
             return ()
         found.append(RowSlice(rows, at, known[key]))
     return tuple(found)
-
-
-def _positions(node: fx.Node) -> tuple[Told, Told, Told]:
-    """Which positions a slice takes, as its operator wants to be told."""
-    bounds = slice_of(node).bounds
-    assert bounds is not None
-    return bounds

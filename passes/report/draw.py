@@ -23,7 +23,7 @@ from mla_compile.passes.ir.graph import is_tensor, operator_name, packet, shape,
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.operators import PRODUCTS, decode
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
@@ -133,13 +133,11 @@ class _Draft:
 
     def _shows_cache(self, node: fx.Node) -> bool:
         """Whether it is a view of new rows joined to those that came in: it is shown what latent rows are made of."""
-        while _is_view(node):
-            node = _viewed(node)
+        node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
     def _is_cache(self, node: fx.Node) -> bool:
-        while _is_view(node):
-            node = _viewed(node)
+        node = _root(node)
         if node.op != "placeholder" or node.name in self.weights or not is_tensor(node):
             return False
         readers = list(node.users)
@@ -162,7 +160,7 @@ class _Draft:
             (parent,) = node.all_input_nodes[:1]
             if _is_view(node) or len(parent.users) == 1:
                 node = parent
-        return [n for n in dict.fromkeys(node.all_input_nodes) if is_tensor(n) or _many(n)]
+        return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, tuple, list))]
 
     def _box(self, node: fx.Node, entered: bool) -> DrawnNode:
         where = locate(node)
@@ -209,23 +207,14 @@ class _Draft:
 
     def _is_plain_view(self, node: fx.Node) -> bool:
         box = self.boxes.get(node)
-        if box is None or box.role != "op" or box.blamed or len(self.reads[node]) != 1:
-            return False
-        return _is_view(node)
+        return box is not None and box.role == "op" and not box.blamed and len(self.reads[node]) == 1 and _is_view(node)
 
 
 def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
     """The nodes on the ways from ``sources`` to ``end``, both included."""
-    found: set[fx.Node] = set()
-    queue = list(sources)
-    before = {end, *ancestors(end)} if queue else set()
-    queue = [n for n in queue if n in before]
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue += [user for user in node.users if user in before]
-    return found
+    starts = list(sources)
+    before = {end, *ancestors(end)} if starts else set()
+    return set(reachable((n for n in starts if n in before), lambda node: (u for u in node.users if u in before)))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -233,20 +222,16 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(decode(node), _VIEWS)
 
 
-def _viewed(node: fx.Node) -> fx.Node:
-    """The tensor that a view is of."""
-    how = decode(node)
-    assert isinstance(how, _VIEWS)
-    return how.x
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor that ``node`` is a view of, through views of views; itself where it is no view."""
+    while isinstance(how := decode(node), _VIEWS):
+        node = how.x
+    return node
 
 
 def _is_join(node: fx.Node) -> bool:
     """Whether it puts numbers of several tensors into one."""
     return isinstance(decode(node), _JOINS) or packet(node) in _OTHER_JOINS
-
-
-def _many(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _label(node: fx.Node) -> str:

@@ -41,9 +41,6 @@ def fold(
 ) -> dict[str, list[Folded]]:
     """Folds what the verdicts ask for; returns what was folded, by the name of each site's original node."""
     done: dict[str, list[Folded]] = {}
-    if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in verdicts):
-        return done
-    graph = program.gm.graph
     folder = _Folder(program, maps)
     for site, verdict in zip(sites, verdicts, strict=True):
         assert verdict.choice is not None
@@ -52,7 +49,7 @@ def fold(
             entry += [f for node in site.queries if (f := folder.query(node, val(site.out).dtype)) is not None]
         if verdict.choice.fold_output and (f := folder.output(site)) is not None:
             entry.append(f)
-    remove_dead_code(graph)
+    remove_dead_code(program.gm.graph)
     return done
 
 

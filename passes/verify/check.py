@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
@@ -71,7 +71,7 @@ def _view_key(node: fx.Node) -> tuple[object, ...]:
     return str(node.target), str(val(of).shape), at, _view_key(of)
 
 
-def _factor_key(factor: Any) -> tuple[object, ...] | None:
+def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
     return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
 
 
@@ -210,7 +210,7 @@ def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) 
     return errors[norm > 0]
 
 
-def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
+def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
     nodes = [*boundary, plan.site.node, plan.site.v.node]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
@@ -243,7 +243,7 @@ def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 
 
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
-    b, s, t = ((number(x, sizes)) for x in plan.sizes())
+    b, s, t = (number(x, sizes) for x in plan.sizes())
     d = plan.dims
     # Of rows that are sliced the original expands all.
     whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
