@@ -114,6 +114,7 @@ def _cached(
     """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
     pieces = maps.map(operand.node).pieces
     ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
+    # From K backwards: of several tensors that could be the cache, the one nearest to the attention.
     for node in reversed(ways[0]) if ways else ():
         if node is None or not all(node in way for way in ways):
             continue
@@ -123,12 +124,14 @@ def _cached(
         grows = _grows(node, pasts, assume)
         # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
         known = node in pasts or (grows and all(p in pasts for p in _joined(node) if p.op == "placeholder"))
+        # The caller neither gets it back nor gave it with its recipe: it is no cache.
         if node not in returned and not known:
             continue
         tokens = _token_axis(node, operand, site, maps)
         if grows:
             how = decode(node)
             assert isinstance(how, Join)
+            # Joined along another axis, such as the heads, it does not grow by tokens.
             if tokens is not None and tokens != how.dim:
                 continue
             tokens = how.dim
@@ -244,6 +247,7 @@ def _keep_one(
             known.add((past.recipe, past.leaves))
             dtypes.add(past.dtypes)
         taken.append(part)
+    # Old and new rows are only the same kind of rows with one recipe over the same weights, in one dtype.
     if len(known) != 1 or len(dtypes) != 1:
         return None
     ((recipe, leaves),) = known
@@ -252,6 +256,7 @@ def _keep_one(
 
 def _saves(kept: Sequence[CacheOfRows]) -> bool:
     """Whether the rows hold fewer values per token than the tensors they make."""
+    # By node: K and V made of the same rows keep them once.
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)

@@ -136,6 +136,7 @@ def make_recipe(
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
         inner = piece.contracted if piece.weight is not None else piece.axes[columns]
         wide = axis_size(inner)
+        # Rows with an axis of their own besides batch, tokens and width have no place in the one layout of rows.
         if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
             return Stop(node, "unsupported_op", "rows in a layout that a cache cannot be kept in")
         assert piece.source is not None
@@ -255,6 +256,7 @@ def _expand_part(
         left = "".join(names[k] for k in outer) + "z"
         right = "".join(names[k] for k in (*own, recipe.columns)) + "z"
         out = "".join(names[k] for k in present)
+        # In K's dtype, as the model's own projection computes it.
         operands = [_cast(rows, recipe.dtype, call), _cast(weight, recipe.dtype, call)]
         x = call(aten.einsum.default, f"{left},{right}->{out}", operands)
     for k in range(len(recipe.kinds)):

@@ -84,6 +84,7 @@ class _Rewriter:
                 self.done.recipes[past.name] = cache.recipe, names
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
         remove_dead_code(self.graph)
+        # Only after dead code is gone does an input show who really still reads it.
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
             self._let_go(node)
         remove_dead_code(self.graph)

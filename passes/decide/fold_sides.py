@@ -30,6 +30,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
         (piece, *others) = maps.with_sources([plan.site.node], per_row=True).map(projection).pieces
         if others or piece.source is not plan.site.node or not piece.contracted:
             projection = None
+    # Segments of the query projected from rows of different widths have no one Q.
     return widths.pop() if len(widths) == 1 else None, None if projection is None else _width(projection)
 
 

@@ -50,9 +50,12 @@ def value_features(site: AttentionSite) -> Axis:
 def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | None) -> list[Term] | Split | Stop:
     """The terms of one operand, or the atoms of the site that have to be split first."""
     at = [k for k, own in enumerate(operand.axes) if own and set(own) == set(features)]
+    # No feature axis is fine where the scores are an outer product, without features to sum over.
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
+    # Parts joined along another axis are made by different maps there, so no one map makes all rows. Heads get a code
+    # of their own, because they can still be split into groups.
     if lmap.axis is not None and lmap.axis != feature_axis:
         made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
         if any(f is not None and a in f.atoms for f, own in made for a in own):

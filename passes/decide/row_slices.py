@@ -86,11 +86,13 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
 def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
     """The rows that a slice of ``whole`` is an image of, and which axis of them is sliced; None where it is of none."""
     dim = slice_of(node).dim
+    # Joined along the axis that is sliced: which part a slice falls into may only be known at run time.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
     for piece in whole.pieces:
         own = piece.axes[dim]
+        # The same at every position (zeros, a bias), so there is no row to slice.
         if constant_along(piece, own):
             continue
         at = rows_axis(piece, own)
@@ -119,6 +121,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
         # One that reads its bounds from nodes further down could not be added before every attention that wants it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
             known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+        # The bounds may be clamped: K and its rows need not have the same length.
         if not same(shape(known[key])[at], shape(node)[how.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))

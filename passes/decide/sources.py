@@ -64,6 +64,7 @@ def choose_sources(
         if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
             chosen.add(node)
         else:
+            # No narrower than what it makes: a cache would rather hold K and V as they are.
             as_they_are += cuts
             wide = node
     return chosen | _rejoined(as_they_are), wide
@@ -78,6 +79,7 @@ def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
     after = [(c.node, _after(c)) for c in cuts]
     for joint in dict.fromkeys(node for _, further in after for node in further):
         parts = {node for node, further in after if node in chosen and joint in further}
+        # Not where the join is wider than its parts: it repeats them, or holds something else too.
         if len(parts) > 1 and bytes_hint(joint) <= sum(chosen[n] for n in parts):
             for part in parts:
                 del chosen[part]

@@ -28,7 +28,9 @@ from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
 MOST = 60
-"""Nodes of a drawing; what is further from the attention than these is drawn as an input."""
+"""Nodes of a drawing; what is further from the attention than these is drawn as an input.
+
+More boxes than that are not readable on one page."""
 
 _VIEWS = (operators.Copy, operators.Regroup, operators.Permute, operators.Broadcast, operators.Slice, operators.Select)
 _JOINS = (operators.Join, operators.Assign, operators.Write, operators.WriteOne, operators.WriteRows)
@@ -115,9 +117,11 @@ class _Draft:
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
             self.boxes[node] = self._box(node, entered)
             self.reads[node] = self._inputs(node) if entered else []
+            # What lies behind an end is an end itself, unless it shows that rows are a cache.
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
+        # After all boxes are known: a view is only joined to another where nothing else that is drawn reads it.
         self._contract(start)
         order = [n for n in start.graph.nodes if n in self.boxes]
         place = {node: i for i, node in enumerate(order)}

@@ -24,6 +24,7 @@ Folds = Mapping[str, Sequence[Folded]]
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
     """The groups of heads of an attention that cannot be absorbed as a whole, or of which only one side can."""
+    # What has a plan for the whole was kept for its cost or as asked; groups can only help where there is none.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
 
@@ -35,6 +36,7 @@ def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict])
     groups = [verdicts[g.node] for g in split.groups]
     if not any(v.absorb for v in groups):
         return False
+    # A split must not lose a side of any head that the whole attention had absorbed.
     before = _sides(whole)
     return not before or (all(before <= _sides(v) for v in groups) and any(before < _sides(v) for v in groups))
 

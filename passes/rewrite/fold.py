@@ -75,6 +75,7 @@ class _Folder:
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_sources([source], per_row=True).map(node).pieces
+        # Two weights at least, or there is nothing to multiply ahead of time.
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
         # The size of a symbolic atom can only be read where it has an axis to itself.
@@ -107,6 +108,7 @@ class _Folder:
             return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
         graph = self.program.gm.graph
+        # After all other inputs: callers pass those by position.
         last = list(graph.find_nodes(op="placeholder"))[-1]
         with graph.inserting_after(last):
             node = graph.placeholder(f"folded_{len(self.program.folds)}")
@@ -118,6 +120,7 @@ class _Folder:
         return node, self.measured[key]
 
     def _rounding(self, closed: Expr, names: Sequence[str], dtype: torch.dtype) -> float | None:
+        # Weights on the meta device, or unknown to the program, have no values to measure.
         live = {n: w for n in names if (w := self.program.weights.get(n)) is not None and w.device.type != "meta"}
         if len(live) != len(names):
             return None

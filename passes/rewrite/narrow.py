@@ -30,6 +30,7 @@ def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     """Makes each node of ``(node, source)`` from the rows of its source alone; returns how many."""
     done = 0
     for node, source in dict.fromkeys(nodes):
+        # Nothing reads it any more since other sites were rewritten.
         if not node.users:
             continue
         piece = projection_of(node, source, maps.with_sources([source]))
@@ -54,6 +55,7 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)
     new = arrange(builder, sizes, new, (*((a,) for a in tokens), tuple(features)), [(a,) for a in order])
     new = arrange(builder, sizes, new, tuple((a,) for a in order), piece.axes)
+    # In the memory order of the old node, so that views of it stay views.
     return new if _same_order(new, node) else same_layout(builder, new, node)
 
 

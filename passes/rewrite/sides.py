@@ -182,6 +182,7 @@ class Sides:
         if piece.bias is not None:
             bias = piece.bias.expr.cast(wide(self.dtype)).emit(self.builder, self.memo)
             bias = aligned(self.builder, bias, piece.bias.atoms, order)
+            # sum_i p_i (W c_i + b) = W (sum_i p_i c_i) + b sum_i p_i, and that sum need not be 1.
             if self.mass is not None:
                 mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
                 bias = self.builder.call(aten.mul.Tensor, bias, mass)

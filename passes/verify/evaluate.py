@@ -45,6 +45,7 @@ def draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generat
     shape = [number(size(d), sizes) for d in fake.shape]
     if fake.dtype == torch.bool:
         return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
+    # Zero and one are valid as an index, a flag or a count of anything.
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
@@ -70,6 +71,7 @@ class Evaluation:
 
     def value(self, node: fx.Node) -> torch.Tensor:
         with torch.no_grad():
+            # A stack of its own: a graph of many layers is deeper than Python's recursion limit.
             pending = [node]
             while pending:
                 current = pending[-1]
@@ -106,6 +108,7 @@ class Evaluation:
         sizes = {**symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
         # Not int(): that would fix a symbolic size to the traced one for good.
         width = max(1, number(size(val(node).shape[-1]), sizes)) if val(node).dim() else 1
+        # Seeded by the name, so that both graphs draw the same weight. Not by hash(), which differs from run to run.
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
         return self._cast(draw(node, sizes, width**-0.5, generator))
 
