@@ -138,7 +138,7 @@ class _State:
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
         self.program = base.copy()
         for node in self.graph.nodes:
-            # Names survive copies of a graph and nodes do not; by these the check finds its inputs there.
+            # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
             node.meta[ORIGIN] = node.name
         self.untouched = self.program.copy() if options.verify else None
         self.verdicts: list[Verdict] = []
