@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -52,6 +50,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     sites = [site for site in found.sites if site.node.name not in refused]
     caches = find_caches(graph, sites, found.maps, pasts, returned, assumed)
     if caches:
+        # In the order of the signature, whatever order attentions were found in.
         names = [node.name for node in program.placeholders]
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
         inputs = program.cache.inputs
@@ -62,6 +61,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
 
 def _pasts(program: Program) -> dict[fx.Node, Past]:
     """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
+    # By identity: two weights with equal values may change apart.
     names = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
     found: dict[fx.Node, Past] = {}
     for name, tensor in program.latents.items():
@@ -111,7 +111,7 @@ def _write_rows(program: Program, cache: LatentCache) -> None:
     """Rows that stand for buffers which were written to are written to: they are no longer returned."""
     count, values = len(program.mutations), list(program.outputs)
     mutations: list[str] = []
-    new: list[Any] = []
+    new: list[fx.node.Argument] = []
     for index, name in enumerate(program.mutations):
         if index not in cache.outputs:
             mutations.append(name)

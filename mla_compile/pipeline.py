@@ -110,6 +110,8 @@ def run(
     start = time.perf_counter()
     base = with_latent_cache(program, own_cache) if options.cache == "latent" else program
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
+    # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
+    # again without it. This ends, because every round adds a site.
     failed: dict[str, str] = {}
     while True:
         state = _State(base, options, frozen, failed, draw)
@@ -136,6 +138,7 @@ class _State:
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
         self.program = base.copy()
         for node in self.graph.nodes:
+            # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
             node.meta[ORIGIN] = node.name
         self.untouched = self.program.copy() if options.verify else None
         self.verdicts: list[Verdict] = []
@@ -241,6 +244,7 @@ def _split_heads(state: _State) -> int:
     }
     told: dict[str, Unsplit] = {}
     while candidates:
+        # A fresh copy each round: the splits of the last one are in its graph.
         trial = analyse(state.program.copy())
         whole = {v.site.node.name: v for v in trial.judged(state.options.forms, state.folding)}
         groups = [groups_of(v, trial.maps) for name, v in whole.items() if name in candidates]
@@ -271,6 +275,7 @@ def _absorb(state: _State) -> int:
         else v
         for v in state.verdicts
     ]
+    # Before the first rewrite: what is drawn as "before" has to be there.
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
     plans = [v.plan for v in state.chosen if v.plan is not None]
@@ -306,6 +311,7 @@ def _verify(state: _State) -> int:
 def _fold(state: _State) -> int:
     if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in state.chosen):
         return 0
+    # New maps, because those of the analysis are of a graph that absorb has changed.
     maps = LinearMaps(weights_of(state.program), state.program.fake_mode)
     state.folded = fold(state.program, maps, state.rewritten, state.chosen)
     return sum(map(len, state.folded.values()))

@@ -24,6 +24,7 @@ outputs, or a cache converted for it, are to come back as its past.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -113,6 +114,7 @@ def _cached(
     """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
     pieces = maps.map(operand.node).pieces
     ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
+    # From K backwards: of several tensors that could be the cache, the one nearest to the attention.
     for node in reversed(ways[0]) if ways else ():
         if node is None or not all(node in way for way in ways):
             continue
@@ -121,13 +123,15 @@ def _cached(
             return {written.node: written.dim} if written.node in returned else {}
         grows = _grows(node, pasts, assume)
         # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
-        known = node in pasts or (grows and all(p in pasts for p in _joined(node) or () if p.op == "placeholder"))
+        known = node in pasts or (grows and all(p in pasts for p in _joined(node) if p.op == "placeholder"))
+        # The caller neither gets it back nor gave it with its recipe: it is no cache.
         if node not in returned and not known:
             continue
         tokens = _token_axis(node, operand, site, maps)
         if grows:
             how = decode(node)
             assert isinstance(how, Join)
+            # Joined along another axis, such as the heads, it does not grow by tokens.
             if tokens is not None and tokens != how.dim:
                 continue
             tokens = how.dim
@@ -147,9 +151,9 @@ def _written(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps, a
     return write if write is not None and write.buffer in assume and write.dim == tokens else None
 
 
-def _joined(node: fx.Node) -> list[fx.Node] | None:
+def _joined(node: fx.Node) -> list[fx.Node]:
     how = decode(node)
-    return list(how.parts) if isinstance(how, Join) else None
+    return list(how.parts) if isinstance(how, Join) else []
 
 
 def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps) -> int | None:
@@ -188,8 +192,8 @@ def _keep(
         n: [writes[n].buffer, writes[n].new]
         if n in writes
         else [n]
-        if n in pasts
-        else (_joined(n) if _grows(n, pasts, assume) else [n]) or []
+        if n in pasts or not _grows(n, pasts, assume)
+        else _joined(n)
         for n in tensors
     }
     new = [p for own in parts.values() for p in own if p not in pasts and p not in assume]
@@ -210,7 +214,7 @@ def _keep(
 
 
 def _grows(node: fx.Node, pasts: Mapping[fx.Node, Past], assume: set[fx.Node]) -> bool:
-    return any(p in pasts or p in assume for p in _joined(node) or ())
+    return any(p in pasts or p in assume for p in _joined(node))
 
 
 def _keep_one(
@@ -243,6 +247,7 @@ def _keep_one(
             known.add((past.recipe, past.leaves))
             dtypes.add(past.dtypes)
         taken.append(part)
+    # Old and new rows are only the same kind of rows with one recipe over the same weights, in one dtype.
     if len(known) != 1 or len(dtypes) != 1:
         return None
     ((recipe, leaves),) = known
@@ -251,19 +256,14 @@ def _keep_one(
 
 def _saves(kept: Sequence[CacheOfRows]) -> bool:
     """Whether the rows hold fewer values per token than the tensors they make."""
+    # By node: K and V made of the same rows keep them once.
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index, width in enumerate(k.recipe.widths):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
-    return sum(rows.values()) < sum(_values(k.recipe) for k in kept) or all(k.node in k.parts for k in kept)
-
-
-def _values(recipe: Recipe) -> int:
-    total = 1
-    for kind in recipe.kinds:
-        total *= 1 if kind == "row" else kind
-    return total
+    values = sum(math.prod(1 if kind == "row" else kind for kind in k.recipe.kinds) for k in kept)
+    return sum(rows.values()) < values or all(k.node in k.parts for k in kept)
 
 
 def _seen_through_a_view(graph: fx.Graph, kept: CacheOfRows) -> bool:

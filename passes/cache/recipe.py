@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import fx
@@ -20,14 +20,15 @@ from torch import fx
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
-from mla_compile.passes.ir.graph import args_of, shape, val
+from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.sizes import Size
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Piece
 
 aten = torch.ops.aten
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-Call: TypeAlias = Callable[..., Any]
+X = TypeVar("X", bound="torch.Tensor | fx.Node")
+Call: TypeAlias = Callable[..., X]
 """Applies an operator: to tensors, or by adding a node to a graph."""
 
 
@@ -42,9 +43,9 @@ class Leaf:
 class Apply:
     """An operator over constants and other formulas."""
 
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
+    op: object
+    args: tuple[object, ...]
+    kwargs: tuple[tuple[str, object], ...] = ()
 
 
 Formula: TypeAlias = "Leaf | Apply"
@@ -92,12 +93,12 @@ class Recipe:
         """The axis of the rows that counts tokens."""
         return sum(kind == "row" for kind in self.kinds[: self.tokens])
 
-    def shape(self, rows: Sequence[Any]) -> tuple[Any, ...]:
+    def shape(self, rows: Sequence[int]) -> tuple[int, ...]:
         """K's shape from that of some rows."""
         outer = iter(rows[:-1])
         return tuple(next(outer) if kind == "row" else kind for kind in self.kinds)
 
-    def row_shape(self, shape: Sequence[Any], width: int) -> tuple[Any, ...]:
+    def row_shape(self, shape: Sequence[int], width: int) -> tuple[int, ...]:
         """The shape of rows from K's."""
         return (*(s for s, kind in zip(shape, self.kinds, strict=True) if kind == "row"), width)
 
@@ -135,6 +136,7 @@ def make_recipe(
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
         inner = piece.contracted if piece.weight is not None else piece.axes[columns]
         wide = axis_size(inner)
+        # Rows with an axis of their own besides batch, tokens and width have no place in the one layout of rows.
         if {*flatten(outer), *inner} != piece.source_atoms or not isinstance(wide, int):
             return Stop(node, "unsupported_op", "rows in a layout that a cache cannot be kept in")
         assert piece.source is not None
@@ -200,39 +202,37 @@ def _broadcast(bias: Factor, axes: Sequence[Axis]) -> Expr:
     return expr.view([_int(axis_size(tuple(a for a in own if a in bias.atoms))) for own in axes])
 
 
-def _int(size: Any) -> int:
+def _int(size: Size) -> int:
     assert isinstance(size, int), "weights have fixed sizes"
     return size
 
 
-def _formula(value: Any, leaves: dict[fx.Node, int]) -> Any:
+def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:
     """An expression of weights, or a node of the graph that is one, down to the weight tensors."""
-    if isinstance(value, Expr):
-        if value.node is not None:
-            return _formula(value.node, leaves)
-        return _apply(value.op, value.args, value.kwargs, leaves)
-    if isinstance(value, fx.Node):
-        if value.op in ("placeholder", "get_attr"):
-            return Leaf(leaves.setdefault(value, len(leaves)))
-        return _apply(value.target, args_of(value), value.kwargs, leaves)
-    if isinstance(value, (list, tuple)):
-        return tuple(_formula(v, leaves) for v in value)
-    return value
+    if isinstance(value, Expr) and value.node is not None:
+        return _formula(value.node, leaves)
+    if isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr"):
+        return Leaf(leaves.setdefault(value, len(leaves)))
+    op = value.op if isinstance(value, Expr) else value.target
+    args = tuple(_written(a, leaves) for a in value.args)
+    return Apply(op, args, tuple((name, _written(v, leaves)) for name, v in sorted(value.kwargs.items())))
 
 
-def _apply(op: Any, args: Any, kwargs: Any, leaves: dict[fx.Node, int]) -> Apply:
-    given = _formula(tuple(args), leaves)
-    return Apply(op, given, tuple((name, _formula(value, leaves)) for name, value in sorted(kwargs.items())))
+def _written(value: object, leaves: dict[fx.Node, int]) -> object:
+    """An argument of an operator, with tuples for lists so that a recipe can be hashed."""
+    if isinstance(value, (Expr, fx.Node)):
+        return _formula(value, leaves)
+    return tuple(_written(v, leaves) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def at_once(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
     """The :data:`Call` that computes."""
     return op(*args, **kwargs)
 
 
-def expand(recipe: Recipe, rows: Sequence[Any], leaves: Sequence[Any], call: Call) -> Any:
+def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """K: computed from tensors, or added to a graph, depending on what ``call`` does with an operator."""
-    memo: dict[Formula, Any] = {}
+    memo: dict[Formula, X] = {}
     parts = [_expand_part(recipe, part, rows[part.rows], leaves, call, memo) for part in recipe.parts]
     if len(parts) == 1:
         return parts[0]
@@ -240,8 +240,8 @@ def expand(recipe: Recipe, rows: Sequence[Any], leaves: Sequence[Any], call: Cal
 
 
 def _expand_part(
-    recipe: Recipe, part: ColumnBlock, rows: Any, leaves: Any, call: Call, memo: dict[Formula, Any]
-) -> Any:
+    recipe: Recipe, part: ColumnBlock, rows: X, leaves: Sequence[X], call: Call[X], memo: dict[Formula, X]
+) -> X:
     names = dict(zip(range(len(recipe.kinds)), _LETTERS, strict=False))
     outer = [k for k, kind in enumerate(recipe.kinds) if kind == "row"]
     heads = [k for k, kind in enumerate(recipe.kinds) if kind != "row" and k != recipe.columns]
@@ -256,6 +256,7 @@ def _expand_part(
         left = "".join(names[k] for k in outer) + "z"
         right = "".join(names[k] for k in (*own, recipe.columns)) + "z"
         out = "".join(names[k] for k in present)
+        # In K's dtype, as the model's own projection computes it.
         operands = [_cast(rows, recipe.dtype, call), _cast(weight, recipe.dtype, call)]
         x = call(aten.einsum.default, f"{left},{right}->{out}", operands)
     for k in range(len(recipe.kinds)):
@@ -270,24 +271,23 @@ def _expand_part(
     return x if all(k in present for k in heads) else call(aten.expand.default, x, sizes)
 
 
-def _cast(x: Any, dtype: torch.dtype, call: Call) -> Any:
+def _cast(x: X, dtype: torch.dtype, call: Call[X]) -> X:
     own = val(x).dtype if isinstance(x, fx.Node) else x.dtype
     return x if own == dtype else call(aten._to_copy.default, x, dtype=dtype)
 
 
-def evaluate(formula: Any, leaves: Sequence[Any], call: Call, memo: dict[Formula, Any]) -> Any:
+def evaluate(formula: Formula, leaves: Sequence[X], call: Call[X], memo: dict[Formula, X]) -> X:
     """A weight expression over ``leaves``."""
     if isinstance(formula, Leaf):
         return leaves[formula.index]
-    if isinstance(formula, tuple):
-        return type(formula)(evaluate(f, leaves, call, memo) for f in formula)
-    if not isinstance(formula, Apply):
-        return formula
     if formula not in memo:
-        args = [_listed(evaluate(a, leaves, call, memo)) for a in formula.args]
-        memo[formula] = call(formula.op, *args, **{k: evaluate(v, leaves, call, memo) for k, v in formula.kwargs})
+
+        def given(value: object) -> object:
+            if isinstance(value, (Leaf, Apply)):
+                return evaluate(value, leaves, call, memo)
+            return tuple(map(given, value)) if isinstance(value, tuple) else value
+
+        # `_written` made tuples of the lists that operators were given.
+        args = [list(a) if type(a) is tuple else a for a in map(given, formula.args)]
+        memo[formula] = call(formula.op, *args, **{k: given(v) for k, v in formula.kwargs})
     return memo[formula]
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if type(value) is tuple else value

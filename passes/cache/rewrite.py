@@ -1,4 +1,4 @@
-"""The rewrite of a graph whose caches of K and V are kept as rows; :mod:`latent_cache` has found them."""
+"""The rewrite of a graph whose caches of K and V are kept as rows (found by :mod:`mla_compile.passes.cache.find`)."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ class _Rewriter:
                 self.done.recipes[past.name] = cache.recipe, names
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
         remove_dead_code(self.graph)
+        # Only after dead code is gone does an input show who really still reads it.
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
             self._let_go(node)
         remove_dead_code(self.graph)
@@ -101,8 +102,7 @@ class _Rewriter:
     def _let_go(self, node: fx.Node) -> None:
         """Removes an input; whoever else reads it gets it expanded from its rows."""
         recipe, weights = self.done.recipes[node.name]
-        by_name = {n.name: n for n in self.graph.find_nodes(op="placeholder")}
-        by_name.update({n.name: n for n in self.graph.find_nodes(op="get_attr")})
+        by_name = {n.name: n for op in ("placeholder", "get_attr") for n in self.graph.find_nodes(op=op)}
         rows = [by_name[name] for name in self.done.inputs[node.name]]
         self._read_sizes_from_rows(node, recipe, rows[0])
         if node.users:

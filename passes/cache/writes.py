@@ -31,7 +31,7 @@ class Write:
     dim: int
     where: tuple[Hashable, ...]
 
-    def over(self, call: Call, buffer: fx.Node, new: fx.Node, dim: int) -> fx.Node:
+    def over(self, call: Call[fx.Node], buffer: fx.Node, new: fx.Node, dim: int) -> fx.Node:
         """The same write of other things along another axis."""
         op, *at = self.where
         result: fx.Node
@@ -60,5 +60,6 @@ def write_of(node: fx.Node) -> Write | None:
 
 def _fits(buffer: fx.Node, new: fx.Node, dim: int, length: Size) -> bool:
     """Whether ``new`` is the buffer's shape but for its ``length`` along ``dim``: nothing is broadcast."""
+    # One value broadcast over several positions could not be written as one row for each.
     sizes = [*shape(buffer)[:dim], length, *shape(buffer)[dim + 1 :]]
     return len(sizes) == len(shape(new)) and all(same(a, b) for a, b in zip(sizes, shape(new), strict=True))

@@ -54,8 +54,10 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     stop = maps.reasons.get(source)
     if stop is None or not is_contraction(source):
         return None
+    # A product of two activations, such as the scores of another attention, is no projection.
     if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
+    # Projected from what the queries are made of: that is the hidden state, as in plain attention.
     if all(n in search.own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
     return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
@@ -64,6 +66,7 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
 def _widens(node: fx.Node) -> bool:
     """Whether a linear layer, its weight perhaps computed from inputs, makes rows wider than those it reads."""
     rows = args_of(node)[0]
+    # Only `linear` says which operand is the weight; of the other products either could be.
     return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
@@ -84,6 +87,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
                 reader.setdefault(n, node)
                 yield n
 
+    # The first is the source itself, of which it is known already that it is no up-projection.
     for node in islice(reachable([source], inputs, REACH), 1, None):
         if not is_tensor(node):
             continue

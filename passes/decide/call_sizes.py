@@ -35,6 +35,7 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     context = None if s == 1 or not isinstance(t, int) else counts[2]
     symbolic = not isinstance(s, int)
     element = val(plan.latent.node).element_size()
+    # A slice of a static cache is attended to, but the expanded form makes K and V of the whole cache.
     shares = [bytes_hint(whole_rows(r.node)) / bytes_hint(r.node) for r in plan.rows]
     made = None if context is None or max(shares) == 1 else math.ceil(context * max(shares))
     return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made)

@@ -119,6 +119,7 @@ def _choose(
     def time_of(form: Form) -> float:
         return seconds(form, dims, B=B, S=S, T=T, made=made, element_bytes=element_bytes, device=device)
 
+    # Folding is left out of the first comparison: it must not make absorbing look good where it would not be alone.
     expanded, chained = time_of("expanded"), time_of("chained")
     estimates = {"expanded": expanded, "chained": chained}
     told = _told(S, T, made, device, chained, expanded)
@@ -228,6 +229,7 @@ class AbsorbedColumns:
 def part_break_even(parts: Sequence[AbsorbedColumns]) -> float:
     """Queries per call up to which absorbing all of ``parts`` needs fewer FLOPs, on a long context."""
     per_token = sympy.diff(sum(part_gain(p) for p in parts), formulas.T)
+    # No solution: the gain per token does not depend on S, so neither do the two forms cross.
     (solution,) = sympy.solve(per_token, formulas.S) or (sympy.oo,)
     return float(solution) if solution > 0 else math.inf
 
@@ -280,6 +282,7 @@ def _part_seconds(
 
 @lru_cache(maxsize=_REMEMBERED)
 def _write_seconds(heads: int, B: int, S: int, T: int, device: Device) -> float:
+    # Four bytes whatever the model's dtype: scores that are written out are float32.
     return _stage_seconds(formulas.written_stages(), {"B": B, "S": S, "T": T, "H": heads}, 4, device)
 
 

@@ -37,22 +37,26 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     sides = [[maps.map(p.k.node) for p in site.products], [maps.map(site.v.node)]]
     pieces = pieces_of([*sides[0], *sides[1]])
     at_cuts = _plans(site, maps.with_sources(choose_sources(pieces, any_width=True)[0]))
+    # Refused for its width alone: with the width out of the way, all obligations hold.
     rows, too_wide = [], None
     if failed.code == "not_mla" and wide is not None and wide not in own:
         rows = [wide]
         too_wide = Stop(wide, "cost_latent_wide", "the rows that are expanded are no narrower than K and V")
         if not isinstance(at_cuts[0], Stop):
             return too_wide
+    # Where no weight lies between rows and attention there is no up-projection whose tokens could be mixed.
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
         if _by_weights_alone(plan):
             return plan
     illegal = [side for side, plan in zip(sides, at_cuts[1:], strict=True) if not _shared(plan)]
     for source in dict.fromkeys(p.source for side in illegal or sides for p in pieces_of(side)):
         found = None if source is None else explained(source, Search(maps, own, rows))
+        # Where all heads share K and V, as in MQA, nothing can depend on the head.
         if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
             return found
     if too_wide is not None:
         return too_wide
+    # A compiler that broke the graph left the projections in another one, and only the user can mend that.
     if failed.code == "not_mla" and _made_outside(site, maps) and not _shared_by_heads(site, maps):
         return Stop(
             site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.graph import bytes_hint, shape
+from mla_compile.passes.decide.sources import narrowest
+from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import Maps, Piece
 
@@ -29,6 +30,7 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
         (piece, *others) = maps.with_sources([plan.site.node], per_row=True).map(projection).pieces
         if others or piece.source is not plan.site.node or not piece.contracted:
             projection = None
+    # Segments of the query projected from rows of different widths have no one Q.
     return widths.pop() if len(widths) == 1 else None, None if projection is None else _width(projection)
 
 
@@ -62,10 +64,6 @@ def _width(node: fx.Node) -> int | None:
 
 
 def narrowest_cut(piece: Piece, after: int) -> fx.Node | None:
-    """The narrowest tensor on the way to ``piece`` that lies more than ``after`` projections before its end.
-
-    Of equally narrow ones the one with the fewest scalings after it, so that the weight of a norm is not folded too.
-    """
-    last = piece.path[-1] if piece.path else None
-    found = [v for v in piece.path if last is not None and last.contractions - v.contractions > after]
-    return min(found, key=lambda v: (bytes_hint(v.node), last.scalings - v.scalings)).node if found and last else None
+    """The narrowest tensor on the way to ``piece`` that lies more than ``after`` projections before its end."""
+    last = piece.path[-1].contractions if piece.path else 0
+    return narrowest(v for v in piece.path if last - v.contractions > after)

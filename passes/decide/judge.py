@@ -70,8 +70,10 @@ class _Judge:
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node)
             return self.part(refused, stop, maps)
+        # Before the problem of the site is looked at: plain attention with an odd mask is no MLA that was refused.
         if _is_hidden_state(plan, maps):
             return Verdict(site, Code.NOT_MLA, "K and V are projected from the rows that the queries are made of")
+        # Rows out of a residual connection that are no narrower than K or V: the hidden state.
         narrowest = min(plan.dims.H * plan.dims.N, plan.dims.H * plan.dims.V)
         if plan.dims.latent_values >= narrowest and is_hidden_state(plan.latent.node):
             return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
@@ -81,6 +83,7 @@ class _Judge:
             rows, whole = plan.dims.latent_values, plan.dims.expanded_values
             reason = f"the latent rows hold {rows} values, K and V {whole}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)
+        # Only now: the walks from the query and the output are in vain for an attention that was refused.
         if self.fold != "never":
             q_width, model_width = fold_widths(plan, maps)
             plan = replace(plan, dims=replace(plan.dims, Q=q_width, D=model_width))
@@ -121,6 +124,7 @@ class _Judge:
         computed: dict[fx.Node, set[fx.Node]] = {v.site.node: set() for v in verdicts}
         options: dict[fx.Node, list[Verdict]] = {}
         while True:
+            # What was to be made alone for one site may no longer be read once another has changed.
             verdicts = [replace(v, narrowed=()) for v in verdicts]
             alive = _Alive(self.graph, verdicts)
             for index, verdict in enumerate(verdicts):
@@ -162,6 +166,8 @@ class _Judge:
         """The next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway."""
         site = verdict.site
         assert verdict.plan is not None
+        # The projection that is still alive makes the latent itself: the rows behind it were narrower, but it is
+        # computed in any case, so the walk has to end at its result.
         if not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
             computed.add(node)
             closer = self.whole(site, computed)
@@ -171,6 +177,7 @@ class _Judge:
             options[site.node] = [final]
             if self.forms != "expanded":
                 stop = Stop(final.blame or node, final.code.value, final.reason)
+                # The other side first: the expansion of this one is what could not be saved.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
                 tried = (self.part(final, stop, self.maps, (side,)) for side in sides)
                 options[site.node] = [*(v for v in tried if v.absorb), final]

@@ -83,6 +83,7 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
             None if keys is None else [at_cuts.map(p.k.node) for p in site.products],
             None if values is None else at_cuts.map(site.v.node),
         )
+        # A plan for both sides that expands only one is found again, without the other, further down.
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
         if not any(is_hidden_state(rows.node) for rows in plan.rows if plan.expands(rows)):
@@ -115,8 +116,8 @@ def _weighed(
 ) -> Partial:
     sizes = call_sizes(plan)
     parts = parts_of(plan)
-    fused = plan.site.probs is None
-    writes = fused and not (plan.fits_op and plan.site.open_core is None)
+    # A fused attention has no product to replace: it is written out first, and that costs a trip through memory.
+    writes = plan.site.probs is None and not (plan.fits_op and plan.site.open_core is None)
     choice = choose_parts(
         parts, writes=writes, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
         forms=forms, made=sizes.made,
@@ -147,6 +148,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
         for rows in plan.rows:
             if rows.node in own and rows.heads:
                 own_stop = maps.reasons.get(rows.node)
+                # A walk that ended at a dropout or a nonlinearity has a better reason than that heads differ.
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
                     own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
                 stop = explain_source(rows.node, site, maps, read) or own_stop
@@ -159,6 +161,7 @@ def _kept_part(what: str, stop: Stop) -> KeptPart:
 
 def _why(site: AttentionSite, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]) -> Stop:
     """Why the side made by ``nodes`` stays: why the whole failed, unless a better reason is found behind this side."""
+    # These say what was found at the end of a walk; any other code names the operator that is in the way.
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         return failed
     pieces = pieces_of([maps.map(n) for n in nodes])

@@ -22,7 +22,7 @@ from torch import fx
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, pieces_of
-from mla_compile.passes.decide.refine import refine
+from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Term
@@ -35,6 +35,7 @@ def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> 
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
+    # The operator takes a latent, one tensor of rotary rows and one of values; more needs products one by one.
     if len(of_keys) not in (1, 2) or len(of_values) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
     (value,) = of_values
@@ -53,6 +54,8 @@ def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: Li
     site, key_terms, value_terms = found.site, found.keys, found.values
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     shared = [n for n in of_keys if not found.rows[n].heads]
+    # The operator reads one shared row per token. Rows of single heads can only come in as scores in the mask, so they
+    # may be rows of the keys, never of the values.
     fits = len(of_values) == 1 and not found.rows[of_values[0]].heads and bool(shared)
     if fits:
         value: fx.Node | None = of_values[0]
@@ -61,6 +64,7 @@ def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: Li
     else:
         sources = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
         expanded = [n for n in sources if n is not None]
+        # Only figures are read off it here: rewriting the products looks up the rows of each term.
         latent = next((n for n in expanded if not found.rows[n].heads), expanded[0])
         value = rope = None
     vals = None if value is None or value is latent else found.rows[value]
@@ -123,6 +127,7 @@ def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Ax
             heads.append(atom)
         else:
             return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
+    # With rows for every head there is nothing to share: absorbing would make each key as wide as the latent.
     if not heads and len(batch) > 1:
         return Stop(site.node, "head_dependent_latent", "every head has rows of its own")
     return tuple(batch), tuple(heads)
@@ -135,9 +140,11 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -
             if t.piece.source is not None and t.kind(atom) != "token":
                 return Stop(node, "token_mixing", "a key row is not the image of one row of the source")
         known = {*t.piece.source_atoms, *(t.piece.weight.atoms if t.piece.weight else ())}
+        # Repeated columns of K add up in q . K. Those of V would each have to be written to the output.
         summed = t.product is not None and t.piece.weight is not None  # into the query, repeated columns too
         if t.piece.source is not None and not summed and not known.issuperset(t.features):
             return Stop(node, "unsupported_op", "one column of the rows stands for several")
+        # A weight that differs from token to token cannot be moved past the sum over tokens.
         tokens = {t.at[a] for a in (*batch, *site.keys) if a in t.at}
         for factor in (t.piece.weight, t.piece.bias):
             if factor is not None and any(a in tokens for a in factor.atoms):
@@ -152,6 +159,7 @@ def _read_rows(found: _Found, terms: Sequence[Term]) -> Stop | None:
         assert t.piece.source is not None
         by_source.setdefault(t.piece.source, []).append(t)
     for node, using in by_source.items():
+        # One tensor read in two ways would need two layouts of it in memory.
         own = {tuple(a for a in found.heads if t.kind(a) == "token") for t in using}
         layouts = {_row_axes(t, (*found.batch, *found.site.keys, *heads)) for t in using for heads in own}
         if len(layouts) != 1 or len(own) != 1:
@@ -185,18 +193,15 @@ def _dims(
     rope: Rows | None,
     vals: Rows | None,
 ) -> Dims:
-    def width(terms: list[Term]) -> int:
-        return sum(t.stop - t.start for t in terms)
-
-    heads_size, values_size = axis_size(heads), width(list(values))
+    heads_size = axis_size(heads)
     assert isinstance(heads_size, int)
-    nope = [t for t in keys if t.piece.source is None or t.piece.source is latent.node]
     return Dims(
         H=heads_size,
+        # Two latents count as one of their mean width, rounded up: the cost formulas know one L for keys and values.
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
         R=0 if rope is None else rope.size,
-        N=width(nope),
-        V=values_size,
+        N=sum(t.stop - t.start for t in keys if t.piece.source is None or t.piece.source is latent.node),
+        V=sum(t.stop - t.start for t in values),
     )
 
 
@@ -204,9 +209,8 @@ def _part_dims(
     site: AttentionSite, keys: Sequence[Term], values: Sequence[Term], heads: Axis, latent: Rows
 ) -> Dims | Stop:
     """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
-    outer = {*site.lead, *site.queries}
     total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
-    value = axis_size(tuple(a for a in flatten(site.out.axes) if a not in outer))
+    value = axis_size(value_features(site))
     all_known = all(isinstance(axis_size(p.features), int) for p in site.products)
     count = axis_size(heads)
     if not all_known or not isinstance(value, int) or not isinstance(count, int):

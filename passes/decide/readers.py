@@ -77,6 +77,7 @@ def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
     piece = projection_of(node, source, maps)
     if piece is None or piece.weight is None or piece.scale != 1.0:
         return False
+    # What is made alone has strides of its own: a split of the whole has those of the whole.
     if _strides_show(node):
         return False
     tokens = [a for a in flatten(piece.axes) if a in piece.source_atoms]
@@ -85,6 +86,7 @@ def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
         return False
     if set(tokens) | set(piece.contracted) != piece.source_atoms:
         return False
+    # In half precision a weight that is computed would be rounded at another place than the product it replaces was.
     exact = val(node).dtype.itemsize >= 4 or all(_is_view(f.expr) for f in (piece.weight, piece.bias) if f is not None)
     return exact and val(source).dtype == val(node).dtype == piece.weight.expr.value.dtype
 

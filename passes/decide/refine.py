@@ -27,7 +27,7 @@ def refine(
         if keys is not None:
             wanted += [(p.k, p.features, m, n) for n, (p, m) in enumerate(zip(site.products, keys, strict=True))]
         if values is not None:
-            wanted.append((site.v, _value_axis(site), values, None))
+            wanted.append((site.v, value_features(site), values, None))
         for operand, features, lmap, product in wanted:
             found = _terms(operand, features, lmap, product)
             if isinstance(found, Stop):
@@ -41,7 +41,7 @@ def refine(
         site = site.split(split)
 
 
-def _value_axis(site: AttentionSite) -> Axis:
+def value_features(site: AttentionSite) -> Axis:
     """The feature axis of the values: what the output has and the scores have not."""
     outer = {*site.lead, *site.queries}
     return tuple(a for a in flatten(site.out.axes) if a not in outer)
@@ -50,9 +50,12 @@ def _value_axis(site: AttentionSite) -> Axis:
 def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | None) -> list[Term] | Split | Stop:
     """The terms of one operand, or the atoms of the site that have to be split first."""
     at = [k for k, own in enumerate(operand.axes) if own and set(own) == set(features)]
+    # No feature axis is fine where the scores are an outer product, without features to sum over.
     if len(at) != 1 and features:
         return Stop(operand.node, "unsupported_op", "heads and features share an axis")
     feature_axis = at[0] if at else None
+    # Parts joined along another axis are made by different maps there, so no one map makes all rows. Heads get a code
+    # of their own, because they can still be split into groups.
     if lmap.axis is not None and lmap.axis != feature_axis:
         made = [(p.weight, p.axes[lmap.axis]) for p in lmap.pieces]
         if any(f is not None and a in f.atoms for f, own in made for a in own):

@@ -27,6 +27,7 @@ def shortcut(node: fx.Node) -> fx.Node | None:
     inputs = node.all_input_nodes
     if packet(node) is not aten.add or len(inputs) != 2:
         return None
+    # Nodes compare by their place in the graph: only the earlier one can be what the later is computed from.
     first, second = sorted(inputs)
     return first if is_tensor(first) and leads_to(first, second) else None
 

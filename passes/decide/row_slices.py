@@ -19,7 +19,6 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_virtual, shape, val, virtual
-from mla_compile.passes.ir.operators import Told
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
@@ -87,11 +86,13 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
 def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
     """The rows that a slice of ``whole`` is an image of, and which axis of them is sliced; None where it is of none."""
     dim = slice_of(node).dim
+    # Joined along the axis that is sliced: which part a slice falls into may only be known at run time.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
     for piece in whole.pieces:
         own = piece.axes[dim]
+        # The same at every position (zeros, a bias), so there is no row to slice.
         if constant_along(piece, own):
             continue
         at = rows_axis(piece, own)
@@ -109,7 +110,8 @@ def _narrower(piece: Piece, node: fx.Node) -> bool:
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
     """The slices of the rows of ``sliced``, those that are known already used again; none where one is not certain."""
     node, how = sliced.node, slice_of(sliced.node)
-    positions = _positions(node)
+    positions = how.bounds
+    assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
     if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: two slices by it are two lengths
@@ -119,14 +121,8 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
         # One that reads its bounds from nodes further down could not be added before every attention that wants it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
             known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+        # The bounds may be clamped: K and its rows need not have the same length.
         if not same(shape(known[key])[at], shape(node)[how.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))
     return tuple(found)
-
-
-def _positions(node: fx.Node) -> tuple[Told, Told, Told]:
-    """Which positions a slice takes, as its operator wants to be told."""
-    bounds = slice_of(node).bounds
-    assert bounds is not None
-    return bounds

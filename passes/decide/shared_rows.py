@@ -68,6 +68,7 @@ def _walk(operand: fx.Node, dim: int, weights: Collection[fx.Node], copies: _Cop
             walk.made = True
         elif copies.along(node, at):
             node, at = _shown(node, at)
+            # The walk of the linear maps sees through a plain copy by itself.
             if not _just_copied(node):
                 walk.found.append((node, at))
         elif how is None:
@@ -105,6 +106,7 @@ class _Copies:
         key = (node, dim)
         if key not in self._along:
             length = shape(node)[dim]
+            # Of a symbolic axis it is not known that there are heads.
             several = isinstance(length, int) and length > 1
             reads = self._reads(node, dim) if several and depth < REACH else None
             self._along[key] = reads is not None and all(self.along(n, own, depth + 1) for n, own in reads)
@@ -131,6 +133,7 @@ class _Copies:
             return [] if own < 0 or same(shape(read.x)[own], 1) else [(read.x, own)]
         how = step(node, dim)
         if isinstance(how, Joined):
+            # Two parts joined may both be copies and still differ from each other.
             return [(p.node, p.dim) for p in how.parts] if len(how.parts) == 1 else None
         if how is None or (how.unit > 1 and not isinstance(read, Repeat)):
             return None

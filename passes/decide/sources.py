@@ -6,13 +6,13 @@ what a cache would best hold, whatever the model calls it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from mla_compile.passes.ir.graph import bytes_hint
-from mla_compile.passes.linear.records import Piece
+from mla_compile.passes.linear.records import Piece, Visit
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,20 @@ class Cut:
     piece: Piece
 
 
-def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | None:
-    """The narrowest tensor on the way to the piece, before its last projection (``proper``) or after it.
+def narrowest(visits: Iterable[Visit]) -> fx.Node | None:
+    """The tensor that holds the fewest bytes.
 
     Of equally narrow ones, the one with the fewest scalings after it: the weight of a norm stays on the rows' side.
     """
-    last = piece.path[-1]
-    best: tuple[int, int, int] | None = None
-    where: fx.Node | None = None
-    for index, visit in enumerate(piece.path):
-        if (visit.contractions < last.contractions) != proper or (proper and visit.node in without):
-            continue
-        key = (bytes_hint(visit.node), last.scalings - visit.scalings, index)
-        if best is None or key < best:
-            best, where = key, visit.node
-    return None if best is None or where is None else Cut(where, best[0], piece)
+    best = min(visits, key=lambda v: (bytes_hint(v.node), -v.scalings), default=None)
+    return None if best is None else best.node
+
+
+def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | None:
+    """The narrowest tensor on the way to the piece, before its last projection (``proper``) or after it."""
+    last = piece.path[-1].contractions
+    node = narrowest(v for v in piece.path if (v.contractions < last) == proper and not (proper and v.node in without))
+    return None if node is None else Cut(node, bytes_hint(node), piece)
 
 
 def choose_sources(
@@ -65,6 +64,7 @@ def choose_sources(
         if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
             chosen.add(node)
         else:
+            # No narrower than what it makes: a cache would rather hold K and V as they are.
             as_they_are += cuts
             wide = node
     return chosen | _rejoined(as_they_are), wide
@@ -79,6 +79,7 @@ def _rejoined(cuts: Sequence[Cut]) -> set[fx.Node]:
     after = [(c.node, _after(c)) for c in cuts]
     for joint in dict.fromkeys(node for _, further in after for node in further):
         parts = {node for node, further in after if node in chosen and joint in further}
+        # Not where the join is wider than its parts: it repeats them, or holds something else too.
         if len(parts) > 1 and bytes_hint(joint) <= sum(chosen[n] for n in parts):
             for part in parts:
                 del chosen[part]

@@ -23,12 +23,14 @@ from mla_compile.passes.ir.graph import is_tensor, operator_name, packet, shape,
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.operators import PRODUCTS, decode
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
 MOST = 60
-"""Nodes of a drawing; what is further from the attention than these is drawn as an input."""
+"""Nodes of a drawing; what is further from the attention than these is drawn as an input.
+
+More boxes than that are not readable on one page."""
 
 _VIEWS = (operators.Copy, operators.Regroup, operators.Permute, operators.Broadcast, operators.Slice, operators.Select)
 _JOINS = (operators.Join, operators.Assign, operators.Write, operators.WriteOne, operators.WriteRows)
@@ -115,9 +117,11 @@ class _Draft:
             entered = node is start or ((len(self.boxes) < MOST or node in self.always) and self._entered(node))
             self.boxes[node] = self._box(node, entered)
             self.reads[node] = self._inputs(node) if entered else []
+            # What lies behind an end is an end itself, unless it shows that rows are a cache.
             if node in self.ends or self.ends_at(node):
                 self.ends.update(self.reads[node])
             queue += self.reads[node]
+        # After all boxes are known: a view is only joined to another where nothing else that is drawn reads it.
         self._contract(start)
         order = [n for n in start.graph.nodes if n in self.boxes]
         place = {node: i for i, node in enumerate(order)}
@@ -133,13 +137,11 @@ class _Draft:
 
     def _shows_cache(self, node: fx.Node) -> bool:
         """Whether it is a view of new rows joined to those that came in: it is shown what latent rows are made of."""
-        while _is_view(node):
-            node = _viewed(node)
+        node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
     def _is_cache(self, node: fx.Node) -> bool:
-        while _is_view(node):
-            node = _viewed(node)
+        node = _root(node)
         if node.op != "placeholder" or node.name in self.weights or not is_tensor(node):
             return False
         readers = list(node.users)
@@ -162,7 +164,7 @@ class _Draft:
             (parent,) = node.all_input_nodes[:1]
             if _is_view(node) or len(parent.users) == 1:
                 node = parent
-        return [n for n in dict.fromkeys(node.all_input_nodes) if is_tensor(n) or _many(n)]
+        return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, tuple, list))]
 
     def _box(self, node: fx.Node, entered: bool) -> DrawnNode:
         where = locate(node)
@@ -209,23 +211,14 @@ class _Draft:
 
     def _is_plain_view(self, node: fx.Node) -> bool:
         box = self.boxes.get(node)
-        if box is None or box.role != "op" or box.blamed or len(self.reads[node]) != 1:
-            return False
-        return _is_view(node)
+        return box is not None and box.role == "op" and not box.blamed and len(self.reads[node]) == 1 and _is_view(node)
 
 
 def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
     """The nodes on the ways from ``sources`` to ``end``, both included."""
-    found: set[fx.Node] = set()
-    queue = list(sources)
-    before = {end, *ancestors(end)} if queue else set()
-    queue = [n for n in queue if n in before]
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue += [user for user in node.users if user in before]
-    return found
+    starts = list(sources)
+    before = {end, *ancestors(end)} if starts else set()
+    return set(reachable((n for n in starts if n in before), lambda node: (u for u in node.users if u in before)))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -233,20 +226,16 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(decode(node), _VIEWS)
 
 
-def _viewed(node: fx.Node) -> fx.Node:
-    """The tensor that a view is of."""
-    how = decode(node)
-    assert isinstance(how, _VIEWS)
-    return how.x
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor that ``node`` is a view of, through views of views; itself where it is no view."""
+    while isinstance(how := decode(node), _VIEWS):
+        node = how.x
+    return node
 
 
 def _is_join(node: fx.Node) -> bool:
     """Whether it puts numbers of several tensors into one."""
     return isinstance(decode(node), _JOINS) or packet(node) in _OTHER_JOINS
-
-
-def _many(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def _label(node: fx.Node) -> str:

@@ -24,6 +24,7 @@ Folds = Mapping[str, Sequence[Folded]]
 
 def groups_of(verdict: Verdict, maps: Maps) -> HeadGroups | None:
     """The groups of heads of an attention that cannot be absorbed as a whole, or of which only one side can."""
+    # What has a plan for the whole was kept for its cost or as asked; groups can only help where there is none.
     tried = verdict.parts if verdict.absorb else verdict.plan is None
     return head_groups(verdict.site, maps) if tried and verdict.code is not Code.FORMS_EXPANDED else None
 
@@ -35,6 +36,7 @@ def gains(split: SplitSite, whole: Verdict, verdicts: Mapping[fx.Node, Verdict])
     groups = [verdicts[g.node] for g in split.groups]
     if not any(v.absorb for v in groups):
         return False
+    # A split must not lose a side of any head that the whole attention had absorbed.
     before = _sides(whole)
     return not before or (all(before <= _sides(v) for v in groups) and any(before < _sides(v) for v in groups))
 
@@ -112,7 +114,7 @@ def split_report(
 ) -> SiteReport:
     """One report: what is absorbed of which heads, and what stays, with its reason."""
     groups = [(heads_of(split, g), verdicts[g.node]) for g in split.groups]
-    done = [(w, v, site_report(index, v, check, folded.get(v.site.node.name))) for w, v in groups if v.absorb]
+    done = {w: site_report(index, v, check, folded.get(v.site.node.name)) for w, v in groups if v.absorb}
     parts: list[str] = []
     kept: list[KeptPart] = []
     for which, verdict in groups:
@@ -120,20 +122,17 @@ def split_report(
             blame = None if verdict.blame is None else locate(verdict.blame)
             kept.append(KeptPart(which, verdict.code, verdict.reason, blame))
             continue
-        report = next(r for w, _, r in done if w == which)
+        report = done[which]
         parts += [f"{side} of {which}" for side in report.parts] or [which]
         kept += [replace(k, part=f"{k.part} of {which}") for k in report.kept]
-    reports = [r for _, _, r in done]
-    first = reports[0]
-    whole = len(reports) == len(groups)
+    reports = list(done.values())
 
     def total(figure: Callable[[SiteReport], int | None]) -> int | None:
-        numbers = [figure(r) for r in reports]
-        known = [n for n in numbers if n is not None]
-        return sum(known) if whole and len(known) == len(numbers) else None
+        known = [n for r in reports if (n := figure(r)) is not None]
+        return sum(known) if len(known) == len(groups) else None
 
     return replace(
-        first,
+        reports[0],
         where=locate(split.site.operator),
         reason="; ".join(dict.fromkeys(r.reason for r in reports)),
         form=_same([r.form for r in reports]),

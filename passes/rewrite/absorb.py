@@ -117,6 +117,7 @@ class Whole(Sides):
             return self._plus(added, extra)
         # One number: with several, the attention has an open core and is not rewritten here.
         (fill,) = {term.fill for term in self.site.masks if term.kind != "add"}
+        # A finite fill is not minus infinity: a row that is filled throughout weighs all keys alike and is no zero.
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)
         if added is None and extra is None:

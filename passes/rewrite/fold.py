@@ -41,9 +41,6 @@ def fold(
 ) -> dict[str, list[Folded]]:
     """Folds what the verdicts ask for; returns what was folded, by the name of each site's original node."""
     done: dict[str, list[Folded]] = {}
-    if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in verdicts):
-        return done
-    graph = program.gm.graph
     folder = _Folder(program, maps)
     for site, verdict in zip(sites, verdicts, strict=True):
         assert verdict.choice is not None
@@ -52,7 +49,7 @@ def fold(
             entry += [f for node in site.queries if (f := folder.query(node, val(site.out).dtype)) is not None]
         if verdict.choice.fold_output and (f := folder.output(site)) is not None:
             entry.append(f)
-    remove_dead_code(graph)
+    remove_dead_code(program.gm.graph)
     return done
 
 
@@ -78,6 +75,7 @@ class _Folder:
 
     def _replace(self, node: fx.Node, source: fx.Node, side: str, dtype: torch.dtype) -> Folded | None:
         (piece, *others) = self.maps.with_sources([source], per_row=True).map(node).pieces
+        # Two weights at least, or there is nothing to multiply ahead of time.
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
             return None
         # The size of a symbolic atom can only be read where it has an axis to itself.
@@ -110,6 +108,7 @@ class _Folder:
             return closed.evaluate_named(live, exact).to(dtype).contiguous()
 
         graph = self.program.gm.graph
+        # After all other inputs: callers pass those by position.
         last = list(graph.find_nodes(op="placeholder"))[-1]
         with graph.inserting_after(last):
             node = graph.placeholder(f"folded_{len(self.program.folds)}")
@@ -121,6 +120,7 @@ class _Folder:
         return node, self.measured[key]
 
     def _rounding(self, closed: Expr, names: Sequence[str], dtype: torch.dtype) -> float | None:
+        # Weights on the meta device, or unknown to the program, have no values to measure.
         live = {n: w for n in names if (w := self.program.weights.get(n)) is not None and w.device.type != "meta"}
         if len(live) != len(names):
             return None

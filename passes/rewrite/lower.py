@@ -58,6 +58,7 @@ def _expand(node: fx.Node, builder: Builder) -> None:
         if user.args[1] == 0:
             user.replace_all_uses_with(out)
         else:
+            # The operator's layout is [B, S, H]; scores are [B, H, S, T].
             lse = call(aten.logsumexp.default, scores, [-1])
             user.replace_all_uses_with(call(aten.transpose.int, lse, 1, 2))
         node.graph.erase_node(user)

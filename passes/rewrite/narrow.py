@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.decide.readers import projection_of
 from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
-from mla_compile.passes.ir.axes import Atom
+from mla_compile.passes.ir.axes import Atom, axis_size
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
 from mla_compile.passes.ir.graph import Builder, val
@@ -30,6 +30,7 @@ def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     """Makes each node of ``(node, source)`` from the rows of its source alone; returns how many."""
     done = 0
     for node, source in dict.fromkeys(nodes):
+        # Nothing reads it any more since other sites were rewritten.
         if not node.users:
             continue
         piece = projection_of(node, source, maps.with_sources([source]))
@@ -50,12 +51,11 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     features = [a for a in order if a not in piece.source_atoms]
     x = arrange(builder, sizes, piece.source, piece.source_axes, [*((a,) for a in tokens), piece.contracted])
     weight = _matrix(piece.weight, features, piece.contracted)
-    bias = None
-    if piece.bias is not None:
-        bias = _vector(piece.bias, features).emit(builder, memo)
+    bias = None if piece.bias is None else _vector(piece.bias, features).emit(builder, memo)
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)
     new = arrange(builder, sizes, new, (*((a,) for a in tokens), tuple(features)), [(a,) for a in order])
     new = arrange(builder, sizes, new, tuple((a,) for a in order), piece.axes)
+    # In the memory order of the old node, so that views of it stay views.
     return new if _same_order(new, node) else same_layout(builder, new, node)
 
 
@@ -77,10 +77,8 @@ def _same_order(new: fx.Node, old: fx.Node) -> bool:
 def _matrix(factor: Factor, rows: Sequence[Atom], columns: Sequence[Atom]) -> Expr:
     """A weight as [rows, columns]."""
     ordered = factor.expr.permute([factor.atoms.index(a) for a in (*rows, *columns)])
-    width = 1
-    for a in columns:
-        assert isinstance(a.size, int)
-        width *= a.size
+    width = axis_size(tuple(columns))
+    assert isinstance(width, int)
     return ordered.view([-1, width])
 
 

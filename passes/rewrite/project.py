@@ -7,6 +7,7 @@ and float16 overflows in q W where q . (W c) does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -62,10 +63,7 @@ def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 def _rows(x: fx.Node, lx: str, lw: str) -> int:
     """How many rows share the weight, at the sizes seen when the graph was traced."""
-    total = 1
-    for letter, dim in zip(lx, val(x).shape, strict=True):
-        total *= 1 if letter in lw else hint(size(dim), dim)
-    return total
+    return math.prod(hint(size(d), d) for letter, d in zip(lx, val(x).shape, strict=True) if letter not in lw)
 
 
 def _multiply_and_sum(builder: Builder, x: fx.Node, lx: str, weight: fx.Node, lw: str, out: str) -> fx.Node:

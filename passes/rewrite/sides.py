@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan, Rows
+from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr
@@ -146,8 +147,7 @@ class Sides:
         parts = [self._value_part(found, term) for term in self.plan.vals]
         layout = self._out_layout()
         out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))
-        features = self._value_features()
-        out_axes = tuple(features if a is None else (a,) for a in layout)
+        out_axes = tuple(value_features(self.site) if a is None else (a,) for a in layout)
         return arrange(self.builder, self.sizes, out, out_axes, self.site.out.axes)
 
     def _out_layout(self) -> list[Atom | None]:
@@ -158,9 +158,6 @@ class Sides:
             if any(a not in self.outer for a in axis):
                 layout.append(None)
         return layout if None in layout else [*layout, None]
-
-    def _value_features(self) -> Axis:
-        return tuple(a for a in flatten(self.site.out.axes) if a not in self.outer)
 
     def _value_part(self, attended: dict[fx.Node, fx.Node], term: Term) -> fx.Node:
         """One segment of the output's features, axes as in ``_out_layout``."""
@@ -185,6 +182,7 @@ class Sides:
         if piece.bias is not None:
             bias = piece.bias.expr.cast(wide(self.dtype)).emit(self.builder, self.memo)
             bias = aligned(self.builder, bias, piece.bias.atoms, order)
+            # sum_i p_i (W c_i + b) = W (sum_i p_i c_i) + b sum_i p_i, and that sum need not be 1.
             if self.mass is not None:
                 mass = arrange(self.builder, self.sizes, self.mass, tuple((a,) for a in inner), [(a,) for a in order])
                 bias = self.builder.call(aten.mul.Tensor, bias, mass)

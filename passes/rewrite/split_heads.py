@@ -32,7 +32,10 @@ from mla_compile.passes.linear.records import Maps
 aten = torch.ops.aten
 
 MOST = 8
-"""Groups of heads: every one of them is an attention of its own in each step."""
+"""Groups of heads that one attention is split into at most.
+
+Every group is an attention with launches of its own in each step. More groups than these
+mean that nearly every head has rows of its own, and then there is nothing to share."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def head_groups(site: AttentionSite, maps: Maps) -> HeadGroups | None:
         if not axis or not set(axis) <= set(site.lead) or not isinstance(length, int):
             continue
         core = parts.core(site.node, dim, products)
+        # Scores or probabilities that someone else reads have to be there for all heads at once.
         if core is None or _leaves({node for node, _ in core}, site.node):
             continue
         runs = parts.runs(site.node, dim)

@@ -85,6 +85,7 @@ class _Writer:
         site, each = self.site, [(a,) for a in self.atoms]
         target = (*site.out.axes[:2], site.queries, site.keys)
         scores = self._arranged(scores, [(a,) for a in self.present], each)
+        # `score_mod` is given the indices of batch, head, query and key, so each has to be one axis.
         scores = self._arranged(scores, each, target)
         scores = masked_scores(
             self.builder, scores, site.scale, modify=lambda s: self.builder.trace(flex.modified, [s, *flex.buffers])

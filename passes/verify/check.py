@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
@@ -25,17 +25,26 @@ from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.verify.evaluate import Evaluation, draw, number, of_sizes, symbols
 
 EXACT = 1e-8
-"""Largest relative difference in float64 that rounding can explain."""
+"""Largest relative difference in float64 that rounding can explain.
+
+Float64 has 16 digits; sums over a context and a softmax of large scores lose several of them. A wrong formula differs
+in the first digits."""
 ALLOWED = 1.5
-"""Largest error of the rewritten site, in errors of the original (plus two units in the last place)."""
+"""Largest error of the rewritten site, in errors of the original (plus two units in the last place).
+
+The absorbed form rounds at other places than the original, and no more often: the ratio is near 1, and quantiles of
+a sample scatter around it."""
 ROWS, TRIALS = 128, 16
-"""Rows of output wanted for a comparison of errors, and draws of inputs to get them at the most."""
+"""Rows of output wanted for a comparison of errors, and draws of inputs to get them at the most.
+
+The 0.9 quantile of 128 rows has a dozen rows beyond it. A decode step of one head has a single row per draw, so the
+draws are limited too."""
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
-"""What one check may cost; sites with a larger fixed context are reported as not checked."""
+"""What one check may cost: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
 LONG = 613
 """A context longer than any block of the kernels, for graphs whose context is symbolic."""
 
-_SCALES = (1.0, 8.0)
+_SCALES = (1.0, 8.0)  # ordinary inputs, and large ones whose softmax is near one-hot
 
 aten = torch.ops.aten
 
@@ -71,7 +80,7 @@ def _view_key(node: fx.Node) -> tuple[object, ...]:
     return str(node.target), str(val(of).shape), at, _view_key(of)
 
 
-def _factor_key(factor: Any) -> tuple[object, ...] | None:
+def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
     return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
 
 
@@ -161,6 +170,7 @@ def compare(
             truth, reference = (run.value(old) for run in runs)
             exact, result = (run.value(new) for run in runs)
             difference = _distance(exact, truth)
+            # Written so that NaN fails.
             if not difference <= EXACT:
                 return Check(None, f"differs from the original by {difference:.1e} in float64")
             if not torch.isfinite(result)[torch.isfinite(reference)].all():
@@ -210,7 +220,7 @@ def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) 
     return errors[norm > 0]
 
 
-def _contexts(plan: AbsorbPlan, boundary: Any) -> list[dict[sympy.Symbol, int]]:
+def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
     nodes = [*boundary, plan.site.node, plan.site.v.node]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
@@ -243,11 +253,12 @@ def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 
 
 def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
-    b, s, t = ((number(x, sizes)) for x in plan.sizes())
+    b, s, t = (number(x, sizes) for x in plan.sizes())
     d = plan.dims
     # Of rows that are sliced the original expands all.
     whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
     expanded = b * t * d.expanded_values / share * whole
+    # Eight bytes a value in float64, and room for four tensors of that size.
     return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
 
 

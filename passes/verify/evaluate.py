@@ -12,7 +12,7 @@ from torch import fx
 
 from mla_compile.passes.ir.expr import widened
 from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor, val
-from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.ir.sizes import Size, hint, size
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
     return found
 
 
-def number(expr: Any, sizes: Mapping[sympy.Symbol, int]) -> int:
+def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
     return expr if isinstance(expr, int) else int(expr.subs(sizes))
 
 
@@ -45,6 +45,7 @@ def draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generat
     shape = [number(size(d), sizes) for d in fake.shape]
     if fake.dtype == torch.bool:
         return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
+    # Zero and one are valid as an index, a flag or a count of anything.
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
@@ -68,8 +69,9 @@ class Evaluation:
         self.dtype = dtype
         self._values: dict[fx.Node, Any] = {}
 
-    def value(self, node: fx.Node) -> Any:
+    def value(self, node: fx.Node) -> torch.Tensor:
         with torch.no_grad():
+            # A stack of its own: a graph of many layers is deeper than Python's recursion limit.
             pending = [node]
             while pending:
                 current = pending[-1]
@@ -83,9 +85,11 @@ class Evaluation:
                     continue
                 pending.pop()
                 self._values[current] = leaf if leaf is not None else self._call(current)
-        return self._values[node]
+        result = self._values[node]
+        assert isinstance(result, torch.Tensor)
+        return result
 
-    def _leaf(self, node: fx.Node) -> Any:
+    def _leaf(self, node: fx.Node) -> object:
         name = node.meta.get(ORIGIN, "")
         if name in self.given:
             return self._cast(self.given[name])
@@ -94,7 +98,7 @@ class Evaluation:
             return _Widened(held, self.dtype).run
         if isinstance(held, torch.Tensor) and node.name not in self.weights and not _is_fake(held):
             return self._cast(held)  # a constant of such a function, written out
-        value: Any = node.meta.get("val")
+        value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
             return number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
         if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
@@ -106,22 +110,20 @@ class Evaluation:
             return number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
         sizes = {**symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
         # Not int(): that would fix a symbolic size to the traced one for good.
-        width = max(1, number(size(value.shape[-1]), sizes)) if value.dim() else 1
+        width = max(1, number(size(val(node).shape[-1]), sizes)) if val(node).dim() else 1
+        # Seeded by the name, so that both graphs draw the same weight. Not by hash(), which differs from run to run.
         generator = torch.Generator().manual_seed(self.seed + sum(map(ord, node.name)))
         return self._cast(draw(node, sizes, width**-0.5, generator))
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
 
-    def _call(self, node: fx.Node) -> Any:
-        def real(n: fx.Node) -> Any:
-            return self._values[n]
-
-        args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), real))
+    def _call(self, node: fx.Node) -> object:
+        args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), self._values.__getitem__))
         limit = None if self.dtype is None else _narrowed_to(node)
         if limit is not None:
             args = (_within(args[0], limit), *args[1:])
-        kwargs = {k: widened(fx.map_arg(v, real), self.dtype) for k, v in node.kwargs.items()}
+        kwargs = {k: widened(fx.map_arg(v, self._values.__getitem__), self.dtype) for k, v in node.kwargs.items()}
         if node.target is aten.view.default:  # the values drawn here may lie in another order
             return aten.reshape.default(*args)
         assert callable(node.target)
@@ -131,8 +133,10 @@ class Evaluation:
 def _narrowed_to(node: fx.Node) -> float | None:
     """The largest number of the dtype that ``node`` casts its operand to, where the operand's dtype has larger ones."""
     dtype = next((a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)), None)
-    x: Any = next(iter(node.args), None)
-    if dtype is None or not is_tensor(x) or not (dtype.is_floating_point and val(x).dtype.is_floating_point):
+    x = next(iter(node.args), None)
+    if dtype is None or not isinstance(x, fx.Node) or not is_tensor(x):
+        return None
+    if not (dtype.is_floating_point and val(x).dtype.is_floating_point):
         return None
     limit = torch.finfo(dtype).max
     return limit if limit < torch.finfo(val(x).dtype).max else None

@@ -21,6 +21,7 @@ def check_split(
     boundary = {name: before[name] for name in _boundary(groups, weights)}
     plan, group = next((v.plan, g) for v, g in zip(groups, split.groups, strict=True) if v.absorb)
     assert plan is not None
+    # The budget is reckoned from one group's plan, but the heads of all groups are computed.
     share = (group.stop - group.start) / split.heads
     return compare(plan, before[split.site.node.meta[ORIGIN]], split.joined, boundary, weights, share=share)
 
