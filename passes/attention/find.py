@@ -23,7 +23,7 @@ from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, 
 from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 
@@ -116,12 +116,9 @@ def _fused_problem(
         return Stop(node, "dropout", f"attention dropout of {dropout} is active")
     if isinstance(scale, fx.Node) or not isinstance(size(val(q).shape[-1]), int):
         return Stop(node, "unsupported_op", "a scale or head width that is not a constant")
-    if causal and not (
-        len(queries) == len(keys) and all(same(a.size, b.size) for a, b in zip(queries, keys, strict=True))
-    ):
-        return Stop(
-            node, "unsupported_op", "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
-        )
+    if causal and not same_sizes([a.size for a in queries], [b.size for b in keys]):
+        detail = "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
+        return Stop(node, "unsupported_op", detail)
     return None
 
 

@@ -32,14 +32,13 @@ class Flex:
     v: fx.Node
     scale: float
     score_mod: fx.GraphModule | None
-    buffers: tuple[Any, ...]
+    buffers: tuple[fx.node.Argument, ...]
 
-    def modified(self, scores: torch.Tensor, *buffers: Any) -> torch.Tensor:
+    def modified(self, scores: torch.Tensor, *buffers: torch.Tensor) -> torch.Tensor:
         """``score_mod`` of all scores [B,H,S,T] at once."""
         assert self.score_mod is not None
         indices = (torch.arange(n, device=scores.device) for n in scores.shape)
-        result: torch.Tensor = _for_all(self.score_mod, buffers)(scores, *indices, *buffers)
-        return result
+        return _for_all(self.score_mod, buffers)(scores, *indices, *buffers)
 
 
 def is_flex(node: fx.Node) -> bool:
@@ -76,7 +75,7 @@ def _one_block(block_mask: tuple[Any, ...]) -> bool:
     return large and full[0] is None and packet(partial[0]) in (aten.ones, aten.new_ones)
 
 
-def _for_all(function: Callable[..., Any], buffers: Sequence[Any]) -> Callable[..., Any]:
+def _for_all(function: Callable[..., torch.Tensor], buffers: Sequence[object]) -> Callable[..., torch.Tensor]:
     """``function`` of one score and its place, for the scores of all places [B,H,S,T]."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(0, *dims, *(None for _ in buffers)))

@@ -30,7 +30,7 @@ from mla_compile.passes.ir.axes import (
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.operators import Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 
 aten = torch.ops.aten
@@ -201,7 +201,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _keeps_shape(node: fx.Node, x: fx.Node) -> bool:
-    return len(shape(x)) == len(shape(node)) and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True))
+    return same_sizes(shape(x), shape(node))
 
 
 def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -353,7 +353,7 @@ _MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
     Join: _joined,
     Slice: _sliced,
 }
-_RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
+_RULES: dict[object, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys((aten.mul, aten.div), _scale),
     aten.add: _add,
     **dict.fromkeys((aten.masked_fill, aten.where), _fill),

@@ -17,7 +17,7 @@ from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape
 from mla_compile.passes.ir.operators import is_contraction
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import nearest
 
@@ -101,7 +101,7 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
     """Whether a product leaves the shape of scores, [batch, heads, queries, keys], as it was."""
     sizes = shape(node)
-    return len(sizes) > 3 and len(sizes) == len(shape(x)) and all(map(same, sizes, shape(x)))
+    return len(sizes) > 3 and same_sizes(sizes, shape(x))
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:

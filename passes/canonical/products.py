@@ -28,6 +28,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
     found = 0
     for node in [n for n in graph.nodes if n.target in _PRODUCTS]:
         bias, left, right = args_of(node)[:3]
+        # A product with a weight is a projection: the rules of the linear maps read it with its bias.
         if left in weights or right in weights or not val(node).dtype.is_floating_point or not _beside_a_softmax(node):
             continue
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
@@ -35,6 +36,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
         product = build.call(_PRODUCTS[node.target], left, right)
         if alpha != 1:
             product = build.call(aten.mul.Tensor, product, alpha)
+        # Not a multiplication by zero: the bias may hold NaN, which `beta=0` ignores.
         if beta != 0:
             bias = bias if beta == 1 else build.call(aten.mul.Tensor, bias, beta)
             product = build.call(aten.add.Tensor, product, bias)

@@ -76,6 +76,7 @@ class Piece:
             return self
 
         def factor(f: Factor | None) -> Factor | None:
+            # A view that changes nothing would still be an expression to be emitted.
             if f is None or not any(a in split for a in f.atoms):
                 return f
             atoms = substitute(f.atoms, split)
@@ -90,6 +91,7 @@ class Piece:
         )
 
     def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:
+        # Counts add up along the way, so the last visit knows whether anything was projected at all.
         last = self.path[-1] if self.path else Visit(node, 0, 0)
         visit = Visit(node, last.contractions + contractions, last.scalings + scalings)
         return replace(self, path=(*self.path, visit))
@@ -215,6 +217,7 @@ class Term:
         if own in self.piece.source_atoms:
             return "token"
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
+        # In no factor and no token: the numbers are the same at all its positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
 
 
@@ -239,6 +242,7 @@ def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> Linea
     def grow(piece: Piece) -> Piece:
         axes: list[Axis] = [fresh_axis(s) for s in new[:extra]]
         for k, own in enumerate(piece.axes, start=extra):
+            # An empty axis has size 1, which grows; along the segmented axis each piece keeps its own width.
             axes.append(own if own or k == at else fresh_axis(new[k]))
         return replace(piece, axes=tuple(axes))
 

@@ -17,7 +17,6 @@ from torch import fx
 
 from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.axes import Atom, common_factors, flatten
-from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import scaled, total
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import decode
@@ -78,7 +77,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
-    alpha: Any = node.kwargs.get("alpha", 1)
+    alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
@@ -134,20 +133,14 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
         rename[other] = own
     if a.source_axes != b.source_axes:
         return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")
-
-    def renamed(f: Factor | None) -> Factor | None:
-        return None if f is None else Factor(f.expr, tuple(rename.get(x, x) for x in f.atoms))
-
     common = {v.node for v in b.path}
     last = max((a.path[-1], b.path[-1]), key=lambda v: v.contractions)
     path = (*(v for v in a.path if v.node in common), replace(last, node=node))
-    bias = total(a.bias, renamed(b.bias), factor)
+    bias = total(a.bias, b.bias and b.bias.renamed(rename), factor)
     a = replace(a, bias=bias, path=path, dtype=val(node).dtype)
     if a.weight is None or b.weight is None:
         return replace(a, scale=a.scale + factor * b.scale)
-    other_weight = renamed(b.weight)
-    assert other_weight is not None
-    weight = total(scaled(a.weight, a.scale), scaled(other_weight, b.scale), factor)
+    weight = total(scaled(a.weight, a.scale), scaled(b.weight.renamed(rename), b.scale), factor)
     return replace(a, weight=weight, scale=1.0)
 
 
@@ -182,7 +175,7 @@ MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
 }
 """The rules of operators that only move numbers, by what :func:`decode` says of them."""
 
-RULES: dict[Any, Rule] = {
+RULES: dict[object, Rule] = {
     operator.getitem: result_of_several,
     aten.view: reinterpreted,
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),

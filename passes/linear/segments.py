@@ -17,7 +17,7 @@ from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import merged, narrowed
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map, stacked
 from mla_compile.passes.linear.records import (
@@ -116,7 +116,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 def _itself(node: fx.Node) -> fx.Node:
     """``node``, or what it is the whole of: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
     while isinstance(how := decode(node), (Slice, Write)):
-        if val(how.x).dtype != val(node).dtype or not all(map(same, shape(how.x), shape(node))):
+        if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
         node = how.x
     return node
@@ -130,7 +130,7 @@ def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
         assert write.index is not None
         written.setdefault(write.index, write.x)
         if len(written) == shape(node)[how.dim]:
-            return _stacked(maps, [written[k] for k in range(len(written))], how.dim, node)
+            return stacked_up(maps, node, Stack(tuple(written[k] for k in range(len(written))), how.dim))
         current = write.base
     return _overwritten(node)
 
@@ -214,7 +214,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):
         single = all(same(shape(x)[dim], 1) for x in how.parts)
-        joint = stacked([_one_or_segments(m, node) for m in sources], dim, node) if single else None
+        joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
     row: list[Segment] = []
     offset = 0
@@ -233,24 +233,18 @@ def _in_a_row(segments: Sequence[Segment], dim: int) -> LinearMap:
 
 def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
     """Maps of the same rows along a new axis (heads that were projected one by one)."""
-    return _stacked(maps, how.parts, how.dim, node)
-
-
-def _stacked(maps: Maps, parts: Sequence[fx.Node], dim: int, node: fx.Node) -> LinearMap | Stop:
+    dim = how.dim
     elements: list[LinearMap] = []
-    for x in parts:
+    for x in how.parts:
         if maps.is_weight(x):
             return unexplained(node)
-        source = _one_or_segments(maps.map(x), node)
+        source = maps.map(x)
+        source = one_map(source, node) or source
         at = None if source.axis is None else source.axis + (source.axis >= dim)
         one = source.each(lambda p: replace(p, axes=(*p.axes[:dim], (), *p.axes[dim:])), at)
         assert isinstance(one, LinearMap)
         elements.append(one)
     return stacked(elements, dim, node) or unexplained(node)
-
-
-def _one_or_segments(source: LinearMap, node: fx.Node) -> LinearMap:
-    return one_map(source, node) or source
 
 
 def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -52,17 +53,8 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
 
 def _kept_axis(old: Sequence[Size], at: int, new: Sequence[Size]) -> int | None:
     """Where axis ``at`` of shape ``old`` is in shape ``new``, if the reshape leaves it alone."""
-
-    def before(sizes: Sequence[Size], k: int) -> Size:
-        product: Size = 1
-        for s in sizes[:k]:
-            product = product * s
-        return product
-
-    for k, s in enumerate(new):
-        if same(s, old[at]) and same(before(new, k), before(old, at)):
-            return k
-    return None
+    outer = math.prod(old[:at])
+    return next((k for k, s in enumerate(new) if same(s, old[at]) and same(math.prod(new[:k]), outer)), None)
 
 
 def permuted(maps: Maps, node: fx.Node, how: Permute) -> LinearMap | Stop:
