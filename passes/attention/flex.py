@@ -52,10 +52,12 @@ def is_flex(node: fx.Node) -> bool:
 def flex_of(node: fx.Node) -> Flex | None:
     """The call of which ``node`` is the result, where nothing else of it is used and it can be read as an attention."""
     call = args_of(node)[0] if packet(node) is operator.getitem else None
+    # The second result is the logarithm of the sums, which a rewrite does not give.
     if call is None or not is_flex(call) or call.kwargs or len(call.users) != 1 or node.args[1] != 0:
         return None
     q, k, v, score_mod, block_mask, scale, _, buffers, _ = args_of(call)
     owner = call.graph.owning_module
+    # Higher-order operators are given graphs by the name of a submodule; the last entry of the block mask is mask_mod.
     score_graph, mask_graph = (getattr(owner, str(n.target)) for n in (score_mod, block_mask[-1]))
     if (
         not _one_block(block_mask)
@@ -77,6 +79,7 @@ def _one_block(block_mask: tuple[Any, ...]) -> bool:
 
 def _for_all(function: Callable[..., torch.Tensor], buffers: Sequence[object]) -> Callable[..., torch.Tensor]:
     """``function`` of one score and its place, for the scores of all places [B,H,S,T]."""
+    # The innermost axis first: the last wrapper is the outermost, the batch.
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(0, *dims, *(None for _ in buffers)))
     return function
@@ -88,6 +91,7 @@ def _returns_the_score(graph: fx.GraphModule) -> bool:
 
 def _is_true(graph: fx.GraphModule) -> bool:
     """Whether mask_mod is the one that hides nothing."""
+    # The default mask_mod is traced to one constant; what computes anything may hide something.
     result = graph.graph.output_node().args[0]
     if isinstance(result, fx.Node) and packet(result) in (aten.full, aten.new_full):
         return args_of(result)[-1] is True or result.kwargs.get("fill_value") is True

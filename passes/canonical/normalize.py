@@ -1,4 +1,4 @@
-"""Many spellings, one graph: what carries no meaning for the analysis is removed before it starts.
+"""Removes what carries no meaning for the analysis before it starts.
 
 Before::
 
@@ -6,7 +6,7 @@ Before::
     y = clone(x); z = _to_copy(y, dtype=<dtype of y>)
 
 After: the users of ``y`` and ``z`` read ``x``; the check is gone. The checks were true when the graph was traced and
-guard nothing that Dynamo's own guards do not. Copies whose value escapes (outputs, inputs written in place) stay.
+guard nothing that Dynamo's own guards miss. Copies whose value escapes (outputs, inputs written in place) stay.
 
 Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, which is what ``k[..., a:b] = x`` becomes
 
@@ -41,7 +41,7 @@ def normalize(graph: fx.Graph) -> int:
 
 
 def _is_write_of_all(node: fx.Node) -> bool:
-    """``copy(part, x)`` that changes nothing of ``x``, on its way into a larger tensor."""
+    """Whether this is ``copy(part, x)`` that leaves ``x`` unchanged on its way into a larger tensor."""
     how = decode(node)
     if not isinstance(how, Assign) or not all(_writes(node, decode(user)) for user in node.users):
         return False
@@ -55,7 +55,7 @@ def _writes(x: fx.Node, user: object) -> bool:
 
 
 def _is_empty(node: fx.Node) -> bool:
-    """An operator that returns its input as it is, and whose users only compute with it."""
+    """Whether the operator returns its input unchanged and its users only compute with the result."""
     # What the caller gets must stay a tensor of its own: without the operator it would be the input itself.
     if any(user.op == "output" for user in node.users):
         return False

@@ -1,4 +1,4 @@
-"""A product of an attention that adds something in the same operator becomes two operators, which are followed.
+"""Splits a fused multiply-add of an attention into a product and a sum, so that the analysis can follow both.
 
 Before: ``s = baddbmm(bias, q, k, beta=b, alpha=a); p = softmax(s)``, or ``baddbmm(x, p, v)``
 
@@ -47,7 +47,7 @@ def split_products(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fak
 
 
 def _beside_a_softmax(node: fx.Node) -> bool:
-    """Whether it makes the scores of a softmax, or multiplies what one made."""
+    """Whether it makes the scores of a softmax, or multiplies the probabilities of one."""
     operands = args_of(node)[1:3]
     before, _ = nearest(node, lambda n: operands if n is node else n.all_input_nodes, _is_softmax, is_contraction)
     after, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)

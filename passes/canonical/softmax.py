@@ -1,4 +1,4 @@
-"""A softmax that is written out with exponentials becomes the operator, so that it is found.
+"""Replaces a softmax written out with exponentials by the operator, so that the attention is found.
 
 Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
 

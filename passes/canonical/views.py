@@ -1,4 +1,4 @@
-"""Views, permutations, slices and joins: of each the one spelling that later passes read.
+"""Gives views, permutations, slices and joins the one spelling of each that later passes read.
 
 Before::
 
@@ -8,9 +8,9 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator that is spelled so already keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
-positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes are
-those they had, and whoever looks a node up by its name finds it. What the user called is kept for reports
+An operator that has this spelling already keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
+positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes do
+not change, and a lookup by name still works. The operator that the user called is kept for reports
 (:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
 What later passes read, and the record that ``decode`` gives them:
@@ -187,7 +187,7 @@ def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
 
 
 def _number(reader: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argument, ...], value: object) -> fx.Node:
-    """A new node before ``reader`` with a number that one of its arguments is."""
+    """A new node before ``reader`` that computes a number it is given as an argument."""
     with reader.graph.inserting_before(reader):
         node = reader.graph.call_function(op, args)
     # `val` describes another value, and the number was not spelled by the user at all.

@@ -1,7 +1,7 @@
-"""Parts of a tensor along one axis, made from the parts of what it was made of.
+"""Parts of a tensor along one axis, rebuilt from the matching parts of its operands.
 
-``K = cat([K_a, K_b], heads)`` followed by views, casts and a cat along the features: the heads of ``K_a`` are made of
-``K_a`` alone, by the same operators. :class:`AxisParts` finds where the parts meet, and makes one of them.
+``K = cat([K_a, K_b], heads)`` followed by views, casts and a cat along the features: the heads of ``K_a`` depend on
+``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, :class:`PartMaker` builds one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Made = frozenset[object]
 
 @dataclass(frozen=True)
 class Interval:
-    """Positions of an axis that are made of the same things."""
+    """Neighbouring positions of an axis that depend on the same things."""
 
     start: int
     stop: int
@@ -39,8 +39,8 @@ class Interval:
 class AxisParts:
     """One analysis of a graph.
 
-    ``weights``: nodes made of weights only; ``ends``: where the walk ends; ``made_of``: what tells two parts from each
-    other, where the walk ends.
+    ``weights``: nodes computed from weights only; ``ends``: nodes the walk does not go past; ``made_of``: what a node
+    without a step depends on, by which two parts are told apart.
     """
 
     weights: Collection[fx.Node]
@@ -54,7 +54,7 @@ class AxisParts:
         return None if node in self.ends or node in self.weights else step(node, dim)
 
     def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
-        """Axis ``dim`` of ``node``, whose length is a number, cut where it is made of other things."""
+        """Axis ``dim`` of ``node``, whose length is a number, cut wherever its dependences change."""
         key = (node, dim)
         if key not in self._runs:
             self._runs[key] = _merged(self._found(node, dim, depth))
@@ -169,12 +169,12 @@ def _merged(runs: Iterable[Interval]) -> tuple[Interval, ...]:
 
 
 def _long(node: fx.Node) -> int:
-    """An axis of more than one position, of which there are steps."""
+    """An axis with more than one position: only such an axis has steps."""
     return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
 
 
 class PartMaker:
-    """Adds the nodes that make parts; a part that is made already, or is the whole of a node, is used again."""
+    """Adds the nodes that compute parts; a part that exists already, or is a whole node, is reused."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class PartMaker:
         return self._made[key]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """What ``node`` is a copy of: the operator also names what it was copied over, which would be made for it."""
+        """What ``node`` is a copy of. The copy itself also reads its target, which would have to be built for nothing."""
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node

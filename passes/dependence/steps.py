@@ -70,7 +70,7 @@ Step = Blind | Joined
 
 
 def step(node: fx.Node, dim: int) -> Step | None:
-    """How positions of axis ``dim`` of ``node`` are made; None where they cannot be told apart."""
+    """What positions of axis ``dim`` of ``node`` depend on; None where they cannot be told apart."""
     length = shape(node)[dim] if is_tensor(node) else 1
     # Without a known length there are no positions to name; with one, there is nothing to take apart.
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
@@ -168,7 +168,7 @@ def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -
 
 
 def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> Step | None:
-    """Each position several times in a row; where the whole axis comes again, positions are far apart."""
+    """Each position several times in a row. Copies of the whole axis would lie far apart, so those have no step."""
     if not how.interleaved:
         return None
     return Blind({how.x: Place(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)

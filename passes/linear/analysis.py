@@ -61,11 +61,11 @@ class LinearMaps:
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis that ends at the rows that slices are taken of: the same for all slices, whatever ends here."""
+        """The analysis whose sources are the rows that slices are taken from: one for all slices, whatever ends here."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             self._whole = self.with_sources(rows, self.per_row)
-            # Otherwise it would make one more of itself for each slice that it meets.
+            # It is its own: else it would make another one at the first slice it meets.
             self._whole._whole = self._whole
         return self._whole
 
@@ -96,8 +96,9 @@ class LinearMaps:
             pending.pop()
             try:
                 self._maps[current] = self._apply(current, rule)
-            except RowsJoined as joined:  # channels first, tokens last; maps found so far hold by themselves
-                # Maps that were made through that node have to be made again, and no one can tell which those are.
+            except RowsJoined as joined:  # maps that were handed out before stay true
+                # Maps that were made through that node are made again. Which those are is not recorded, so all of them
+                # are.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]

@@ -86,13 +86,13 @@ def _apply(
         # The weight does not take part in the sum, so tokens (or heads) are added up.
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
             return Stop(node, "token_mixing", "a sum over an axis")
-        # A sum over copies is a multiplication by their number, which `product` would not count.
+        # The weight could be summed over the copies first; until a model needs it, refusing needs no proof.
         elif piece.source is not None and not all(a in tokens or a in known for a in own):
             return Stop(node, "unsupported_op", "a sum over a broadcast axis")
         else:
             summed += own
     for label, size in zip(weight_labels, weight.shape, strict=True):
-        # `product` could sum the weight first, but nobody writes it: refusing is one case less to prove.
+        # The same holds for a weight that is summed along an axis of its own.
         if label not in labels and label not in out and size != 1:
             return Stop(node, "unsupported_op", "a weight is summed by itself")
     axes = tuple(axis_of[label] for label in out)
@@ -271,7 +271,7 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
-    # Exactly one operand that is no weight: with two it is an attention's product, with three torch chooses an order.
+    # Exactly one operand that is no weight: a product of two is an attention's own.
     if sum(weights) != len(weights) - 1 or len(operands) > 2:
         return unexplained(node)
     at = weights.index(False)

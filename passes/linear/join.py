@@ -150,7 +150,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
 
 def _common_path(pieces: Sequence[Piece], node: fx.Node) -> tuple[Visit, ...]:
     common = set.intersection(*({v.node for v in p.path} for p in pieces))
-    # As if the longest way was that of all: the count decides where rewrites may cut.
+    # The result has passed as many contractions as the piece that passed the most.
     last = max((p.path[-1] for p in pieces), key=lambda v: v.contractions)
     before = (v for v in pieces[0].path if v.node in common and v.contractions < last.contractions)
     return (*before, replace(last, node=node))

@@ -1,4 +1,4 @@
-"""Linear maps as data: which rows a tensor is made of, by which weights, and on which way.
+"""Linear maps as data: the rows that a tensor is computed from, the weights, and the operators in between.
 
 A tensor X is described by
 
@@ -76,7 +76,6 @@ class Piece:
             return self
 
         def factor(f: Factor | None) -> Factor | None:
-            # A view that changes nothing would still be an expression to be emitted.
             if f is None or not any(a in split for a in f.atoms):
                 return f
             atoms = substitute(f.atoms, split)
@@ -162,7 +161,7 @@ class VirtualSources:
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
-    """What was joined at ``node`` and taken for columns turns out to be rows: there the walk has to end."""
+    """What was joined at ``node`` and taken for columns turns out to be rows, so the walk has to end there."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)

@@ -1,7 +1,7 @@
 """Transfer rules for maps whose rows are virtual sources: no nodes of the graph, but views of its nodes.
 
-A slice along the tokens of what weights make of rows is the same map of a slice of the rows: ``(c W)[:, :n] = c[:, :n]
-W``, for every axis of the rows that is, as it is, an axis of the result. A tensor whose numbers were copied along an
+A slice along the tokens of an up-projection is the same up-projection of a slice of the rows: ``(c W)[:, :n] = c[:, :n]
+W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were copied along an
 axis is its first position, broadcast. Without virtual sources both end the walk.
 """
 
@@ -43,7 +43,7 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """The map of a slice: that of the tensor it is taken of, over the slices of its rows."""
+    """The map of a slice: that of the tensor it is taken from, over the slices of its rows."""
     how, taken = slice_of(node), {s.rows: s for s in maps.virtual.slices[node]}
     dim = how.dim
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
@@ -58,7 +58,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if constant_along(piece, own):
             return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
         sliced = None if piece.source is None else taken.get(piece.source)
-        # Another source that the walk was told to end at lies on the way: it would be skipped.
+        # The last condition: a source that the walk was told to end at lies on the way and would be skipped.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
             return refused
         # The atoms come from the shared analysis, so that slices of K and of V find the same tokens.

@@ -55,6 +55,7 @@ def _times(source: LinearMap, by: float) -> LinearMap | Stop:
 
 def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
+    # Something divided by the rows is not linear in them, and a rounding mode rounds.
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
@@ -63,6 +64,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         a, b = b, a
     if not is_tensor(a):  # a weight times a size
         return unexplained(node)
+    # Positions and indices are integers too, and their products no rows.
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
         return unexplained(node)
     if isinstance(b, (int, float)):
@@ -79,6 +81,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
+    # In effect a bias, but no tensor of the graph that an expression could start from.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
@@ -87,8 +90,11 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
+        # `weight - rows`, or a scaled sum, would have to scale the map of the rows instead.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
     left, right = maps.map(a), maps.map(b)
+    # No source in common. If one side was spoilt on its way from the rows of the other (by a norm, say), that node is
+    # the cause and not this sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
         cause = _spoilt(maps, left, right) or _spoilt(maps, right, left)
         if cause is not None:
@@ -108,6 +114,7 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
     rows = {p.source for p in other.pieces}
     for piece in one.pieces:
         stop = None if piece.source is None else maps.reasons.get(piece.source)
+        # These two say no more than this sum would say itself.
         if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
             assert piece.source is not None
             if any(n in rows for n in ancestors(piece.source)):
@@ -119,6 +126,7 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     """``a + factor * b`` for two maps of one source: the weights are added (LoRA)."""
     if a.source is None or a.source is not b.source or (a.weight is None) != (b.weight is None):
         return Stop(node, "position_dependent", "a sum of maps of different sources")
+    # Both maps are brought to the same factors before their atoms are matched one to one.
     for x, y in zip((*a.axes, *a.source_axes), (*b.axes, *b.source_axes), strict=True):
         splits = common_factors(x, y)
         if splits is None:
@@ -128,6 +136,7 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
         a, b = a.split(splits[0]), b.split(splits[1])
     rename: dict[Atom, Atom] = {}
     for own, other in zip(flatten(a.axes), flatten(b.axes), strict=True):
+        # As in `x + x.mT`: the same source, but another token of it.
         if (own in a.source_atoms or other in b.source_atoms) and own is not other:
             return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other] = own

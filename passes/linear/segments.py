@@ -37,6 +37,7 @@ aten = torch.ops.aten
 
 def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap | Stop:
     """The positions ``taken`` of axis ``dim``."""
+    # A stride runs across the segments (interleaved rotary columns); as one map it is just a strided slice of a weight.
     if source.axis == dim and taken.step != 1:
         source = one_map(source, node) or source
     if source.axis != dim:
@@ -58,14 +59,17 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
     own = piece.axes[dim]
     if taken.step == 1 and taken.start == 0 and same(axis_size(own), taken.stop):
         return piece
+    # Fewer rows of the source: no map of that source, but of a slice of it, which `rows.py` follows.
     if any(a in piece.source_atoms for a in own):
         return Stop(node, "unsupported_op", "a part of the rows is taken")
     atom = Atom(len(taken))
+    # A size-1 axis has no atom, neither here nor in the factors.
     axes = tuple(() if k == dim and atom.size == 1 else (atom,) if k == dim else a for k, a in enumerate(piece.axes))
 
     def narrow(f: Factor | None) -> Factor | Stop | None:
         if f is None or not any(a in f.atoms for a in own):
             return f
+        # The weight has only some factors of the axis; a range across the others is no range of the weight.
         if not all(a in f.atoms for a in own):
             return Stop(node, "unsupported_op", "a slice across a broadcast axis")
         whole = own[0]
@@ -97,6 +101,7 @@ def sliced(maps: Maps, node: fx.Node, how: Slice) -> LinearMap | Stop:
 
 def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
     x = how.x
+    # What is read may have been written at that very position: heads that are kept in one buffer.
     while how.index is not None and (write := _write(x, how.dim)) is not None:
         if write.index == how.index:
             return unexplained(node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
@@ -106,6 +111,7 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
     """``node`` as a write to one known position of axis ``dim``; None where it is something else."""
+    # Slices that take all stand between the writes where sizes are symbolic.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -128,6 +134,7 @@ def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
     current = node
     while (write := _write(current, how.dim)) is not None:
         assert write.index is not None
+        # The walk goes backwards, so the first write to a position that it meets is the one that lasts.
         written.setdefault(write.index, write.x)
         if len(written) == shape(node)[how.dim]:
             return stacked_up(maps, node, Stack(tuple(written[k] for k in range(len(written))), how.dim))
@@ -153,7 +160,7 @@ def _fill(node: fx.Node) -> Fill | None:
 
 
 def _overwritten(node: fx.Node) -> Stop:
-    """What is said of a write that is not followed; parts of zeros, or of nothing yet, are heads as well as tokens."""
+    """The reason for a write that is not followed. What is written into zeros or `empty` may be heads or tokens."""
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base
@@ -167,6 +174,7 @@ def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
     if how.value not in (0, None):
         return unexplained(node)
     axes = tuple(fresh_axis(s) for s in shape(node))
+    # `empty` is taken for zeros as long as all of it is written over; `defined` tells them apart where it is not.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 
@@ -189,6 +197,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
             raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
     piece = whole.pieces[0]
+    # Segments have bounds, so along an axis of unknown length there can be none.
     size = axis_size(piece.axes[dim])
     if not isinstance(size, int):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -213,6 +222,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):
+        # Heads of one position each, joined along their axis, are a stack.
         single = all(same(shape(x)[dim], 1) for x in how.parts)
         joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -222,6 +232,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
         segments = _segments_of(source, dim, node)
         if isinstance(segments, Stop):
             return segments
+        # Bounds are those of the result: each part begins where the one before it ended.
         row += [Segment(offset + s.start, offset + s.stop, s.piece) for s in segments]
         offset = row[-1].stop
     return finish(_in_a_row([s for s in row if s.start < s.stop] or row[:1], dim), node)
@@ -282,6 +293,7 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
     start, stop = how.taken.start, how.taken.stop
     kept: list[Segment] = []
     for s in base_segments:
+        # What is left of a segment before and after the written columns, each of which may be empty.
         for low, high in ((s.start, min(s.stop, start)), (max(s.start, stop), s.stop)):
             if low < high:
                 piece = _part_of_piece(s.piece, dim, range(low - s.start, high - s.start), node)
@@ -297,6 +309,7 @@ def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, widths = args_of(node)[0], args_of(node)[1]
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
+    # Other modes repeat tokens; another value than zero is a constant beside the columns.
     if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) for w in widths):
         return unexplained(node)
     before, after, *others = widths
