@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -70,7 +69,7 @@ def flex_of(node: fx.Node) -> Flex | None:
     return Flex(call, q, k, v, float(scale), None if _returns_the_score(score_graph) else score_graph, tuple(buffers))
 
 
-def _one_block(block_mask: tuple[Any, ...]) -> bool:
+def _one_block(block_mask: tuple[object, ...]) -> bool:
     """Whether no block is left out: blocks and mask_mod may say different things, and the blocks are values."""
     partial, full = block_mask[2:4], block_mask[4:6]
     large = all(isinstance(size, int) and size >= _ONE_BLOCK for size in block_mask[-3:-1])

@@ -154,7 +154,7 @@ def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
     # Probabilities lie between 0 and 1 and fit any floating dtype; masks act before them.
     if old == new or scores.normalized:
         return scores
-    # float16 turns a mask of -1e9 into minus infinity, which a fully masked row gives NaN for.
+    # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
     narrower = new if torch.finfo(new).max < torch.finfo(old).max else None
     masks = (replace(m, fill=_rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
     return replace(scores, masks=tuple(masks))

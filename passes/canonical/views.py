@@ -8,7 +8,7 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator that has this spelling already keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
+An operator in this spelling keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
 positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes do
 not change, and a lookup by name still works. The operator that the user called is kept for reports
 (:data:`~mla_compile.passes.ir.graph.SPELLED`).
@@ -138,9 +138,11 @@ def _view(node: fx.Node) -> Spelling:
     return aten.view.default, (argument(node, 0, "self"), argument(node, 1, "size"))
 
 
-def _view_as(node: fx.Node) -> Spelling:
+def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    return aten.view.default, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
+    # Still two operators: only `reshape_as` may copy.
+    op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
+    return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
 
 def _unflatten(node: fx.Node) -> Spelling:
@@ -149,11 +151,6 @@ def _unflatten(node: fx.Node) -> Spelling:
     dim, own = axis(dim, rank), [(x, k) for k in range(rank)]
     before, after = _sizes(node, own[:dim]), _sizes(node, own[dim + 1 :], len(told) + dim)
     return aten.view.default, (x, [*before, *told, *after])
-
-
-def _reshape_as(node: fx.Node) -> Spelling:
-    x, other = args_of(node)
-    return aten.reshape.default, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
 
 def _flatten(node: fx.Node) -> Spelling:
@@ -307,9 +304,8 @@ _RULES: dict[object, Callable[[fx.Node], Spelling | None]] = {
     **dict.fromkeys((aten.mT, aten.mH, aten.matrix_H, aten.adjoint), _matrix_transpose),
     **dict.fromkeys((aten.movedim, aten.moveaxis), _movedim),
     **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _view),
-    aten.view_as: _view_as,
+    **dict.fromkeys((aten.view_as, aten.reshape_as), _in_shape_of),
     aten.unflatten: _unflatten,
-    aten.reshape_as: _reshape_as,
     aten.flatten: _flatten,
     aten.squeeze: _squeeze,
     aten.broadcast_to: _broadcast_to,

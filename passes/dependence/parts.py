@@ -199,7 +199,7 @@ class PartMaker:
         return self._made[key]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """What ``node`` is a copy of. The copy itself also reads its target, which would have to be built for nothing."""
+        """What ``node`` is a copy of. The copy also reads its target, which would have to be built for nothing."""
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node
@@ -263,7 +263,7 @@ class PartMaker:
         self,
         node: fx.Node,
         op: Callable[..., object],
-        args: tuple[fx.node.Argument, ...],
+        args: tuple[Argument, ...],
         kwargs: dict[str, Argument],
     ) -> fx.Node:
         """``op`` in the place of ``node`` in the user's code; not marked as ours, as it is the user's operator."""

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument
 
 from mla_compile.passes.ir.sizes import Size, hint, size
 
@@ -69,7 +70,7 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, position: int, name: str, default: object = None) -> Any:
     """An argument by position or keyword."""
     if len(node.args) > position:
         return node.args[position]
@@ -102,7 +103,7 @@ class Builder:
                 node.meta[key] = self.anchor.meta[key]
         return node
 
-    def trace(self, function: Callable[..., torch.Tensor], operands: Sequence[fx.node.Argument]) -> fx.Node:
+    def trace(self, function: Callable[..., torch.Tensor], operands: Sequence[Argument]) -> fx.Node:
         """The operators of ``function``, which returns one tensor. Operands are nodes, or numbers."""
         nodes = [n for n in operands if isinstance(n, fx.Node)]
 
@@ -154,7 +155,7 @@ def virtual(
     fake_mode: FakeTensorMode | None,
     op: Callable[..., object],
     of: fx.Node,
-    *args: fx.node.Argument,
+    *args: Argument,
     decided_by: Sequence[fx.Node] = (),
 ) -> fx.Node:
     """``op(of, *args)`` as a node that no graph holds, for an analysis to reason about: a *virtual source*.
@@ -202,7 +203,7 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
 
 
 def evaluate_fake(
-    fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[Argument, ...], kwargs: dict[str, Argument]
 ) -> object:
     """What ``op`` returns for the fake values of its node arguments."""
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])

@@ -61,7 +61,7 @@ class LinearMaps:
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis whose sources are the rows that slices are taken from: one for all slices, whatever ends here."""
+        """The analysis whose sources are the rows that slices are taken from: one for all slices."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             self._whole = self.with_sources(rows, self.per_row)

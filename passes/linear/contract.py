@@ -92,9 +92,8 @@ def _apply(
         else:
             summed += own
     for label, size in zip(weight_labels, weight.shape, strict=True):
-        # The same holds for a weight that is summed along an axis of its own.
         if label not in labels and label not in out and size != 1:
-            return Stop(node, "unsupported_op", "a weight is summed by itself")
+            return Stop(node, "unsupported_op", "a weight is summed by itself")  # legal too, and refused likewise
     axes = tuple(axis_of[label] for label in out)
     bias = None if piece.bias is None else product(piece.bias, factor, summed)
     # A constant has no weight: it is its bias, which the lines above have multiplied already.

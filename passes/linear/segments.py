@@ -197,7 +197,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
             raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
     piece = whole.pieces[0]
-    # Segments have bounds, so along an axis of unknown length there can be none.
+    # Segments have bounds, so there can be none along an axis of unknown length.
     size = axis_size(piece.axes[dim])
     if not isinstance(size, int):
         return Stop(node, "token_mixing", "rows of several tensors are joined")

@@ -73,7 +73,7 @@ def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:
     source = maps.map(how.x)
     extra = len(how.counts) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
-    # Segments again and again would be more segments of the same columns.
+    # Repeated segments would be further segments of the same columns.
     if at is not None and how.counts[at] != 1:
         whole = one_map(source, node)
         if whole is None:
