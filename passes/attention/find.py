@@ -23,7 +23,7 @@ from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, 
 from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
-from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 
@@ -78,6 +78,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, grouped: bool) -> 
     v_lead: list[Axis] = []
     for d in range(rank - 2):
         sizes = [shape(x)[d] for x in (q, k, v)]
+        # Any of the three may broadcast along a leading axis.
         full = next((s for s in sizes if not same(s, 1)), 1)
         own = fresh_axis(full)
         own_k, own_v = (() if same(s, 1) else own for s in sizes[1:])
@@ -85,6 +86,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, grouped: bool) -> 
             heads, kv_heads = sizes[0], sizes[1]
             assert isinstance(heads, int)
             assert isinstance(kv_heads, int)
+            # Neighbouring query heads share a key head: the key heads are the outer factor.
             own = (Atom(kv_heads), Atom(heads // kv_heads))
             own_k = own_v = own[:1]
         lead.append(own)
@@ -106,6 +108,7 @@ def _plain(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, grouped: bool) -> 
 
 def _default_scale(q: fx.Node) -> float:
     width = size(val(q).shape[-1])
+    # A width that is no number is refused below; until then any scale will do.
     return 1.0 / math.sqrt(width) if isinstance(width, int) and width > 0 else 1.0
 
 
@@ -114,14 +117,12 @@ def _fused_problem(
 ) -> Stop | None:
     if dropout != 0.0:
         return Stop(node, "dropout", f"attention dropout of {dropout} is active")
+    # Rewrites change the width of the heads and write the scale as a number.
     if isinstance(scale, fx.Node) or not isinstance(size(val(q).shape[-1]), int):
         return Stop(node, "unsupported_op", "a scale or head width that is not a constant")
-    if causal and not (
-        len(queries) == len(keys) and all(same(a.size, b.size) for a, b in zip(queries, keys, strict=True))
-    ):
-        return Stop(
-            node, "unsupported_op", "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
-        )
+    if causal and not same_sizes([a.size for a in queries], [b.size for b in keys]):
+        detail = "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
+        return Stop(node, "unsupported_op", detail)
     return None
 
 
@@ -130,6 +131,7 @@ def _written_out(node: fx.Node, tracer: ScoreTracer) -> AttentionSite | None:
     labelled = product_labels(node)
     assert labelled is not None, "a product has labels"
     (left, left_labels), (right, right_labels), out_labels = labelled
+    # The probabilities may stand on either side: `v^T p^T` is the same product.
     for p, p_labels, v, v_labels in (
         (left, left_labels, right, right_labels),
         (right, right_labels, left, left_labels),
@@ -144,6 +146,7 @@ def _close(
     node: fx.Node, scores: Scores, p: fx.Node, p_labels: str, v: fx.Node, v_labels: str, out_labels: str
 ) -> AttentionSite | None:
     summed = [c for c in p_labels if c not in out_labels]
+    # Summed over something besides the keys (heads, for example), it is no value product.
     if len(summed) != 1 or summed[0] not in v_labels:
         return None
     axis_of = dict(zip(p_labels, scores.axes, strict=True))
@@ -154,6 +157,7 @@ def _close(
     keys = axis_of[summed[0]]
     # What the values are summed over are the keys, also where the softmax runs over the queries.
     scores = replace(scores, products=tuple(oriented(p, keys) for p in scores.products))
+    # Exponentials without a softmax: what they are summed over here are the keys.
     if not scores.normalized:
         scores = replace(scores, softmax=keys)
     out_axes = tuple(axis_of.get(c, ()) for c in out_labels)
@@ -187,6 +191,8 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
     if not all(fill < _NEGLIGIBLE for fill in finite):
         return "masked scores are set to a number that the softmax can see"
+    # In a row where everything is masked, the softmax sees the fills alone; a kernel that only knows "hidden" cannot
+    # repeat how several of them compare.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
         return "masks of several kinds, whose order shows in rows without a visible key"
     products = {q.node for q in scores.products}
@@ -199,6 +205,7 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
                 inside.add(n)
                 if n not in products:
                     queue.append(n)
+    # Someone else reads them, so they have to be computed anyway.
     if any(user is not node and user not in inside for n in inside for user in n.users):
         return "scores or probabilities are used elsewhere too"
     return None
@@ -209,6 +216,7 @@ def _misplaced_softmax(node: fx.Node, scores: Scores, keys: Axis) -> Stop | None
     q_atoms = {a for product in scores.products for a in flatten(product.q.axes)}
     if set(scores.softmax) != set(keys):
         return Stop(node, "softmax_axis", "the softmax does not run over the keys that the values are summed over")
+    # The keys are an axis of the queries as well, or some product of the scores lacks them.
     if set(keys) & q_atoms or not all(set(keys) <= set(flatten(p.k.axes)) for p in scores.products):
         return Stop(node, "softmax_axis", "the values are not summed over the keys of the query-key product")
     return None

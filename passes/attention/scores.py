@@ -30,7 +30,7 @@ from mla_compile.passes.ir.axes import (
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.operators import Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 
 aten = torch.ops.aten
@@ -129,6 +129,7 @@ def _product(node: fx.Node) -> Scores | None:
             if not axis_of.get(label, ()):
                 axis_of[label] = fresh_axis(s)
     summed = [c for c in left_labels if c not in out]
+    # One label is summed and both operands have it; anything else sums an operand by itself.
     if len(summed) != 1 or summed[0] not in right_labels or any(c not in out for c in right_labels if c not in summed):
         return None
 
@@ -150,8 +151,10 @@ def _copied(tracer: ScoreTracer, node: fx.Node, how: Copy) -> Scores | None:
 
 def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
     """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
+    # Probabilities lie between 0 and 1 and fit any floating dtype; masks act before them.
     if old == new or scores.normalized:
         return scores
+    # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
     narrower = new if torch.finfo(new).max < torch.finfo(old).max else None
     masks = (replace(m, fill=_rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
     return replace(scores, masks=tuple(masks))
@@ -194,6 +197,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
         return None
     if not isinstance(b, (int, float)) or scores.normalized:
         return scores.opened("scores or probabilities are multiplied by a tensor")
+    # Masks that were added before are scaled with the scores, and fills too, in the dtype that they were written in.
     by = 1.0 / b if packet(node) is aten.div else float(b)
     dtype = val(node).dtype
     masks = tuple(replace(m, scale=m.scale * by, fill=_rounded(m.fill * by, dtype)) for m in scores.masks)
@@ -201,7 +205,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _keeps_shape(node: fx.Node, x: fx.Node) -> bool:
-    return len(shape(x)) == len(shape(node)) and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True))
+    return same_sizes(shape(x), shape(node))
 
 
 def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
@@ -217,6 +221,7 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores, other, x = (left, b, a) if left is not None else (right, a, b)
     if scores is None or not _keeps_shape(node, x):
         return None
+    # What is added after the softmax is no mask, and one that is multiplied first is not followed.
     if scores.normalized or alpha != 1 or not is_tensor(other):
         return scores.opened("something is added to the probabilities")
     return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
@@ -231,6 +236,7 @@ def _sum(a: Scores, b: Scores) -> Scores | None:
         if splits is None:
             return None
         a, b = a.split(splits[0]), b.split(splits[1])
+    # The second product is put in the atoms of the first: they are the same scores.
     rename: Split = {y: (x,) for x, y in zip(flatten(a.axes), flatten(b.axes), strict=True) if y is not x}
     if not set(flatten(a.axes)).isdisjoint(rename):
         return None  # one product twice, the second time with its axes in another order
@@ -254,6 +260,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
         x, mask, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "drop"
     else:
         mask, x, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "keep"
+        # `where(mask, value, scores)`: the condition says what goes, not what stays.
         if not isinstance(x, fx.Node) or tracer.trace(x) is None:
             x, value, kind = value, x, "drop"
     scores = tracer.trace(x) if isinstance(x, fx.Node) else None
@@ -281,9 +288,12 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(args_of(node)[0])
     if scores is None or scores.normalized:
         return None
+    # `softmax(x, dtype=float32)` converts before it exponentiates.
     scores = _converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
+    # A sink takes part in the sum, so the probabilities of the keys do not add up to 1.
     scores = scores.opened("the softmax runs over more than the keys") if scores.padded else scores
+    # The keys are what remains when the sink is cut off again.
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(oriented(p, over) for p in scores.products)
@@ -319,6 +329,7 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
     dim = how.dim
     for k, x in enumerate(how.parts):
         scores = tracer.trace(x)
+        # Keys may come before the sink or after it.
         start = sum(shape(before)[dim] for before in how.parts[:k])
         if scores is not None and not scores.normalized and isinstance(start, int):
             longer = Atom(shape(node)[dim])
@@ -338,6 +349,7 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
     if padded is None or how.bounds is None:
         return None
     start, _, step = how.bounds
+    # Exactly the keys must be left: anything else is a softmax over other keys.
     if (start or 0, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
         return None
     axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
@@ -353,7 +365,7 @@ _MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
     Join: _joined,
     Slice: _sliced,
 }
-_RULES: dict[Any, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
+_RULES: dict[object, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys((aten.mul, aten.div), _scale),
     aten.add: _add,
     **dict.fromkeys((aten.masked_fill, aten.where), _fill),

@@ -1,8 +1,8 @@
 """Analysis: softmaxes that look like the core of an attention but were not found to be one.
 
-A softmax between two products of activations is an attention to everyone who reads the code. Where something stands
-between them that the score tracer has no rule for, there is no :class:`AttentionSite`; without this the report would
-not mention it at all.
+A softmax between two products of activations is an attention to everyone who reads the code. Where the score tracer has
+no rule for something between them, there is no :class:`AttentionSite`; without this analysis the report would not
+mention it at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape
 from mla_compile.passes.ir.operators import is_contraction
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import nearest
 
@@ -30,6 +30,7 @@ def unfollowed(
     nested = ((n, _nested(graph, n)) for n in graph.nodes if n not in taken_apart)
     found = [(n, Stop(n, "unsupported_op", reason)) for n, reason in nested if reason is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
+    # Found as attentions already, whatever was decided about them.
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
     missing = [n for n in softmaxes if n not in known and not _over_one(n)]
     if not missing:
@@ -43,6 +44,7 @@ def unfollowed(
         before, after = around
         lost = (
             n
+            # In graph order, so that the first operator that was not followed is blamed and not one that it stopped.
             for n in sorted({*before, node, *after}, key=order.__getitem__)
             if tracer.trace(n) is None and any(tracer.trace(x) is not None for x in n.all_input_nodes)
         )
@@ -60,6 +62,7 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
+    # Other backends' fused operators (`flash_attention` of a library) are known by nothing but their name.
     name = name or getattr(packet(node), "__name__", "")
     if any(word in name for word in _FUSED):
         return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
@@ -101,7 +104,7 @@ def between_products(node: fx.Node, tracer: ScoreTracer) -> tuple[list[fx.Node],
 def _mixes_heads(node: fx.Node, x: fx.Node) -> bool:
     """Whether a product leaves the shape of scores, [batch, heads, queries, keys], as it was."""
     sizes = shape(node)
-    return len(sizes) > 3 and len(sizes) == len(shape(x)) and all(map(same, sizes, shape(x)))
+    return len(sizes) > 3 and same_sizes(sizes, shape(x))
 
 
 def _holds_scores(node: fx.Node, tracer: ScoreTracer) -> bool:

@@ -1,4 +1,4 @@
-"""A softmax that is written out with exponentials becomes the operator, so that it is found.
+"""Replaces a softmax written out with exponentials by the operator, so that the attention is found.
 
 Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
 
@@ -9,7 +9,6 @@ exponential that is not shifted overflows, the original gives NaN and this does 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +18,7 @@ from mla_compile.passes.attention.scores import ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import Regroup, decode
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -31,6 +30,7 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
     tracer = ScoreTracer(weights)
     for node in list(graph.nodes):
         match = _ratio(node) or _shifted_by_its_logarithm(node)
+        # Only attentions: elsewhere a softmax would change the rounding of a model for no gain.
         if match is None or between_products(node, tracer) is None:
             continue
         x, dim = match
@@ -43,10 +43,12 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
 
 def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
     """``e / sum(e)`` or ``e * reciprocal(sum(e))``: what is exponentiated, and along which axis."""
+    # A third argument, or a keyword, is a rounding mode.
     if packet(node) not in (aten.div, aten.mul) or len(args_of(node)) != 2 or node.kwargs:
         return None
     e, total = args_of(node)
     if packet(node) is aten.mul:
+        # `e * total` is no ratio, however `total` was made.
         if packet(total) is not aten.reciprocal:
             return None
         (total,) = args_of(total)
@@ -57,7 +59,7 @@ def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
     return _unshifted(x, dim), dim
 
 
-def _summed_axis(total: Any, e: Any) -> int | None:
+def _summed_axis(total: object, e: object) -> int | None:
     """The one axis along which ``total`` is the sum of ``e``, kept as an axis of size 1."""
     if not is_tensor(total) or not is_tensor(e):
         return None
@@ -71,8 +73,9 @@ def _summed_axis(total: Any, e: Any) -> int | None:
     if not isinstance(dims, (list, tuple)) or len(dims) != 1 or bool(argument(total, 2, "keepdim", False)) is not kept:
         return None
     dim = axis(dims[0], len(shape(e)))
+    # The shape says where the lost axis was put back: at another place the division would broadcast along another axis.
     row = [1 if k == dim else size for k, size in enumerate(shape(e))]
-    return dim if len(row) == len(sizes) and all(map(same, row, sizes)) else None
+    return dim if same_sizes(row, sizes) else None
 
 
 def _unshifted(x: fx.Node, dim: int) -> fx.Node:
@@ -80,10 +83,11 @@ def _unshifted(x: fx.Node, dim: int) -> fx.Node:
     if packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2:
         source, shift = args_of(x)
         if is_tensor(source) and is_tensor(shift) and _alike(x, source):
+            # Broadcasting aligns from the right. The shift must not vary along the softmax; an axis that it lacks or
+            # has once does not.
             place = dim - (val(x).dim() - val(shift).dim())
             if place < 0 or val(shift).shape[place] == 1:
-                unshifted: fx.Node = source
-                return unshifted
+                return source
     return x
 
 
@@ -98,6 +102,7 @@ def _shifted_by_its_logarithm(node: fx.Node) -> tuple[fx.Node, int] | None:
     if packet(shift) is not aten.logsumexp or args_of(shift)[0] is not x or not _alike(node, x):
         return None
     dims = args_of(shift)[1]
+    # Without `keepdim` the subtraction broadcasts along another axis, unless sizes happen to agree.
     if len(dims) != 1 or not argument(shift, 2, "keepdim", False):
         return None
     return x, axis(dims[0], val(x).dim())
@@ -105,9 +110,4 @@ def _shifted_by_its_logarithm(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
     """Whether two values have one shape and dtype, and so neither was broadcast nor promoted into the other."""
-    return val(a).dtype == val(b).dtype and val(a).dtype.is_floating_point and _same_shape(a, b)
-
-
-def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    left, right = shape(a), shape(b)
-    return len(left) == len(right) and all(same(x, y) for x, y in zip(left, right, strict=True))
+    return val(a).dtype == val(b).dtype and val(a).dtype.is_floating_point and same_sizes(shape(a), shape(b))

@@ -1,4 +1,4 @@
-"""Views, permutations, slices and joins: of each the one spelling that later passes read.
+"""Gives views, permutations, slices and joins the one spelling of each that later passes read.
 
 Before::
 
@@ -8,9 +8,9 @@ After::
 
     k = reshape(permute(x, [0, 3, 2, 1]), [2, 8, 15]); a, b = split_with_sizes(k, [8, 7], -1); c = cat([a, b], 1)
 
-An operator that is spelled so already keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
-positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes are
-those they had, and whoever looks a node up by its name finds it. What the user called is kept for reports
+An operator in this spelling keeps its arguments; :func:`~mla_compile.passes.ir.operators.decode` counts all
+positions from the front. The nodes keep their names, their metadata and their users: numbers, strides and dtypes do
+not change, and a lookup by name still works. The operator that the user called is kept for reports
 (:data:`~mla_compile.passes.ir.graph.SPELLED`).
 
 What later passes read, and the record that ``decode`` gives them:
@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -53,7 +53,7 @@ from mla_compile.passes.ir.sizes import same, size
 
 aten = torch.ops.aten
 Dim: TypeAlias = "int | fx.Node"
-Spelling: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
+Spelling: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]"
 """An operator and its arguments."""
 
 
@@ -73,8 +73,9 @@ def canonicalize(graph: fx.Graph) -> int:
     return changed
 
 
-def _respell(node: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], called: str = "") -> None:
+def _respell(node: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argument, ...], called: str = "") -> None:
     """In place: whoever knows the node, or its name, still finds it."""
+    # `setdefault`: a node that is respelled twice keeps what the user called.
     if op is not node.target:
         node.meta.setdefault(SPELLED, called or packet(node).__name__)
     node.target, node.args, node.kwargs = op, args, {}
@@ -83,6 +84,7 @@ def _respell(node: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], calle
 def _unbind(node: fx.Node) -> int:
     """The parts of an unbind select one position each: ONNX has no counterpart of a tuple of views."""
     x, dim, parts = argument(node, 0, "self"), argument(node, 1, "dim", 0), list(node.users)
+    # A tuple that is returned or passed on as a whole has no parts to be selected.
     if any(part.target is not operator.getitem for part in parts):
         return 0
     for part in parts:
@@ -124,6 +126,7 @@ def _movedim(node: fx.Node) -> Spelling:
     rank = len(shape(node))
     sources, targets = ([d] if isinstance(d, int) else d for d in args_of(node)[1:3])
     moved = {axis(b, rank): axis(a, rank) for a, b in zip(sources, targets, strict=True)}
+    # The axes that are not moved keep their order, in the places that are left over.
     left = iter(d for d in range(rank) if d not in moved.values())
     return _permuted(node, [moved[d] if d in moved else next(left) for d in range(rank)])
 
@@ -135,9 +138,11 @@ def _view(node: fx.Node) -> Spelling:
     return aten.view.default, (argument(node, 0, "self"), argument(node, 1, "size"))
 
 
-def _view_as(node: fx.Node) -> Spelling:
+def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    return aten.view.default, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
+    # Still two operators: only `reshape_as` may copy.
+    op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
+    return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
 
 def _unflatten(node: fx.Node) -> Spelling:
@@ -148,17 +153,14 @@ def _unflatten(node: fx.Node) -> Spelling:
     return aten.view.default, (x, [*before, *told, *after])
 
 
-def _reshape_as(node: fx.Node) -> Spelling:
-    x, other = args_of(node)
-    return aten.reshape.default, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
-
-
 def _flatten(node: fx.Node) -> Spelling:
     x = argument(node, 0, "self")
     rank = len(shape(x))
+    # A tensor without axes is flattened to one axis, as if it had one of size 1.
     first, last = (axis(argument(node, k, name, d), max(rank, 1)) for k, name, d in _FLATTENED)
     own = [(x, k) for k in range(rank)]
     before, after = _sizes(node, own[:first]), _sizes(node, own[last + 1 :], first + 1)
+    # A product of symbols is left to torch (-1) rather than written out as a multiplication of sizes.
     merged = shape(node)[first]
     return aten.reshape.default, (x, [*before, merged if isinstance(merged, int) else -1, *after])
 
@@ -174,16 +176,18 @@ def _sizes(node: fx.Node, axes: Iterable[tuple[fx.Node, int]], first: int = 0) -
 
 def _size_of(x: fx.Node, dim: int, reader: fx.Node) -> fx.Node:
     """A node before ``reader`` with the size of an axis of ``x``."""
+    # Tracing often made a `sym_size` already. It must stand before the reader.
     for user in x.users:
         if user.target is aten.sym_size.int and user.args == (x, dim) and user < reader:
             return user
     return _number(reader, aten.sym_size.int, (x, dim), val(x).shape[dim])
 
 
-def _number(reader: fx.Node, op: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
-    """A new node before ``reader`` with a number that one of its arguments is."""
+def _number(reader: fx.Node, op: Callable[..., object], args: tuple[fx.node.Argument, ...], value: object) -> fx.Node:
+    """A new node before ``reader`` that computes a number it is given as an argument."""
     with reader.graph.inserting_before(reader):
         node = reader.graph.call_function(op, args)
+    # `val` describes another value, and the number was not spelled by the user at all.
     node.meta.update({k: v for k, v in reader.meta.items() if k not in ("val", "tensor_meta", SPELLED)})
     node.meta["val"] = value
     return node
@@ -193,6 +197,8 @@ def _squeeze(node: fx.Node) -> Spelling | None:
     x, told = argument(node, 0, "self"), argument(node, 1, "dim")
     rank = len(shape(x))
     dims = range(rank) if told is None else [told] if isinstance(told, int) else told
+    # Decided now: `squeeze(dim)` of an axis that is not 1 does nothing, and later passes need not know sizes to read
+    # it.
     gone = [axis(d, rank) for d in dims if same(shape(x)[d], 1)] if rank else []
     return (aten.squeeze.dims, (x, gone)) if gone else None
 
@@ -208,6 +214,7 @@ def _expand_as(node: fx.Node) -> Spelling:
     x, other = args_of(node)
     extra = len(shape(other)) - len(shape(x))
     sizes = _sizes(node, [(other, k) for k in range(len(shape(other)))])
+    # -1 keeps the size, so that a symbolic axis which is not expanded needs no `sym_size`.
     kept = (k >= extra and same(shape(x)[k - extra], shape(node)[k]) for k in range(len(sizes)))
     return aten.expand.default, (x, [-1 if own else wide for own, wide in zip(kept, sizes, strict=True)])
 
@@ -221,6 +228,7 @@ def _tile(node: fx.Node) -> Spelling:
 def _repeat_interleave(node: fx.Node) -> Spelling | None:
     """``output_size`` follows from the count, and would be wrong of a part of ``x``."""
     x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
+    # Counts in a tensor differ from position to position, and without `dim` the tensor is flattened first.
     if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
         return None
     return aten.repeat_interleave.self_int, (x, count, dim)
@@ -230,6 +238,7 @@ def _repeat_interleave(node: fx.Node) -> Spelling | None:
 
 
 def _narrow(node: fx.Node) -> Spelling | None:
+    # `narrow.Tensor` starts where the data say.
     if node.target is not aten.narrow.default:
         return None
     x, dim, start, length = (argument(node, k, name) for k, name in enumerate(("self", "dim", "start", "length")))
@@ -242,6 +251,7 @@ def _narrow(node: fx.Node) -> Spelling | None:
             end = None
     elif start == 0:
         end = length
+    # A start that may be negative counts from the end, and `start + length` would then count from the front.
     elif _counts_from_the_front(start):
         both = (start, length)
         end = _number(node, operator.add, both, evaluate_fake(None, operator.add, both, {}))
@@ -261,6 +271,7 @@ def _split(node: fx.Node) -> Spelling | None:
     if not isinstance(parts, (tuple, list)) or not parts:
         return None
     sizes = [part.shape[dim] for part in parts]
+    # Sizes that only sum up for the lengths at hand must not become constants of a dynamic graph.
     if not all(isinstance(s, int) for s in (*sizes, shape(x)[dim])) or sum(sizes) != shape(x)[dim]:
         return None
     return aten.split_with_sizes.default, (x, sizes, dim)
@@ -279,6 +290,7 @@ _STACKS = {aten.hstack: 1, aten.column_stack: 1, aten.vstack: 0, aten.row_stack:
 def _stack_along(node: fx.Node) -> Spelling | None:
     """hstack, vstack, dstack and column_stack of tensors that have the axis: they add one where it is missing."""
     parts, dim = argument(node, 0, "tensors"), _STACKS[packet(node)]
+    # hstack joins vectors along the only axis they have, and anything else along the second.
     if packet(node) is aten.hstack and all(len(shape(x)) == 1 for x in parts):
         dim = 0
     elif any(len(shape(x)) < max(dim + 1, 2) for x in parts):
@@ -286,15 +298,14 @@ def _stack_along(node: fx.Node) -> Spelling | None:
     return aten.cat.default, (parts, dim)
 
 
-_RULES: dict[Any, Callable[[fx.Node], Spelling | None]] = {
+_RULES: dict[object, Callable[[fx.Node], Spelling | None]] = {
     **dict.fromkeys((aten.transpose, aten.swapaxes, aten.swapdims), _transpose),
     **dict.fromkeys((aten.t, aten.numpy_T), _reverse),
     **dict.fromkeys((aten.mT, aten.mH, aten.matrix_H, aten.adjoint), _matrix_transpose),
     **dict.fromkeys((aten.movedim, aten.moveaxis), _movedim),
     **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _view),
-    aten.view_as: _view_as,
+    **dict.fromkeys((aten.view_as, aten.reshape_as), _in_shape_of),
     aten.unflatten: _unflatten,
-    aten.reshape_as: _reshape_as,
     aten.flatten: _flatten,
     aten.squeeze: _squeeze,
     aten.broadcast_to: _broadcast_to,

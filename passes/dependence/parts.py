@@ -1,7 +1,7 @@
-"""Parts of a tensor along one axis, made from the parts of what it was made of.
+"""Parts of a tensor along one axis, rebuilt from the matching parts of its operands.
 
-``K = cat([K_a, K_b], heads)`` followed by views, casts and a cat along the features: the heads of ``K_a`` are made of
-``K_a`` alone, by the same operators. :class:`AxisParts` finds where the parts meet, and makes one of them.
+``K = cat([K_a, K_b], heads)`` followed by views, casts and a cat along the features: the heads of ``K_a`` depend on
+``K_a`` alone, through the same operators. :class:`AxisParts` finds where the parts meet, :class:`PartMaker` builds one.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import Argument
 
 from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
 from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
@@ -28,7 +28,7 @@ Made = frozenset[object]
 
 @dataclass(frozen=True)
 class Interval:
-    """Positions of an axis that are made of the same things."""
+    """Neighbouring positions of an axis that depend on the same things."""
 
     start: int
     stop: int
@@ -39,8 +39,8 @@ class Interval:
 class AxisParts:
     """One analysis of a graph.
 
-    ``weights``: nodes made of weights only; ``ends``: where the walk ends; ``made_of``: what tells two parts from each
-    other, where the walk ends.
+    ``weights``: nodes computed from weights only; ``ends``: nodes the walk does not go past; ``made_of``: what a node
+    without a step depends on, by which two parts are told apart.
     """
 
     weights: Collection[fx.Node]
@@ -54,7 +54,7 @@ class AxisParts:
         return None if node in self.ends or node in self.weights else step(node, dim)
 
     def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
-        """Axis ``dim`` of ``node``, whose length is a number, cut where it is made of other things."""
+        """Axis ``dim`` of ``node``, whose length is a number, cut wherever its dependences change."""
         key = (node, dim)
         if key not in self._runs:
             self._runs[key] = _merged(self._found(node, dim, depth))
@@ -67,8 +67,11 @@ class AxisParts:
     def _found(self, node: fx.Node, dim: int, depth: int) -> list[Interval]:
         length = shape(node)[dim]
         assert isinstance(length, int)
+        # Recursion, so its depth is bounded; what is farther is taken for one thing, which at worst leaves an attention
+        # whole.
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
+            # What the caller chose as ends, and weights, tell no two positions apart.
             made: Made = frozenset() if node in self.ends or node in self.weights else self.made_of(node)
             return [Interval(0, length, made)]
         if isinstance(how, Joined):
@@ -80,10 +83,12 @@ class AxisParts:
                     if low < high:
                         found.append(Interval(low, high, run.made))
             return found
+        # A weight per position (heads in a batched product): each position is something of its own.
         if how.own_rows and any(n in self.weights for n in how.reads):
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
         if how.reads and all(n in self.weights for n in how.reads):  # its columns: rows by a weight
             return [Interval(0, length, self.made_of(node))]
+        # So that the axis is covered even where no operand has it.
         layers = [[Interval(0, length, frozenset())]]
         for operand, place in how.reads.items():
             runs = self.runs(operand, place.dim, depth + 1)
@@ -99,12 +104,14 @@ class AxisParts:
             if one in found:
                 continue
             how = self.step(*one)
+            # Joined, or mixed along the axis, in the core: its parts would not be attentions of their own.
             if not isinstance(how, Blind):
                 return None
             found[one] = how
             if one[0] not in products:
                 inside = [(n, p.dim) for n, p in how.reads.items() if _leads_to(products, n, self.ends)]
                 whole = [n for n in one[0].all_input_nodes if n not in how.reads and n not in self.ends]
+                # An operand that is read whole and holds scores ties the groups together.
                 if any(_leads_to(products, n, self.ends) for n in whole):
                     return None
                 queue += inside
@@ -133,6 +140,7 @@ def _on_whole(runs: Sequence[Interval], inner: int) -> list[Interval]:
     """``runs`` without the cuts that do not fall between two units of ``inner`` positions."""
     found: list[Interval] = []
     for run in runs:
+        # A cut inside a unit would cut through a position of the result; the run before it grows instead.
         if found and found[-1].stop % inner:
             found[-1] = Interval(found[-1].start, run.stop, found[-1].made | run.made)
         else:
@@ -161,12 +169,12 @@ def _merged(runs: Iterable[Interval]) -> tuple[Interval, ...]:
 
 
 def _long(node: fx.Node) -> int:
-    """An axis of more than one position, of which there are steps."""
+    """An axis with more than one position: only such an axis has steps."""
     return next((k for k, d in enumerate(shape(node)) if isinstance(d, int) and d > 1), 0)
 
 
 class PartMaker:
-    """Adds the nodes that make parts; a part that is made already, or is the whole of a node, is used again."""
+    """Adds the nodes that compute parts; a part that exists already, or is a whole node, is reused."""
 
     def __init__(
         self,
@@ -182,6 +190,7 @@ class PartMaker:
 
     def make(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """Positions ``start`` to ``stop`` of axis ``dim`` of ``node``."""
+        # Asked first: a whole node needs no operator, and must not be built a second time.
         if start == 0 and stop == shape(node)[dim]:
             return self._copied(node)
         key = (node, dim, start, stop)
@@ -190,13 +199,15 @@ class PartMaker:
         return self._made[key]
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        """What ``node`` is a copy of: the operator also names what it was copied over, which would be made for it."""
+        """What ``node`` is a copy of. The copy also reads its target, which would have to be built for nothing."""
         while isinstance(decode(node), Assign) and isinstance(how := self.parts.step(node, _long(node)), Joined):
             node = how.parts[0].node
         return node
 
     def _new(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         how = self.parts.step(node, dim)
+        # Where all is made of one thing nothing is gained by going back, and one slice is cheaper than its operators
+        # again.
         further = (node, dim) in self.core or len(self.parts.runs(node, dim)) > 1
         if how is None or not further:
             return self._slice(node, dim, start, stop)
@@ -207,6 +218,7 @@ class PartMaker:
                 for p in inside
             ]
             return made[0] if len(made) == 1 else self.builder.call(aten.cat.default, made, dim)
+        # The part ends within a unit of the operand, so it can only be cut from the result.
         if start % how.unit or stop % how.unit:
             return self._slice(node, dim, start, stop)
         new = {
@@ -218,6 +230,7 @@ class PartMaker:
             return self._again(node, how.instead[0], (x, *how.instead[1]), {})
         if how.reshaped:
             return self._in_shape(node, dim, stop - start, next(iter(new.values()), None))
+        assert callable(node.target)
         replaced = fx.map_arg((args_of(node), node.kwargs), lambda n: new.get(n, n))
         return self._again(node, node.target, *replaced)
 
@@ -242,10 +255,17 @@ class PartMaker:
         given = told[dim] if told is not None and len(told) == len(shape(node)) else None
         if isinstance(given, fx.Node):
             return given
+        # By equal size expressions: any axis of the operand with that very expression has that length in every call.
         at = next((k for k, d in enumerate(val(x).shape) if size(d) == known), None)
         return self.builder.size(node, dim) if at is None else self.builder.size(x, at)
 
-    def _again(self, node: fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _again(
+        self,
+        node: fx.Node,
+        op: Callable[..., object],
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+    ) -> fx.Node:
         """``op`` in the place of ``node`` in the user's code; not marked as ours, as it is the user's operator."""
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)

@@ -7,22 +7,22 @@ a rule, or one that mixes the axis (a product that sums over it, a softmax or a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir import operators
-from mla_compile.passes.ir.axes import flatten, fresh_axes, regroup, substitute
+from mla_compile.passes.ir.axes import axis_size, flatten, fresh_axes, regroup, substitute
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import Size, same
+from mla_compile.passes.ir.sizes import same, same_sizes
 
 aten = torch.ops.aten
+Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Blind:
     reads: Mapping[fx.Node, Place]
     unit: int = 1
     reshaped: bool = False
-    instead: tuple[Any, tuple[Any, ...]] | None = None
+    instead: Instead | None = None
     own_rows: bool = False
 
 
@@ -70,8 +70,9 @@ Step = Blind | Joined
 
 
 def step(node: fx.Node, dim: int) -> Step | None:
-    """How positions of axis ``dim`` of ``node`` are made; None where they cannot be told apart."""
+    """What positions of axis ``dim`` of ``node`` depend on; None where they cannot be told apart."""
     length = shape(node)[dim] if is_tensor(node) else 1
+    # Without a known length there are no positions to name; with one, there is nothing to take apart.
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
         return None
     how = decode(node)
@@ -82,11 +83,14 @@ def step(node: fx.Node, dim: int) -> Step | None:
     if rule is not None:
         return rule(node, dim, length)
     tags = getattr(node.target, "tags", ())
+    # What draws random numbers would draw others for a part, so being pointwise is not enough.
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     return _pointwise(node, dim, length) if pointwise else None
 
 
-def _reads(pairs: Sequence[tuple[Any, int]], length: int, **more: Any) -> Blind | None:
+def _reads(
+    pairs: Sequence[tuple[fx.Node, int]], length: int, instead: Instead | None = None, own_rows: bool = False
+) -> Blind | None:
     """The operands that have the axis; None where one of them would be read in two ways."""
     reads: dict[fx.Node, Place | None] = {}
     for node, dim in pairs:
@@ -94,10 +98,12 @@ def _reads(pairs: Sequence[tuple[Any, int]], length: int, **more: Any) -> Blind 
         if not broadcast and not same(shape(node)[dim], length):
             return None
         place = None if broadcast else Place(dim)
+        # `x + x.T`: position h needs row h and column h of one tensor, which a part of it does not have.
         if reads.setdefault(node, place) != place:
             return None
+    # Operands that broadcast along the axis are read whole by each part.
     found = {n: p for n, p in reads.items() if p is not None}
-    return Blind(found, **more) if found else None
+    return Blind(found, instead=instead, own_rows=own_rows) if found else None
 
 
 def _pointwise(node: fx.Node, dim: int, length: int) -> Step | None:
@@ -117,8 +123,7 @@ def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> Step |
 def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> Step | None:
     """Of the target only the shape and the dtype are seen."""
     x = how.x
-    alike = val(x).dtype == val(node).dtype and len(shape(x)) == len(shape(node))
-    if alike and all(same(a, b) for a, b in zip(shape(x), shape(node), strict=True)):
+    if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
         return Joined((AxisPart(0, length, x, dim),))
     return _reads([(how.target, dim), (x, dim - len(shape(node)) + len(shape(x)))], length)
 
@@ -128,6 +133,7 @@ def _normalized(node: fx.Node, dim: int, length: int) -> Step | None:
     rank, over = len(shape(node)), argument(node, 1, "dim")
     if over is None:
         return None
+    # A softmax names its axis; layer_norm and rms_norm name the shape of the last axes, whose number counts.
     along = [axis(over, rank)] if isinstance(over, int) else list(range(rank - len(over), rank))
     return None if dim in along else _first(node, dim, length)
 
@@ -142,17 +148,13 @@ def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> 
     outer, *rest = axes[dim]
     for k, own in enumerate(fresh):
         factors = substitute(own, split)
+        # Only an outermost factor gives neighbouring positions; an inner one is strewn over the axis.
         if factors and factors[0] is outer:
-            unit, inner = _count([a.size for a in rest]), _count([a.size for a in factors[1:]])
-            if unit is None or inner is None:
+            unit, inner = axis_size(tuple(rest)), axis_size(factors[1:])
+            if not isinstance(unit, int) or not isinstance(inner, int):
                 return None
             return Blind({how.x: Place(k, inner)}, unit, reshaped=how.told is not None)
     return None
-
-
-def _count(sizes: Sequence[Size]) -> int | None:
-    numbers = [s for s in sizes if isinstance(s, int)]
-    return math.prod(numbers) if len(numbers) == len(sizes) else None
 
 
 def _permuted(node: fx.Node, how: operators.Permute, dim: int, length: int) -> Step | None:
@@ -166,7 +168,7 @@ def _broadcast(node: fx.Node, how: operators.Broadcast, dim: int, length: int) -
 
 
 def _repeated(node: fx.Node, how: operators.Repeat, dim: int, length: int) -> Step | None:
-    """Each position several times in a row; where the whole axis comes again, positions are far apart."""
+    """Each position several times in a row. Copies of the whole axis would lie far apart, so those have no step."""
     if not how.interleaved:
         return None
     return Blind({how.x: Place(dim)}, how.counts[dim]) if how.counts[dim] != 1 else _reads([(how.x, dim)], length)
@@ -203,6 +205,7 @@ def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> Step
     base, x = how.base, how.x
     if how.dim != dim:
         return _reads([(base, dim), (x, dim)], length)
+    # An empty write has no start that would cut the base in two.
     if how.taken is None or how.taken.step != 1 or not how.taken:
         return None
     start, stop = how.taken.start, how.taken.stop
@@ -212,11 +215,13 @@ def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> Step
 
 def _product(node: fx.Node, dim: int, length: int) -> Step | None:
     labelled = product_labels(node)
+    # A sum over a written-out product reads the product node, not the two operands.
     if labelled is None or packet(node) is aten.sum:
         return None
     left, right, out = labelled
     label = out[dim]
     places = [(n, labels.find(label)) for n, labels in (left, right)]
+    # A product whose two operands have the axis is one product per position (a head), not rows by a shared weight.
     both = all(k >= 0 and same(shape(n)[k], length) for n, k in places)
     return _reads(places, length, own_rows=both)
 
@@ -228,6 +233,7 @@ def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
 def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
     """PyTorch's attention: all but its last two axes are independent; heads of K and V may serve several of q."""
     rank = len(shape(node))
+    # A part of the queries would be masked as if it came first (`is_causal`); dropout draws other numbers for a part.
     if dim >= rank - 2 or argument(node, 4, "dropout_p", 0.0) != 0.0:
         return None
     q, k, v = (argument(node, i, n) for i, n in enumerate(("query", "key", "value")))
@@ -239,6 +245,8 @@ def _fused(node: fx.Node, dim: int, length: int) -> Step | None:
     grouped = bool(argument(node, 7, "enable_gqa", False)) and dim == rank - 3 and not same(heads, length)
     if not grouped or same(heads, 1):
         return _reads([*pairs, (k, dim), (v, dim)], length)
+    # With grouped heads q and k differ in length along the axis, so their places are given separately. One tensor as
+    # both q and k would need two places at once.
     found = _reads(pairs, length)
     if found is None or not isinstance(heads, int) or not same(shape(v)[dim], heads) or {k, v} & {n for n, _ in pairs}:
         return None
@@ -259,7 +267,7 @@ _MOVES: dict[type, Callable[[fx.Node, Any, int, int], Step | None]] = {
     operators.Join: _joined,
     operators.Write: _written,
 }
-_RULES: dict[Any, Callable[[fx.Node, int, int], Step | None]] = {
+_RULES: dict[object, Callable[[fx.Node, int, int], Step | None]] = {
     aten.masked_fill: _pointwise,
     **dict.fromkeys((aten.softmax, aten._softmax, aten._safe_softmax, aten.layer_norm, aten.rms_norm), _normalized),
     **dict.fromkeys((aten.matmul, aten.bmm, aten.mm, aten.einsum), _product),

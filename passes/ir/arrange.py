@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Atom, Axes, Axis, T, flatten, letters, placed
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, T, axis_size, flatten, letters, placed
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.ir.sizes import hint, size
 
@@ -27,6 +27,8 @@ class Sizes:
         for node, axes in operands:
             for dim, axis in enumerate(axes):
                 if len(axis) == 1:
+                    # Only an axis of one atom shows that atom's size; of a merged axis `sym_size` would give the
+                    # product.
                     self._at.setdefault(axis[0], (node, dim))
 
     def of(self, atom: Atom) -> Dim:
@@ -41,17 +43,14 @@ class Sizes:
         """The shape of a tensor with these axes; a product with a symbolic factor is left to be inferred."""
         dims: list[Dim] = []
         for axis in axes:
-            if all(isinstance(a.size, int) for a in axis):
-                total = 1
-                for a in axis:
-                    total *= int(a.size)
+            total = axis_size(axis)
+            if isinstance(total, int):
                 dims.append(total)
             else:
                 dims.append(self.of(axis[0]) if len(axis) == 1 else -1)
-        if dims.count(-1) > 1:  # write all but one of them out
-            for k, axis in enumerate(axes):
-                if dims[k] == -1 and dims.count(-1) > 1:
-                    dims[k] = self._product(axis)
+        for k, axis in enumerate(axes):
+            if dims[k] == -1 and dims.count(-1) > 1:  # a reshape infers one size, not two
+                dims[k] = self._product(axis)
         return dims
 
     def _product(self, axis: Axis) -> Dim:
@@ -69,12 +68,14 @@ def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: S
     """
     own = flatten(axes)
     assert set(own) <= set(flatten(target)), "an atom would be lost"
+    # A reshape to one dimension per atom drops size-1 axes as well; a squeeze is the cheaper way to do only that.
     if any(len(a) > 1 for a in axes):
         node = builder.call(aten.reshape.default, node, sizes.shape([(a,) for a in own]))
     else:
         empty = [k for k, a in enumerate(axes) if not a]
         if empty:
             node = builder.call(aten.squeeze.dims, node, empty)
+    # Atoms that the node lacks are left out before the reshape and come back as axes of size 1: they broadcast.
     present = [tuple(a for a in axis if a in own) for axis in target]
     if any(len(a) > 1 for a in present):
         node = aligned(builder, node, own, flatten(present))
@@ -102,6 +103,7 @@ def einsum(
 
 def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
     """``node``, one axis per atom, with the axes of size 1 made as long as their atoms."""
+    # A symbolic axis is never taken for one of size 1 here, whatever it is in this call.
     short = [size(d) == 1 for d in val(node).shape]
     if not any(short):
         return node
@@ -121,6 +123,8 @@ def same_layout(builder: Builder, new: fx.Node, old: fx.Node) -> fx.Node:
     order = sorted(relevant, key=lambda d: hint(size(wanted[d]), wanted[d]), reverse=True)
     order = [d for d in range(len(sizes)) if d not in relevant] + order
     inverse = [order.index(d) for d in range(len(sizes))]
+    # `clone` alone would keep the strides it finds. Permuted to the wanted order, made contiguous there and permuted
+    # back, the tensor has the strides of `old`, and a `view` that was legal on `old` stays legal.
     new = builder.call(aten.permute.default, new, order)
     new = builder.call(aten.clone.default, new, memory_format=torch.contiguous_format)
     return builder.call(aten.permute.default, new, inverse)

@@ -7,6 +7,7 @@ a size-1 axis is the empty product. Atoms are compared by identity, never by siz
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_letters
 from typing import TypeAlias, TypeVar
@@ -26,6 +27,7 @@ class Atom:
         self.splits: dict[Size, tuple[Atom, Atom]] = {}
 
     def split(self, outer: Size, inner: Size) -> tuple[Atom, Atom]:
+        # Remembered, because two tensors that share the atom are split separately and must end up sharing the parts.
         if outer not in self.splits:
             self.splits[outer] = (Atom(outer), Atom(inner))
         return self.splits[outer]
@@ -68,10 +70,7 @@ def substitute(axis: Axis, split: Mapping[Atom, tuple[Atom, ...]]) -> Axis:
 
 
 def axis_size(axis: Axis) -> Size:
-    total: Size = 1
-    for atom in axis:
-        total = total * atom.size
-    return total
+    return math.prod(atom.size for atom in axis)
 
 
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
@@ -97,6 +96,8 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
                 taken.append(atom)
                 need = rest
                 continue
+            # The atom is longer than the axis: its outer part ends this axis and its inner part begins the next (row-
+            # major).
             inner = quotient(atom.size, need)
             if inner is None:
                 return None
@@ -105,6 +106,7 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
             queue.insert(0, split[atom][1])
             need = 1
         axes.append(tuple(taken))
+    # Left-over atoms mean that the sizes do not multiply to the whole, as under symbols that only a guard relates.
     return (tuple(axes), split) if not queue else None
 
 
@@ -124,4 +126,5 @@ def common_factors(one: Axis, other: Axis) -> tuple[Split, Split] | None:
             second.insert(0, splits[1][b][1])
         else:
             return None
+    # One side is longer by factors that the other lacks: these are not two factorizations of one axis.
     return None if first or second else splits

@@ -15,11 +15,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.axes import Axis
+from mla_compile.passes.ir.axes import Atom, Axis
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
-_VIEWS = (aten.reshape.default, aten.permute.default, aten.slice.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +42,9 @@ class Expr:
 
     def call(self, op: Callable[..., object], *args: object, **kwargs: object) -> Expr:
         """``op`` of this expression, which is its first argument unless it is among ``args`` already."""
+        # `einsum` and `cat` take their operands in a list, so this expression may be inside an argument.
         everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
+        # `no_grad`, as weights may be parameters and the result must not be part of an autograd graph.
         with self.fake_mode or torch.no_grad(), torch.no_grad():
             value = op(*_each(everything, lambda e: e.value), **kwargs)
         assert isinstance(value, torch.Tensor)
@@ -65,13 +66,6 @@ class Expr:
 
     def cast(self, dtype: torch.dtype) -> Expr:
         return self if self.value.dtype == dtype else self.call(aten._to_copy.default, dtype=dtype)
-
-    @property
-    def is_view(self) -> bool:
-        """Whether nothing was computed: the numbers are some of a node's, in whatever order."""
-        if self.node is not None:
-            return True
-        return self.op in _VIEWS and isinstance(self.args[0], Expr) and self.args[0].is_view
 
     def leaves(self) -> tuple[fx.Node, ...]:
         """The graph nodes this expression reads."""
@@ -105,6 +99,7 @@ class Expr:
 
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor itself, from the values of its leaves by node name; computed in ``dtype`` if that is given."""
+        # Expressions share parts (a weight that is used by K and V), and evaluation may take a large matrix product.
         memo: dict[Expr, object] = {}
 
         def visit(expr: Expr) -> object:
@@ -118,6 +113,7 @@ class Expr:
                 return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
             assert expr.op is not None
             kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
+            # The dtype is widened in casts too: an exact evaluation must not round where the graph would.
             return expr.op(*(widened(a, dtype) for a in _each(expr.args, visit)), **kwargs)
 
         result = visit(self)
@@ -131,6 +127,9 @@ class Factor:
 
     expr: Expr
     atoms: Axis
+
+    def renamed(self, names: Mapping[Atom, Atom]) -> Factor:
+        return Factor(self.expr, tuple(names.get(a, a) for a in self.atoms))
 
 
 def widened(value: Any, dtype: torch.dtype | None) -> Any:

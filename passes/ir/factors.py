@@ -23,6 +23,7 @@ def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
         gone = [k for k, atom in enumerate(b.atoms) if atom in drop]
         rest = tuple(atom for atom in b.atoms if atom not in drop)
         return Factor(b.expr.call(aten.sum.dim_IntList, gone), rest) if gone else b
+    # A dict, as its order is that of the atoms: a set would order the dimensions by address, differently in each run.
     union = dict.fromkeys((*a.atoms, *b.atoms))
     out = tuple(atom for atom in union if atom not in drop)
     left, right = common_dtype(a.expr, b.expr)
@@ -36,6 +37,7 @@ def aligned(f: Factor, atoms: Sequence[Atom]) -> Expr:
     """``f`` with a dimension for each of ``atoms``, in their order: of size 1 where it does not depend on it."""
     order, missing = placed(f.atoms, atoms)
     expr = f.expr.permute(order)
+    # `missing` is ascending, so each insertion is at its final place at once.
     sizes = list(expr.shape)
     for k in missing:
         sizes.insert(k, 1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument
 
 from mla_compile.passes.ir.sizes import Size, hint, size
 
@@ -33,7 +34,7 @@ def val(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def is_tensor(node: object) -> bool:
+def is_tensor(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
@@ -52,6 +53,8 @@ def bytes_hint(node: fx.Node) -> int:
 
 def packet(node: object) -> Any:
     """The operator a node calls, overload left out (``aten.add``), or None."""
+    # Targets that are no ATen operators (`operator.getitem`, higher-order operators) have no packet and stand for
+    # themselves.
     if isinstance(node, fx.Node) and node.op == "call_function":
         return getattr(node.target, "overloadpacket", node.target)
     return None
@@ -67,7 +70,7 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, position: int, name: str, default: object = None) -> Any:
     """An argument by position or keyword."""
     if len(node.args) > position:
         return node.args[position]
@@ -89,21 +92,23 @@ class Builder:
         self.anchor = anchor
         self.fake_mode = fake_mode
 
-    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, op: Callable[..., object], *args: Any, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(op, args, kwargs)
         node.meta[OURS] = True
         node.meta["val"] = evaluate_fake(self.fake_mode, op, args, kwargs)
+        # So that a report, or an error of the compiler downstream, still names the line of the user's model.
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr"):
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
         return node
 
-    def trace(self, function: Callable[..., Any], operands: Sequence[Any]) -> fx.Node:
+    def trace(self, function: Callable[..., torch.Tensor], operands: Sequence[Argument]) -> fx.Node:
         """The operators of ``function``, which returns one tensor. Operands are nodes, or numbers."""
         nodes = [n for n in operands if isinstance(n, fx.Node)]
 
-        def of_nodes(*values: Any) -> Any:
+        def of_nodes(*values: torch.Tensor) -> torch.Tensor:
+            # make_fx traces tensors only: numbers among the operands are put back in their places here.
             given = iter(values)
             return function(*(next(given) if isinstance(n, fx.Node) else n for n in operands))
 
@@ -115,6 +120,7 @@ class Builder:
 
     def size(self, node: fx.Node, dim: int) -> int | fx.Node:
         """A dimension to be used as an argument: the number, or a node that reads it at run time."""
+        # `size` applies the guards, so a symbol that one of them fixes becomes a number here and needs no node.
         static = size(val(node).shape[dim])
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
@@ -135,6 +141,8 @@ def splice(
             node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
             if own.op == "get_attr":
                 name = str(own.target)
+                # Traced constants are called `_tensor_constant0` and so on in every trace, and would overwrite each
+                # other.
                 while hasattr(gm, name):
                     name += "_"
                 setattr(gm, name, getattr(traced, str(own.target)))
@@ -145,9 +153,9 @@ def splice(
 
 def virtual(
     fake_mode: FakeTensorMode | None,
-    op: Callable[..., Any],
+    op: Callable[..., object],
     of: fx.Node,
-    *args: Any,
+    *args: Argument,
     decided_by: Sequence[fx.Node] = (),
 ) -> fx.Node:
     """``op(of, *args)`` as a node that no graph holds, for an analysis to reason about: a *virtual source*.
@@ -156,7 +164,9 @@ def virtual(
     it is not needed; where it is, :func:`materialize` adds it. ``decided_by``: the nodes whose numbers decide its own,
     where that is not ``of``, whose numbers are tied to each other.
     """
+    # Built by hand: `graph.call_function` would put it into the graph.
     node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
+    # A user that is not in the graph would keep dead code alive.
     for read in node.all_input_nodes:
         read.users.pop(node)
     node.meta[DECIDED_BY] = tuple(decided_by) or decides(of)
@@ -193,13 +203,9 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
 
 
 def evaluate_fake(
-    fake_mode: FakeTensorMode | None, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[Argument, ...], kwargs: dict[str, Argument]
+) -> object:
     """What ``op`` returns for the fake values of its node arguments."""
-
-    def value(node: fx.Node) -> Any:
-        return node.meta["val"]
-
-    real_args, real_kwargs = fx.map_arg(args, value), fx.map_arg(kwargs, value)
+    real_args, real_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         return op(*real_args, **real_kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,13 +22,16 @@ def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     left, arrow, out = text.partition("->")
     inputs = left.split(",")
     free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in text]
+    # "..." may stand for fewer axes in one operand than in another; they line up from the right, as in broadcasting.
     widths = [len(shape(o)) - len(i.replace("...", "")) for i, o in zip(inputs, operands, strict=True)]
     dots = "".join(free[: max([w for i, w in zip(inputs, widths, strict=True) if "..." in i], default=0)])
     inputs = [i.replace("...", dots[len(dots) - w :] if w else "") for i, w in zip(inputs, widths, strict=True)]
+    # Without "->" einsum's own rule holds: every label that occurs once, in alphabetical order, after the "..." axes.
     if not arrow:
         joined = "".join(inputs)
         out = dots + "".join(sorted(c for c in set(joined) if joined.count(c) == 1 and c not in dots))
     out = out.replace("...", dots)
+    # A repeated label takes a diagonal, and two axes of one tensor cannot be one axis of its map.
     return (inputs, out) if all(len(set(i)) == len(i) for i in inputs) else None
 
 
@@ -38,7 +40,7 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
     op = packet(node)
     if op is aten.einsum:
         parsed = parse_einsum(node)
-        operands: Any = args_of(node)[1]
+        operands = args_of(node)[1]
         if parsed is None or len(operands) != 2:
             return None
         (a, b), out = parsed
@@ -47,12 +49,18 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
         return _multiplied_and_summed(node)
     left, right = args_of(node)[0], args_of(node)[1]
     ra, rb = len(shape(left)), len(shape(right))
+    # matmul with a vector drops an axis; no attention is written so.
     if ra < 2 or rb < 2:
         return None
+    la, lb, out = matmul_labels(ra, rb)
+    return (left, la), (right, lb), out
+
+
+def matmul_labels(ra: int, rb: int) -> tuple[str, str, str]:
+    """The labels of two matrices, batched or not, that are multiplied, and of the result."""
+    # x, y and z are the labels of the matrices and must not be used twice.
     batch = "abcdefghijklmnopqrstuvw"[: max(ra, rb) - 2]
-    la = batch[len(batch) - (ra - 2) :] + "xy"
-    lb = batch[len(batch) - (rb - 2) :] + "yz"
-    return (left, la), (right, lb), batch + "xz"
+    return batch[len(batch) - (ra - 2) :] + "xy", batch[len(batch) - (rb - 2) :] + "yz", batch + "xz"
 
 
 def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
@@ -66,6 +74,8 @@ def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx
         return None
     dim = axis(dims[0], rank)
     ones = [(same(a, 1), same(b, 1)) for a, b in zip(shape(left), shape(right), strict=True)]
+    # Where both operands have every axis it is a row-wise dot product, as in a norm; where the summed axis is broadcast
+    # nothing is contracted; and a sum in another dtype is not what a matrix product gives.
     if any(ones[dim]) or not any(a != b for a, b in ones) or val(node).dtype != val(times).dtype:
         return None
     labels = "abcdefghijklmnopqrstuvw"[:rank]

@@ -16,6 +16,7 @@ def locate(node: fx.Node) -> Location:
     """The node, its module path and the user's source line, as far as the trace recorded them."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     file, line, code = frames[-1] if frames else (None, None, None)
+    # The last entry is the innermost module, as the last frame is the innermost call.
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return Location(
         node=node.name,

@@ -197,11 +197,13 @@ def _copy(node: fx.Node) -> Copy | None:
 
 def _dropout(node: fx.Node) -> Dropout:
     train = argument(node, 2, "train", True)
+    # `train` may be None in `native_dropout`, which means that it is on.
     return Dropout(args_of(node)[0], active=train is not False and argument(node, 1, "p", 0.5) != 0)
 
 
 def _regroup(node: fx.Node) -> Regroup | None:
     x = argument(node, 0, "self")
+    # `view.dtype` shares its packet with `view`.
     if val(x).dtype != val(node).dtype:  # the same bytes read as other numbers
         return None
     told = argument(node, 1, "size") if packet(node) in (aten.view, aten.reshape) else None
@@ -248,6 +250,7 @@ def _narrow(node: fx.Node) -> Slice:
 
 def _member(node: fx.Node) -> Slice | Dropout | None:
     """One of the results of an operator that has several."""
+    # Splits are read through their `getitem`s, as it is the part that has a position; the split itself is a tuple.
     whole, at = args_of(node)
     if packet(whole) is aten.native_dropout:
         return _dropout(whole) if at == 0 else None
@@ -256,6 +259,7 @@ def _member(node: fx.Node) -> Slice | Dropout | None:
     x = argument(whole, 0, "self")
     dim = axis(argument(whole, 2, "dim", 0), len(shape(x)))
     sizes = [part.shape[dim] for part in whole.meta["val"][: at + 1]]
+    # A symbolic part is still a slice along a known axis, which is enough to refuse it for the right reason.
     if not isinstance(shape(x)[dim], int) or not all(isinstance(s, int) for s in sizes):
         return Slice(x, dim, None, None)
     start, stop = sum(sizes[:-1]), sum(sizes)
@@ -270,6 +274,7 @@ def _bounds(node: fx.Node, position: int) -> tuple[Told, Told, Told]:
 def _taken(bounds: tuple[Told, Told, Told], length: object) -> range | None:
     if not isinstance(length, int) or any(isinstance(b, fx.Node) for b in bounds):
         return None
+    # Python clamps bounds as torch does: exported graphs write "to the end" as 2**63 - 1.
     return range(*slice(*bounds).indices(length))
 
 
@@ -318,9 +323,11 @@ def _index_put(node: fx.Node) -> WriteRows | None:
     """By positions along one axis; a mask, or positions of several axes, chooses otherwise."""
     base, indices, x = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
     given = [k for k, index in enumerate(indices) if index is not None]
+    # `accumulate` adds to what was there: the result depends on the base at the written positions too.
     if len(given) != 1 or argument(node, 3, "accumulate", False):
         return None
     index = indices[given[0]]
+    # A boolean index is a mask: how many rows it writes depends on the data.
     if len(shape(index)) != 1 or val(index).dtype not in (torch.int64, torch.int32):
         return None
     return WriteRows(base, x, given[0], index)
@@ -330,7 +337,7 @@ def _fill_at(position: int, name: str) -> Callable[[fx.Node], Fill]:
     return lambda node: Fill(argument(node, position, name))
 
 
-_DECODERS: dict[Any, Callable[[fx.Node], Reading | None]] = {
+_DECODERS: dict[object, Callable[[fx.Node], Reading | None]] = {
     **dict.fromkeys(
         (
             aten.clone, aten.contiguous, aten.alias, aten.detach, aten.lift_fresh, aten.lift_fresh_copy,

@@ -7,6 +7,7 @@ are solved, once for every new guard of a shape environment.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -35,6 +36,7 @@ def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
     if shape_env is None or expr.is_Integer:
         return expr
     solved = _solved.setdefault(shape_env, _Solved())
+    # Guards are only ever appended, so reading on from the last one misses none.
     guards = shape_env.guards[solved.read :]
     solved.read += len(guards)
     for guard in guards:
@@ -44,13 +46,16 @@ def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
 
 
 def _add(equation: sympy.Eq, values: dict[sympy.Symbol, sympy.Expr]) -> None:
+    # The common factor goes first: in `2*s0 == 2*s1` no coefficient would be 1 otherwise.
     _, zero = sympy.expand((equation.lhs - equation.rhs).xreplace(values)).as_content_primitive()
     zero = sympy.expand(zero)
     for symbol in sorted(zero.free_symbols, key=_age, reverse=True):
         factor = zero.coeff(symbol, 1)
         rest = sympy.expand(zero - factor * symbol)
+        # Only with a coefficient of 1 or -1 is the solution a whole number for all values of the other symbols.
         if abs(factor) == 1 and symbol not in rest.free_symbols:
             value = -rest * factor
+            # So that no value ever mentions a symbol that is itself replaced: one `xreplace` is then enough.
             for known, old in values.items():
                 values[known] = old.xreplace({symbol: value})
             values[symbol] = value
@@ -59,6 +64,7 @@ def _add(equation: sympy.Eq, values: dict[sympy.Symbol, sympy.Expr]) -> None:
 
 def _age(symbol: sympy.Symbol) -> tuple[int, str]:
     """Later symbols are replaced by earlier ones, whatever the order of the guards."""
+    # By length first: as text, s10 would come before s9.
     return len(symbol.name), symbol.name
 
 
@@ -81,7 +87,12 @@ def same(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every value of the symbols (never "for the example at hand")."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
+    # `==` compares structure, is cheap and mostly settles it; `s*(t+1)` and `s*t + s` need the expansion.
     return bool(a == b) or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
+
+
+def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
 
 
 def quotient(a: Size, b: Size) -> Size | None:
@@ -89,6 +100,7 @@ def quotient(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b > 0 and a % b == 0 else None
     ratio = sympy.cancel(sympy.sympify(a) / sympy.sympify(b))
+    # `s / 2` is no quotient, although it is a whole number for the length at hand.
     if sympy.fraction(ratio)[1] != 1 or not ratio.is_integer:
         return None
     return int(ratio) if ratio.is_Integer else ratio

@@ -11,12 +11,6 @@ from torch import fx
 from mla_compile.passes.ir.graph import argument, packet
 
 REACH = 48
-"""How many nodes a search for something near an attention looks at before it gives up.
-
-Between an up-projection and the scores lie a norm, a rotation and the joins around them: two dozen nodes at most in the
-models we know. Much farther back is the layer below, whose projections would be mistaken for those of this one."""
-
-REACH = 48
 """Operators that a search looks at before it gives up.
 
 Between two parts of one attention (a softmax and its products, K and what it was projected or joined from) lie scales,
@@ -35,6 +29,7 @@ def nearest(
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = deque(step(start)), set[fx.Node]()
+    # Breadth first, so that what is nearest is found before the walk gives up.
     while queue and len(passed) < REACH:
         node = queue.popleft()
         if node in seen:
@@ -54,6 +49,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
         sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
+        # torch keeps what draws random numbers, as removing it would shift the generator; with p = 0 none is drawn.
         return node.is_impure() and not sure
 
     graph.eliminate_dead_code(stays)
@@ -85,6 +81,7 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _computed_from(node: fx.Node) -> list[fx.Node]:
+    # A length is no number of the tensor: with dynamic shapes, `sym_size` of the inputs would tie everything together.
     return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
 
 
@@ -101,8 +98,10 @@ def weight_nodes(graph: fx.Graph, known: Collection[str]) -> set[fx.Node]:
         if node.op in ("placeholder", "get_attr"):
             if node.name in known or node.op == "get_attr":
                 found.add(node)
+        # `all` of nothing is true: `arange` and `full` are constants.
         elif node.op == "call_function" and all(n in found for n in node.all_input_nodes):
             tags = getattr(node.target, "tags", ())
+            # `rand` has no inputs either, yet gives other numbers in each call and must not be computed ahead.
             if torch.Tag.nondeterministic_seeded not in tags:
                 found.add(node)
     return found

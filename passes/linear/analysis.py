@@ -61,10 +61,11 @@ class LinearMaps:
 
     @property
     def whole(self) -> LinearMaps:
-        """The analysis that ends at the rows that slices are taken of: the same for all slices, whatever ends here."""
+        """The analysis whose sources are the rows that slices are taken from: one for all slices."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             self._whole = self.with_sources(rows, self.per_row)
+            # It is its own: else it would make another one at the first slice it meets.
             self._whole._whole = self._whole
         return self._whole
 
@@ -86,6 +87,7 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = self._rule(current)
+            # A slice of rows is answered by the analysis of whole rows, so its operand needs no map here.
             ends = rule is None or (rule is some_rows and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
@@ -94,7 +96,9 @@ class LinearMaps:
             pending.pop()
             try:
                 self._maps[current] = self._apply(current, rule)
-            except RowsJoined as joined:  # channels first, tokens last; maps found so far hold by themselves
+            except RowsJoined as joined:  # maps that were handed out before stay true
+                # Maps that were made through that node are made again. Which those are is not recorded, so all of them
+                # are.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]
@@ -110,19 +114,23 @@ class LinearMaps:
         """The tensors whose maps make that of ``node``."""
         inputs = node.all_input_nodes
         if packet(node) is operator.getitem:  # one of several results: its map is that of what they were made of
+            # A tuple has no map of its own.
             inputs = [n for whole in inputs for n in whole.all_input_nodes]
         return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]
 
     def _apply(self, node: fx.Node, rule: Rule | None) -> LinearMap:
         result = unexplained(node) if rule is None else rule(self, node)
+        # Sources and weights end the walk by choice: a reason would blame them in a report.
         if isinstance(result, Stop) and node not in self.sources and not self.is_weight(node):
             self.reasons[node] = result
+        # Asked after the rule, which may find by itself that the axis is broadcast.
         if node in self.virtual.shared:
             return one_of_all(self, node, result)
         return self.identity(node) if isinstance(result, Stop) else result
 
     def axes_of(self, node: fx.Node) -> Axes:
         """The axes of ``node`` as rows of its own, one atom each."""
+        # The same atoms each time: two maps from one source have to agree on what its tokens are.
         if node not in self._identity:
             self._identity[node] = fresh_axes(shape(node))
         return self._identity[node]

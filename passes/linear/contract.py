@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +17,7 @@ from mla_compile.passes.ir.axes import Atom, Axis, fresh_axis
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import product, scaled, total
 from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, packet, shape, val
-from mla_compile.passes.ir.labels import parse_einsum
+from mla_compile.passes.ir.labels import matmul_labels, parse_einsum
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map
@@ -32,6 +31,7 @@ def _usable(expr: Expr, node: fx.Node) -> Stop | None:
     """Weights whose numbers take part in arithmetic must be ordinary floating tensors."""
     if expr.value.layout != torch.strided:
         return Stop(node, "unsupported_weight", f"a weight of layout {expr.value.layout}")
+    # Eight-bit and integer weights mean something only with their scales; multiplying them ahead would lose those.
     if not expr.value.dtype.is_floating_point or expr.value.dtype.itemsize < 2:
         return Stop(node, "unsupported_weight", f"a weight of dtype {expr.value.dtype} without dequantization")
     if any(not isinstance(d, int) for d in expr.value.shape):
@@ -41,22 +41,25 @@ def _usable(expr: Expr, node: fx.Node) -> Stop | None:
 
 def _bind(
     piece: Piece, node: fx.Node, labels: str, weight: Expr, weight_labels: str
-) -> tuple[Factor, dict[str, Axis], Piece] | Stop:
-    """The weight with its dimensions written in the map's atoms, the axis behind every label, and the map."""
+) -> tuple[Factor, dict[str, Axis]] | Stop:
+    """The weight with its dimensions written in the map's atoms, and the axis behind every label."""
     axis_of = dict(zip(labels, piece.axes, strict=True))
+    # An axis of size 1 has no atom: it broadcasts.
     sizes = [(lab, s) for lab, s in zip(weight_labels, weight.shape, strict=True) if s != 1]
     atoms: list[Atom] = []
     for label, size in sizes:
         if not axis_of.get(label, ()):
             axis_of[label] = fresh_axis(size)
         own = axis_of[label]
+        # Weights have fixed sizes, so one that lies along a symbolic axis was computed per token (a table of
+        # positions).
         if not all(isinstance(a.size, int) for a in own):
             return Stop(node, "position_dependent", "a weight that differs from token to token")
         atoms += own
     for label in weight_labels:
         axis_of.setdefault(label, ())
     expr = weight.view([a.size for a in atoms])
-    return Factor(expr, tuple(atoms)), axis_of, piece
+    return Factor(expr, tuple(atoms)), axis_of
 
 
 def _apply(
@@ -65,30 +68,35 @@ def _apply(
     bound = _bind(piece, node, labels, weight, weight_labels)
     if isinstance(bound, Stop):
         return bound
-    factor, axis_of, piece = bound
+    factor, axis_of = bound
     tokens = piece.source_atoms
     known = set(piece.weight.atoms if piece.weight else ()) | set(piece.bias.atoms if piece.bias else ())
     summed: list[Atom] = []
     for label in labels:
         own = axis_of[label]
         if label in out:
+            # Only the last axis of the rows is what a projection may sum over or scale. A weight that differs along any
+            # other is one for each token or head, and queries cannot be multiplied by it once for all rows.
             if not per_row and label != labels[-1] and any(a in tokens and a in factor.atoms for a in own):
                 contracts = any(c not in out for c in labels)
                 code = "head_dependent_latent" if contracts else "position_dependent"
                 return Stop(node, code, "a weight that differs along an axis of the rows")
         elif not own:
             continue
+        # The weight does not take part in the sum, so tokens (or heads) are added up.
         elif label not in weight_labels or not all(a in factor.atoms for a in own):
             return Stop(node, "token_mixing", "a sum over an axis")
+        # The weight could be summed over the copies first; until a model needs it, refusing needs no proof.
         elif piece.source is not None and not all(a in tokens or a in known for a in own):
             return Stop(node, "unsupported_op", "a sum over a broadcast axis")
         else:
             summed += own
     for label, size in zip(weight_labels, weight.shape, strict=True):
         if label not in labels and label not in out and size != 1:
-            return Stop(node, "unsupported_op", "a weight is summed by itself")
+            return Stop(node, "unsupported_op", "a weight is summed by itself")  # legal too, and refused likewise
     axes = tuple(axis_of[label] for label in out)
     bias = None if piece.bias is None else product(piece.bias, factor, summed)
+    # A constant has no weight: it is its bias, which the lines above have multiplied already.
     if piece.source is None:
         return replace(piece, axes=axes, bias=bias, dtype=val(node).dtype)
     weights = product(piece.weight, factor, [a for a in summed if a not in tokens])
@@ -105,6 +113,7 @@ def contract(
     if problem is not None:
         return problem
     source = maps.map(x)
+    # Columns from different sources cannot be summed by one weight, unless they are of one source after all.
     if source.axis is not None and labels[source.axis] not in out:
         source = one_map(source, node) or source
     if source.axis is None:
@@ -113,9 +122,12 @@ def contract(
     joint = joint_of(source)
     raw = not any(p.projected for p in source.pieces)
     if label not in out:
+        # The joined tensor is taken for the rows where nothing was projected before it, or where it is narrower than
+        # what is made of it, as a latent is. Otherwise it is itself the wide result of projections.
         if joint is not None and (raw or bytes_hint(joint) < bytes_hint(node)):
             raise RowsJoined(joint)  # one latent, joined of parts
         return Stop(node, "unsupported_op", "a projection of columns that come from different sources")
+    # Each column is kept and another axis is summed over: the columns were rows of something that is projected here.
     if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
     done: list[Segment] = []
@@ -142,6 +154,7 @@ def _aligned_labels(rank: int, weight_rank: int) -> tuple[str, str, str]:
 
 def multiply_weight(maps: Maps, node: fx.Node, x: fx.Node, weight: fx.Node, *, reciprocal: bool) -> LinearMap | Stop:
     expr = maps.leaf(weight)
+    # Division by a weight. Its reciprocal is computed once, in the dtype of the weight.
     if reciprocal:
         expr = expr.call(aten.reciprocal.default)
     labels, weight_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
@@ -166,12 +179,13 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
         bound = _bind(s.piece, node, labels, part, bias_labels)
         if isinstance(bound, Stop):
             return bound
-        own, axis_of, piece = bound
-        outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in piece.source_atoms and a in own.atoms]
+        own, axis_of = bound
+        # A bias along the last axis of the rows is one for all tokens; along any other it is a table of positions.
+        outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in s.piece.source_atoms and a in own.atoms]
         if outside and not maps.per_row:
             return Stop(node, "position_dependent", "a bias that differs from token to token")
         axes = tuple(axis_of[lab] for lab in labels)
-        piece = replace(piece, axes=axes, bias=total(piece.bias, scaled(own, factor)), dtype=val(node).dtype)
+        piece = replace(s.piece, axes=axes, bias=total(s.piece.bias, scaled(own, factor)), dtype=val(node).dtype)
         done.append(replace(s, piece=piece.visited(node, scalings=1)))
     return LinearMap(tuple(done), source.axis)
 
@@ -180,6 +194,7 @@ def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) and not maps.is_weight(x):
         return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
+    # A bias that is computed from the inputs makes the result no fixed map of `x`.
     if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(node)
     labels = _ALPHABET[: len(shape(x))]
@@ -208,19 +223,19 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     offset = 1 if packet(node) in (aten.addmm, aten.baddbmm) else 0
     a, b = args_of(node)[offset], args_of(node)[offset + 1]
     ra, rb = len(shape(a)), len(shape(b))
+    # A product of two weights is a weight and does not come here; one of two activations is an attention's. Keywords
+    # are the `beta` and `alpha` of addmm.
     if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
         return unexplained(node)
-    batch = _ALPHABET[: max(ra, rb) - 2]
-    left = batch[len(batch) - (ra - 2) :] + "xy"
-    right = batch[len(batch) - (rb - 2) :] + "yz"
-    out = batch + "xz"
+    left, right, out = matmul_labels(ra, rb)
     x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
     if len(labels) < len(out):
         return unexplained(node)
     result = contract(maps, node, x, labels, maps.leaf(weight), weight_labels, out)
     if offset == 0 or isinstance(result, Stop):
         return result
-    bias: Any = args_of(node)[0]
+    bias = args_of(node)[0]
+    # A wider bias may differ from token to token, and one along segments would have to be cut with them.
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
         return unexplained(node)
     return _with_bias(result, maps.leaf(bias), node)
@@ -252,13 +267,15 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     parsed = parse_einsum(node)
     if parsed is None:
         return unexplained(node)
-    operands: Any = args_of(node)[1]
+    operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
-    if sum(weights) != len(weights) - 1 or len(operands) > 2 or any(len(set(i)) != len(i) for i in inputs):
+    # Exactly one operand that is no weight: a product of two is an attention's own.
+    if sum(weights) != len(weights) - 1 or len(operands) > 2:
         return unexplained(node)
     at = weights.index(False)
     if len(operands) == 1:
+        # With one operand all that is left is a permutation; a dropped label would be a sum.
         if sorted(inputs[0]) != sorted(out):
             return unexplained(node)
         source = maps.map(operands[0])
@@ -284,8 +301,7 @@ def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     """``(x - mean) / sqrt(var + eps) * weight + bias`` by stored statistics of axis 1; ``node`` is its result."""
-    x: Any = args_of(norm)[0]
-    weight, bias, mean, var = args_of(norm)[1:5]
+    x, weight, bias, mean, var = args_of(norm)[:5]
     whole = packet(norm) is aten.batch_norm
     if whole and args_of(norm)[5]:  # statistics of this call
         return unexplained(norm)
@@ -301,10 +317,11 @@ def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     scaled_map = contract(maps, node, x, labels, factor, labels[1], labels)
     if isinstance(scaled_map, Stop):
         return scaled_map
+    # Segments along the channels would need the shift to be cut with them.
     return unexplained(norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
 
 
-CONTRACTION_RULES: dict[Any, Callable[[Maps, fx.Node], LinearMap | Stop]] = {
+CONTRACTION_RULES: dict[object, Callable[[Maps, fx.Node], LinearMap | Stop]] = {
     aten.linear: linear,
     **dict.fromkeys((aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm), matmul),
     aten.einsum: einsum,

@@ -41,6 +41,7 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
         if piece is None:
             return None
         pieces.append(piece)
+    # A new atom: heads made by separate weights were not factors of one axis before.
     into = Atom(segments[-1].stop - segments[0].start)
     widths = [s.stop - s.start for s in segments]
     weight = _joined([p.weight for p in pieces], [p.axes[dim] for p in pieces], widths, into)
@@ -57,6 +58,7 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
     Heads that were made one by one: each segment by weights side by side, or by the same rows (a rotary key) again.
     """
     first = elements[0]
+    # Segmented along the very axis that is stacked, or each along another: not one row of segments.
     if first.axis == dim or any(e.axis != first.axis for e in elements):
         return None
     joined: list[Segment] = []
@@ -91,6 +93,7 @@ def joint_of(source: LinearMap) -> fx.Node | None:
     """Where rows were joined to others, at least one of them as it was: the first node on the way of all of them."""
     if source.axis is None or all(p.projected for p in source.pieces):
         return None
+    # A source is on the way of its own piece, but nothing was joined there.
     common = set.intersection(*({v.node for v in p.path} for p in source.pieces)) - {p.source for p in source.pieces}
     return next((v.node for v in source.pieces[0].path if v.node in common), None)
 
@@ -100,26 +103,24 @@ def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
         return None
     tokens = first.source_atoms
+    # Side by side along tokens would be more rows, not more columns.
     if any(a in tokens for a in piece.axes[dim]):
         return None
     rename: dict[Atom, Atom] = {}
     for k, (own, other) in enumerate(zip(first.axes, piece.axes, strict=True)):
-        if k == dim:
+        if k == dim or own == other:
             continue
-        if own == other:
-            continue
+        # Tokens must be the very same atoms. Features and broadcast axes are called differently in each piece and only
+        # have to be factored alike.
         splits = None if tokens & {*own, *other} else common_factors(own, other)
+        # `first` is not split any more: pieces that were put in its atoms before would not fit.
         if splits is None or splits[0]:
             return None
         piece = piece.split(splits[1])
         rename |= zip(piece.axes[k], own, strict=True)
-
-    def renamed(f: Factor | None) -> Factor | None:
-        return None if f is None else Factor(f.expr, tuple(rename.get(a, a) for a in f.atoms))
-
     assert piece.weight is not None
-    weight = renamed(scaled(piece.weight, piece.scale))
-    return replace(piece, weight=weight, bias=renamed(piece.bias), scale=1.0)
+    weight = scaled(piece.weight, piece.scale).renamed(rename)
+    return replace(piece, weight=weight, bias=piece.bias and piece.bias.renamed(rename), scale=1.0)
 
 
 def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Sequence[int], into: Atom) -> Factor | None:
@@ -128,6 +129,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     if not known:
         return None
     rest = tuple(dict.fromkeys(a for f, axis in zip(factors, own, strict=True) if f for a in f.atoms if a not in axis))
+    # Features of weights have fixed sizes, as the weights do.
     sizes = [int(a.size) for a in rest if isinstance(a.size, int)]
     dtype = known[0].expr.value.dtype
     for other in known[1:]:
@@ -135,6 +137,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:
+            # A piece without bias beside one with: zeros where it has none.
             parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
             continue
         expr = aligned(f, (*axis, *rest)).cast(dtype)
@@ -147,6 +150,7 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
 
 def _common_path(pieces: Sequence[Piece], node: fx.Node) -> tuple[Visit, ...]:
     common = set.intersection(*({v.node for v in p.path} for p in pieces))
+    # The result has passed as many contractions as the piece that passed the most.
     last = max((p.path[-1] for p in pieces), key=lambda v: v.contractions)
     before = (v for v in pieces[0].path if v.node in common and v.contractions < last.contractions)
     return (*before, replace(last, node=node))

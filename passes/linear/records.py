@@ -1,4 +1,4 @@
-"""Linear maps as data: which rows a tensor is made of, by which weights, and on which way.
+"""Linear maps as data: the rows that a tensor is computed from, the weights, and the operators in between.
 
 A tensor X is described by
 
@@ -90,6 +90,7 @@ class Piece:
         )
 
     def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:
+        # Counts add up along the way, so the last visit knows whether anything was projected at all.
         last = self.path[-1] if self.path else Visit(node, 0, 0)
         visit = Visit(node, last.contractions + contractions, last.scalings + scalings)
         return replace(self, path=(*self.path, visit))
@@ -160,7 +161,7 @@ class VirtualSources:
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
-    """What was joined at ``node`` and taken for columns turns out to be rows: there the walk has to end."""
+    """What was joined at ``node`` and taken for columns turns out to be rows, so the walk has to end there."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(node.name)
@@ -215,6 +216,7 @@ class Term:
         if own in self.piece.source_atoms:
             return "token"
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
+        # In no factor and no token: the numbers are the same at all its positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
 
 
@@ -239,6 +241,7 @@ def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> Linea
     def grow(piece: Piece) -> Piece:
         axes: list[Axis] = [fresh_axis(s) for s in new[:extra]]
         for k, own in enumerate(piece.axes, start=extra):
+            # An empty axis has size 1, which grows; along the segmented axis each piece keeps its own width.
             axes.append(own if own or k == at else fresh_axis(new[k]))
         return replace(piece, axes=tuple(axes))
 

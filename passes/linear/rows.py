@@ -1,7 +1,7 @@
 """Transfer rules for maps whose rows are virtual sources: no nodes of the graph, but views of its nodes.
 
-A slice along the tokens of what weights make of rows is the same map of a slice of the rows: ``(c W)[:, :n] = c[:, :n]
-W``, for every axis of the rows that is, as it is, an axis of the result. A tensor whose numbers were copied along an
+A slice along the tokens of an up-projection is the same up-projection of a slice of the rows: ``(c W)[:, :n] = c[:, :n]
+W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were copied along an
 axis is its first position, broadcast. Without virtual sources both end the walk.
 """
 
@@ -27,6 +27,7 @@ def slice_of(node: fx.Node) -> Slice:
 
 def rows_axis(piece: Piece, own: Axis) -> int | None:
     """The axis of the source that ``own``, an axis of X, is the whole of; None where there is none."""
+    # A weight that lies along the axis differs between its positions, so a slice of the rows would need a slice of it.
     if not own or _in_factors(piece, own):
         return None
     return next((k for k, a in enumerate(piece.source_axes) if a == own), None)
@@ -42,12 +43,13 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """The map of a slice: that of the tensor it is taken of, over the slices of its rows."""
+    """The map of a slice: that of the tensor it is taken from, over the slices of its rows."""
     how, taken = slice_of(node), {s.rows: s for s in maps.virtual.slices[node]}
     dim = how.dim
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
     length = fresh_axis(shape(node)[dim])
     source = maps.whole.map(how.x)
+    # Cut along the columns: that is no slice of rows.
     if source.axis == dim:
         return refused
 
@@ -56,8 +58,10 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if constant_along(piece, own):
             return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
         sliced = None if piece.source is None else taken.get(piece.source)
+        # The last condition: a source that the walk was told to end at lies on the way and would be skipped.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
             return refused
+        # The atoms come from the shared analysis, so that slices of K and of V find the same tokens.
         tokens, last = maps.whole.axes_of(sliced.node)[sliced.dim], piece.path[-1]
         return replace(
             piece,
@@ -80,6 +84,7 @@ def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     shared = maps.virtual.shared[node]
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):
         return found
+    # The walk ends here too, and a report that gets this far should say why.
     maps.reasons[shared.one] = Stop(shared.one, "unsupported_op", "a part of the rows is taken")
     own = maps.axes_of(shared.one)
     axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])

@@ -17,7 +17,6 @@ from torch import fx
 
 from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.axes import Atom, common_factors, flatten
-from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import scaled, total
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import decode
@@ -56,6 +55,7 @@ def _times(source: LinearMap, by: float) -> LinearMap | Stop:
 
 def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
+    # Something divided by the rows is not linear in them, and a rounding mode rounds.
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
@@ -64,6 +64,7 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         a, b = b, a
     if not is_tensor(a):  # a weight times a size
         return unexplained(node)
+    # Positions and indices are integers too, and their products no rows.
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
         return unexplained(node)
     if isinstance(b, (int, float)):
@@ -78,8 +79,9 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
-    alpha: Any = node.kwargs.get("alpha", 1)
+    alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
+    # In effect a bias, but no tensor of the graph that an expression could start from.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
@@ -88,8 +90,11 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
+        # `weight - rows`, or a scaled sum, would have to scale the map of the rows instead.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
     left, right = maps.map(a), maps.map(b)
+    # No source in common. If one side was spoilt on its way from the rows of the other (by a norm, say), that node is
+    # the cause and not this sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
         cause = _spoilt(maps, left, right) or _spoilt(maps, right, left)
         if cause is not None:
@@ -109,6 +114,7 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
     rows = {p.source for p in other.pieces}
     for piece in one.pieces:
         stop = None if piece.source is None else maps.reasons.get(piece.source)
+        # These two say no more than this sum would say itself.
         if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
             assert piece.source is not None
             if any(n in rows for n in ancestors(piece.source)):
@@ -120,6 +126,7 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     """``a + factor * b`` for two maps of one source: the weights are added (LoRA)."""
     if a.source is None or a.source is not b.source or (a.weight is None) != (b.weight is None):
         return Stop(node, "position_dependent", "a sum of maps of different sources")
+    # Both maps are brought to the same factors before their atoms are matched one to one.
     for x, y in zip((*a.axes, *a.source_axes), (*b.axes, *b.source_axes), strict=True):
         splits = common_factors(x, y)
         if splits is None:
@@ -129,25 +136,20 @@ def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
         a, b = a.split(splits[0]), b.split(splits[1])
     rename: dict[Atom, Atom] = {}
     for own, other in zip(flatten(a.axes), flatten(b.axes), strict=True):
+        # As in `x + x.mT`: the same source, but another token of it.
         if (own in a.source_atoms or other in b.source_atoms) and own is not other:
             return Stop(node, "token_mixing", "a sum of maps of different rows")
         rename[other] = own
     if a.source_axes != b.source_axes:
         return Stop(node, "unsupported_op", "a sum of maps that see the rows in different factors")
-
-    def renamed(f: Factor | None) -> Factor | None:
-        return None if f is None else Factor(f.expr, tuple(rename.get(x, x) for x in f.atoms))
-
     common = {v.node for v in b.path}
     last = max((a.path[-1], b.path[-1]), key=lambda v: v.contractions)
     path = (*(v for v in a.path if v.node in common), replace(last, node=node))
-    bias = total(a.bias, renamed(b.bias), factor)
+    bias = total(a.bias, b.bias and b.bias.renamed(rename), factor)
     a = replace(a, bias=bias, path=path, dtype=val(node).dtype)
     if a.weight is None or b.weight is None:
         return replace(a, scale=a.scale + factor * b.scale)
-    other_weight = renamed(b.weight)
-    assert other_weight is not None
-    weight = total(scaled(a.weight, a.scale), scaled(other_weight, b.scale), factor)
+    weight = total(scaled(a.weight, a.scale), scaled(b.weight.renamed(rename), b.scale), factor)
     return replace(a, weight=weight, scale=1.0)
 
 
@@ -182,7 +184,7 @@ MOVES: dict[type, Callable[[Maps, fx.Node, Any], LinearMap | Stop]] = {
 }
 """The rules of operators that only move numbers, by what :func:`decode` says of them."""
 
-RULES: dict[Any, Rule] = {
+RULES: dict[object, Rule] = {
     operator.getitem: result_of_several,
     aten.view: reinterpreted,
     **dict.fromkeys((aten.pad, aten.constant_pad_nd), pad),

@@ -17,7 +17,7 @@ from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import merged, narrowed
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.join import joint_of, one_map, stacked
 from mla_compile.passes.linear.records import (
@@ -37,6 +37,7 @@ aten = torch.ops.aten
 
 def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap | Stop:
     """The positions ``taken`` of axis ``dim``."""
+    # A stride runs across the segments (interleaved rotary columns); as one map it is just a strided slice of a weight.
     if source.axis == dim and taken.step != 1:
         source = one_map(source, node) or source
     if source.axis != dim:
@@ -58,14 +59,17 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
     own = piece.axes[dim]
     if taken.step == 1 and taken.start == 0 and same(axis_size(own), taken.stop):
         return piece
+    # Fewer rows of the source: no map of that source, but of a slice of it, which `rows.py` follows.
     if any(a in piece.source_atoms for a in own):
         return Stop(node, "unsupported_op", "a part of the rows is taken")
     atom = Atom(len(taken))
+    # A size-1 axis has no atom, neither here nor in the factors.
     axes = tuple(() if k == dim and atom.size == 1 else (atom,) if k == dim else a for k, a in enumerate(piece.axes))
 
     def narrow(f: Factor | None) -> Factor | Stop | None:
         if f is None or not any(a in f.atoms for a in own):
             return f
+        # The weight has only some factors of the axis; a range across the others is no range of the weight.
         if not all(a in f.atoms for a in own):
             return Stop(node, "unsupported_op", "a slice across a broadcast axis")
         whole = own[0]
@@ -97,6 +101,7 @@ def sliced(maps: Maps, node: fx.Node, how: Slice) -> LinearMap | Stop:
 
 def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
     x = how.x
+    # What is read may have been written at that very position: heads that are kept in one buffer.
     while how.index is not None and (write := _write(x, how.dim)) is not None:
         if write.index == how.index:
             return unexplained(node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
@@ -106,6 +111,7 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
     """``node`` as a write to one known position of axis ``dim``; None where it is something else."""
+    # Slices that take all stand between the writes where sizes are symbolic.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -116,7 +122,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 def _itself(node: fx.Node) -> fx.Node:
     """``node``, or what it is the whole of: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
     while isinstance(how := decode(node), (Slice, Write)):
-        if val(how.x).dtype != val(node).dtype or not all(map(same, shape(how.x), shape(node))):
+        if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
         node = how.x
     return node
@@ -128,9 +134,10 @@ def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
     current = node
     while (write := _write(current, how.dim)) is not None:
         assert write.index is not None
+        # The walk goes backwards, so the first write to a position that it meets is the one that lasts.
         written.setdefault(write.index, write.x)
         if len(written) == shape(node)[how.dim]:
-            return _stacked(maps, [written[k] for k in range(len(written))], how.dim, node)
+            return stacked_up(maps, node, Stack(tuple(written[k] for k in range(len(written))), how.dim))
         current = write.base
     return _overwritten(node)
 
@@ -153,7 +160,7 @@ def _fill(node: fx.Node) -> Fill | None:
 
 
 def _overwritten(node: fx.Node) -> Stop:
-    """What is said of a write that is not followed; parts of zeros, or of nothing yet, are heads as well as tokens."""
+    """The reason for a write that is not followed. What is written into zeros or `empty` may be heads or tokens."""
     base = node
     while isinstance(how := decode(base), (Slice, Write, WriteOne)):
         base = how.x if isinstance(how, Slice) else how.base
@@ -167,6 +174,7 @@ def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
     if how.value not in (0, None):
         return unexplained(node)
     axes = tuple(fresh_axis(s) for s in shape(node))
+    # `empty` is taken for zeros as long as all of it is written over; `defined` tells them apart where it is not.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 
@@ -189,6 +197,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
             raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
     piece = whole.pieces[0]
+    # Segments have bounds, so there can be none along an axis of unknown length.
     size = axis_size(piece.axes[dim])
     if not isinstance(size, int):
         return Stop(node, "token_mixing", "rows of several tensors are joined")
@@ -213,8 +222,9 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
     if len(sources) == 1:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):
+        # Heads of one position each, joined along their axis, are a stack.
         single = all(same(shape(x)[dim], 1) for x in how.parts)
-        joint = stacked([_one_or_segments(m, node) for m in sources], dim, node) if single else None
+        joint = stacked([one_map(m, node) or m for m in sources], dim, node) if single else None
         return joint or Stop(node, "token_mixing", "rows of several tensors are joined")
     row: list[Segment] = []
     offset = 0
@@ -222,6 +232,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
         segments = _segments_of(source, dim, node)
         if isinstance(segments, Stop):
             return segments
+        # Bounds are those of the result: each part begins where the one before it ended.
         row += [Segment(offset + s.start, offset + s.stop, s.piece) for s in segments]
         offset = row[-1].stop
     return finish(_in_a_row([s for s in row if s.start < s.stop] or row[:1], dim), node)
@@ -233,24 +244,18 @@ def _in_a_row(segments: Sequence[Segment], dim: int) -> LinearMap:
 
 def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
     """Maps of the same rows along a new axis (heads that were projected one by one)."""
-    return _stacked(maps, how.parts, how.dim, node)
-
-
-def _stacked(maps: Maps, parts: Sequence[fx.Node], dim: int, node: fx.Node) -> LinearMap | Stop:
+    dim = how.dim
     elements: list[LinearMap] = []
-    for x in parts:
+    for x in how.parts:
         if maps.is_weight(x):
             return unexplained(node)
-        source = _one_or_segments(maps.map(x), node)
+        source = maps.map(x)
+        source = one_map(source, node) or source
         at = None if source.axis is None else source.axis + (source.axis >= dim)
         one = source.each(lambda p: replace(p, axes=(*p.axes[:dim], (), *p.axes[dim:])), at)
         assert isinstance(one, LinearMap)
         elements.append(one)
     return stacked(elements, dim, node) or unexplained(node)
-
-
-def _one_or_segments(source: LinearMap, node: fx.Node) -> LinearMap:
-    return one_map(source, node) or source
 
 
 def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
@@ -288,6 +293,7 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
     start, stop = how.taken.start, how.taken.stop
     kept: list[Segment] = []
     for s in base_segments:
+        # What is left of a segment before and after the written columns, each of which may be empty.
         for low, high in ((s.start, min(s.stop, start)), (max(s.start, stop), s.stop)):
             if low < high:
                 piece = _part_of_piece(s.piece, dim, range(low - s.start, high - s.start), node)
@@ -303,6 +309,7 @@ def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, widths = args_of(node)[0], args_of(node)[1]
     mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
+    # Other modes repeat tokens; another value than zero is a constant beside the columns.
     if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) for w in widths):
         return unexplained(node)
     before, after, *others = widths

@@ -1,4 +1,4 @@
-"""Where a walk of the linear maps ends, and what can be said of the operator that it ends at."""
+"""Where a walk of the linear maps ends, and the reason that is given for the operator there."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def _near(node: fx.Node) -> dict[fx.Node, int]:
     """What ``node`` is computed from, up to the second projection: 1 where there is one in between, or else 0."""
     found = {node: 0}
     queue = [node]
+    # Depth first, with the fewest projections known so far: a node is visited again only by a way with fewer.
     while queue:
         current = queue.pop()
         projections = found[current] + (packet(current) in PRODUCTS)
@@ -75,10 +76,11 @@ def _chosen(node: fx.Node, name: str) -> Stop:
 
 
 def unexplained(node: fx.Node) -> Stop:
-    """What can be said of an operator that has no rule, or whose rule found it used in another way."""
+    """The reason for an operator that has no rule, or that is used in a way its rule does not cover."""
     if node.op != "call_function":
         return Stop(node, "graph_break", f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
+    # Before `_NONLINEAR`, as it depends on the axis which of the two reasons is true.
     if name in ("sum", "mean", "amax", "amin", "logsumexp") and _over_rows(node):
         return Stop(node, "token_mixing", f"{name} over another axis than the last")
     if name in _NONLINEAR:
@@ -89,6 +91,7 @@ def unexplained(node: fx.Node) -> Stop:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")
+    # A rotary embedding by complex numbers, for which "no rule" would be a poor answer.
     rotated = name == "view_as_complex" and any(packet(user) is aten.mul for user in node.users)
     if rotated or name in ("view_as_real", "mul", "add", "sub", "div"):
         return Stop(node, "position_dependent", f"{name} with a factor that differs from token to token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
     source = maps.map(how.x)
     new, old = shape(node), shape(how.x)
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
+    # The segmented axis is itself reshaped, which only one map can be.
     if at is None:
         whole = one_map(source, node)
         if whole is None:
@@ -40,6 +42,7 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
     def reshape(piece: Piece) -> Piece | Stop:
         sizes = list(new)
         if at is not None and source.axis is not None:
+            # Each piece has its own width along the segmented axis; the sum of them is that of the tensor.
             sizes[at] = axis_size(piece.axes[source.axis])
         grouped = regroup(flatten(piece.axes), sizes)
         if grouped is None:
@@ -52,17 +55,8 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
 
 def _kept_axis(old: Sequence[Size], at: int, new: Sequence[Size]) -> int | None:
     """Where axis ``at`` of shape ``old`` is in shape ``new``, if the reshape leaves it alone."""
-
-    def before(sizes: Sequence[Size], k: int) -> Size:
-        product: Size = 1
-        for s in sizes[:k]:
-            product = product * s
-        return product
-
-    for k, s in enumerate(new):
-        if same(s, old[at]) and same(before(new, k), before(old, at)):
-            return k
-    return None
+    outer = math.prod(old[:at])
+    return next((k for k, s in enumerate(new) if same(s, old[at]) and same(math.prod(new[:k]), outer)), None)
 
 
 def permuted(maps: Maps, node: fx.Node, how: Permute) -> LinearMap | Stop:
@@ -79,6 +73,7 @@ def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:
     source = maps.map(how.x)
     extra = len(how.counts) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
+    # Repeated segments would be further segments of the same columns.
     if at is not None and how.counts[at] != 1:
         whole = one_map(source, node)
         if whole is None:
@@ -90,6 +85,7 @@ def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:
         for k, count in enumerate(how.counts):
             own = piece.axes[k - extra] if k >= extra else ()
             copies = fresh_axis(count)
+            # Interleaved copies are the inner factor of the axis, whole repetitions the outer one.
             axes.append((*own, *copies) if how.interleaved else (*copies, *own))
         return replace(piece, axes=tuple(axes))
 
