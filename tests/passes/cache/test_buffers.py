@@ -259,5 +259,5 @@ def test_buffers_of_the_module_are_refused_with_what_to_change():
 
 def test_migration_refuses_what_the_weights_did_not_make():
     program = latent(Static())
-    with pytest.raises(InputError, match="no image of rows"):
+    with pytest.raises(InputError, match="not made by the weights"):
         mla_compile.migrate_cache(program, [seeded(*b.shape) for b in buffers()])
