@@ -1,4 +1,4 @@
-"""Stable codes for what became of an attention site: one line of meaning each, and what a user can change.
+"""Stable codes for what became of an attention site, each with a line of meaning and what a user can change.
 
 Codes are part of the interface: scripts and tests match on them, so a code is never renamed or given another meaning.
 """
@@ -13,7 +13,7 @@ Verdict = Literal["absorbed", "kept", "refused", "not_mla"]
 
 
 class Code(str, Enum):
-    """Why a site was absorbed, kept, refused or is not MLA; equal to its plain string."""
+    """Why a site was absorbed, kept or refused, or is not MLA; equal to its plain string."""
 
     ABSORBED = "absorbed"
 
@@ -47,7 +47,7 @@ class Code(str, Enum):
 
 @dataclass(frozen=True)
 class CodeInfo:
-    """What a code means: its usual verdict, one line of meaning, and generic advice (``None``: nothing to do)."""
+    """What a code means: its usual verdict, a line of meaning, and generic advice (``None`` if there is none)."""
 
     verdict: Verdict
     meaning: str
@@ -59,7 +59,7 @@ CODES: dict[Code, CodeInfo] = {
     Code.COST_PREFILL: CodeInfo(
         "kept",
         "this call has so many queries that expanding K and V once is cheaper",
-        'nothing to change; forms="absorbed" forces the absorbed form where one numerics is needed everywhere',
+        'nothing to change; forms="absorbed" forces the absorbed form where all calls need the same numerics',
     ),
     Code.COST_LATENT_WIDE: CodeInfo(
         "kept", "the latent rows are as wide as the K and V they would replace, so there is nothing to save"
@@ -84,7 +84,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.VERIFY_FAILED: CodeInfo(
         "kept",
-        "the rewritten attention was checked against float64, was worse than the original allows, and was rolled back",
+        "the rewritten attention failed its check against float64: its error is larger than the original's allows",
         "please report it with the dims and dtype shown; run this site in float32 to see whether rounding is the cause",
     ),
     Code.TOO_MANY_SOURCES: CodeInfo(
@@ -109,7 +109,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.TOKEN_MIXING: CodeInfo(
         "refused",
-        "tokens are mixed between the latent and the attention, so a key is no image of one latent row",
+        "tokens are mixed between the latent and the attention, so a key does not depend on one latent row alone",
         "mix tokens before the latent is formed",
     ),
     Code.HEAD_DEPENDENT_LATENT: CodeInfo(
@@ -152,13 +152,13 @@ CODES: dict[Code, CodeInfo] = {
         "writing them into a buffer; or export the model with its cache (buffers too) as inputs of its forward and "
         'optimize that program with cache="latent" (a buffer then asks for an up-projection without a bias)',
     ),
-    Code.NOT_MLA: CodeInfo("not_mla", "K and V are no linear image of a narrower latent: plain MHA, GQA or MQA"),
+    Code.NOT_MLA: CodeInfo("not_mla", "K and V are not a linear image of a narrower latent: plain MHA, GQA or MQA"),
 }
 
 
 def section(code: Code | str) -> str:
-    """Where ``code`` is explained, from the top of the repository: the smallest module that has it, and the fix.
+    """Where ``code`` is explained, as a path in the repository: a small module that gets it, and the fix.
 
-    Raises ``ValueError`` for a string that is no code.
+    Raises ``ValueError`` for a string that is not a code.
     """
     return f"docs/refusals.md#{Code(code)}"

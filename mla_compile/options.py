@@ -1,4 +1,4 @@
-"""The options of every door, one frozen record: their names, their values and what a wrong one is answered with."""
+"""The options of every door as one frozen record: their names, their values, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Options:
     """What a user may ask for.
 
     Attributes:
-        forms: ``auto`` chooses the cheaper form of each call, ``absorbed`` and ``expanded`` use one form everywhere.
-        fold: whether weights are multiplied ahead of time: where the cost model gains, never, or wherever possible.
-        lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen that stands on its own.
+        forms: ``auto`` chooses the cheaper form for each call; ``absorbed`` and ``expanded`` use one form everywhere.
+        fold: where weights are multiplied ahead of time: where the cost model gains, nowhere, or wherever possible.
+        lowering: ``op`` calls ``mla_compile::decode_attention``; ``aten`` leaves plain ATen, which runs without us.
         codegen: ``inductor`` compiles the graph, ``eager`` runs the rewritten graph as it is.
         cache: what becomes of K and V per head that the caller keeps from call to call. ``latent`` keeps the rows
-            they are made from, ``expanded`` leaves them; ``auto`` is ``latent`` for modules, whose cache then holds
-            tensors that look like K and V to everybody else, and ``expanded`` for programs, whose signature ``latent``
-            changes.
+            that they are computed from, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
+            cache then holds tensors that look like K and V to everybody else, and ``expanded`` for programs, whose
+            signature ``latent`` would change.
         verify: check each distinct rewritten site against float64 before it is used.
-        strict: raise where otherwise a warning is given and the original graph is kept.
+        strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.
     """
 
@@ -66,10 +66,10 @@ class Options:
     def parse(cls, given: Mapping[str, Any] | None = None, **defaults: Any) -> Options:
         """Options from a user's mapping on top of ``defaults``.
 
-        A name that is not ours but an option of Inductor (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
+        A name that is not ours but Inductor's (``max_autotune``, ``triton.cudagraphs``) is passed on to it.
 
         Raises:
-            OptionError: for any other name, with the nearest known one.
+            OptionError: for any other name; it suggests the nearest known one.
         """
         if given is not None and not isinstance(given, Mapping):
             raise OptionError(f"options must be a mapping of names to values, got {type(given).__name__}")
@@ -89,7 +89,7 @@ class Options:
 
 
 def _check_inductor(given: Mapping[str, Any], ours: tuple[str, ...]) -> None:
-    # These import all of Inductor, so only when one of its options is named.
+    # On use: all of Inductor, needed only where one of its options is named.
     from torch._inductor import config, list_options
 
     known = {name.replace("-", "_") for name in list_options()}

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,24 @@ def test_public_names_are_pinned_and_importable():
     for name in PUBLIC:
         assert getattr(mla_compile, name) is not None
     assert set(dir(mla_compile)) >= PUBLIC
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("backend", ("mla", "reports")),
+        ("codes", ("CODES", "Code", "section")),
+        ("errors", ("MlaCompileError",)),
+        ("kernels.decode", ("decode_attention", "paged_decode_attention")),
+        ("onnx", ("Session", "export_onnx", "generate")),
+        ("ops", ("decode_attention", "paged_decode_attention")),
+        ("options", ("Options",)),
+        ("report", ("Report", "SiteReport")),
+    ],
+)
+def test_import_paths_that_stay(module, names):
+    owner = import_module(f"mla_compile.{module}")
+    assert all(getattr(owner, name) is not None for name in names)
 
 
 def test_an_unknown_name_is_an_attribute_error():

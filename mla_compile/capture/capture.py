@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.source import UnspecializedParamBufferSource
+from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -146,8 +147,6 @@ def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.Export
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     """``aot_export_module``, then parameters and buffers put back as get_attr nodes under their old names."""
-    from torch._functorch.aot_autograd import aot_export_module
-
     _refuse_autocast(gm, values)
     try:
         with levels_restored():

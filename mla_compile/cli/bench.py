@@ -16,6 +16,7 @@ from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.models import config_file
 from mla_compile.workbench.bench import DTYPES, VARIANTS, Bench, Settings, config_of, config_with, subject
+from mla_compile.workbench.plotting import check, draw_times
 
 _TITLES = {"eager": "eager", "inductor": "Inductor", "mla": "mla"}
 _MOST_CONTEXT, _MOST_BATCH, _MOST_ROUNDS, _MOST_THREADS = 2**27, 2**16, 10**5, 2**10
@@ -59,8 +60,6 @@ def bench(
         if (source is None) == (sizes is None):
             raise InputError("give one of the two: a MODEL (config.json or a directory), or its sizes as --dims")
         if plot is not None:
-            from mla_compile.workbench.plotting import check  # on use: the extra plot
-
             check(plot)
         if threads is not None:
             torch.set_num_threads(values.count(threads, "threads", _MOST_THREADS))
@@ -72,8 +71,6 @@ def bench(
         interrupted = _run(run)
         rows = run.measured()
         if plot is not None and rows:
-            from mla_compile.workbench.plotting import draw_times
-
             draw_times(f"{run.subject.facts.name}, {settings.dtype}", {r.context: r.times() for r in rows}, plot)
         if as_json:
             print_json(run.to_dict())

@@ -12,6 +12,8 @@ import typer
 
 from mla_compile.cli.common import AsJson, ending, err, print_json, say
 from mla_compile.errors import ExportError, InputError
+from mla_compile.models.sources import load
+from mla_compile.onnx.export import export_onnx, require_packages
 from mla_compile.onnx.profile import PROFILES
 
 
@@ -42,9 +44,6 @@ def export(
     # From torch, on copying the input tree of an exported program.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     with ending():
-        from mla_compile.models.sources import load
-        from mla_compile.onnx.export import export_onnx, require_packages  # on use: numpy and the extra onnx
-
         try:
             require_packages()
         except ExportError as error:

@@ -17,6 +17,7 @@ from mla_compile.models.survey import survey
 from mla_compile.workbench import planning
 from mla_compile.workbench.machines import machine as machine_named
 from mla_compile.workbench.planning import Plan, Request
+from mla_compile.workbench.plotting import check, draw
 
 _MOST_CONTEXT, _MOST_USERS, _MOST_MACHINES = 2**27, 2**24, 2**13
 
@@ -59,15 +60,11 @@ def plan(
         )
         machine = machine_named(gpu)
         if plot is not None:
-            from mla_compile.workbench.plotting import check  # on use: the extra plot
-
             check(plot)
         with err.status("reading the model's sizes"):
             model = survey(source).facts
         result = planning.plan(model, machine, request)
         if plot is not None:
-            from mla_compile.workbench.plotting import draw
-
             draw(model, machine, request, plot)
         texts = formula_lines(result, any(a.latent for a in planning.attentions(model))) if show_formulas else []
         if as_json:

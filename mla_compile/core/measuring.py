@@ -54,7 +54,7 @@ def available_bytes(device: torch.device | None = None) -> int:
 
 def require_compiler() -> None:
     """Raise :class:`InputError` where Inductor, which is compared with, can compile nothing for the CPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpp_builder import get_cpp_compiler  # on use: all of Inductor
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:

@@ -15,16 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import TYPE_CHECKING
 
 import torch
+from torch import fx
 from torch._guards import TracingContext
 
 from mla_compile.core.program import Inputs
 from mla_compile.dynamo.settings import change, held, user_value
-
-if TYPE_CHECKING:
-    from torch import fx
 
 SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shapes": False}
 """Dynamo settings that let int attributes and the sizes of buffers become symbolic."""

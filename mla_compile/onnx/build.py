@@ -127,7 +127,7 @@ def _told(wanted: list[Variant], done: Iterable[tuple[Cubin, bool, float]], say:
 def _manifest(
     archs: Sequence[str], dims: Sequence[Dims], dtypes: Sequence[str], wanted: list[Variant], made: list[Cubin]
 ) -> dict[str, Any]:
-    import triton
+    import triton  # on use: it is there where a library is built
 
     sources = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.errors import ModelFileError, OptionError, nearest
+from mla_compile.onnx import native
 from mla_compile.onnx.manifest import Manifest
 
 Provider = str | tuple[str, Mapping[str, Any]]
@@ -120,8 +121,6 @@ def decide(
         return Decision(None, "none was wanted")
     if not manifest.attention:
         return Decision(None, "the model has no attention node")
-    from mla_compile.onnx import native
-
     named = library != "auto"
     path = Path(library) if named else native.find()
     if path is None:

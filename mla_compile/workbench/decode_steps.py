@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_compile.backend import mla
+
 WARM_UP = (97, 98, 99)
 """Contexts after which the graph of a decode step has settled: static, then symbolic, then no change."""
 
@@ -25,8 +27,6 @@ def variants(model: Any, names: Sequence[str], codegen: str = "inductor") -> dic
 
     Without Inductor (``codegen="eager"``) the compiled ones run the graphs that they would have passed to it.
     """
-    from mla_compile.backend import mla
-
     made: dict[str, Callable[..., Any]] = {}
     for name in names:
         if name == "eager":

@@ -227,8 +227,8 @@ def test_json_of_an_export_and_of_a_run(here, monkeypatch):
         def to_dict(self):
             return {"profile": "portable"}
 
-    monkeypatch.setattr("mla_compile.models.sources.load", lambda *_, **__: None)
-    monkeypatch.setattr("mla_compile.onnx.export.export_onnx", lambda *_, **__: Exported())
+    monkeypatch.setattr("mla_compile.cli.export.load", lambda *_, **__: None)
+    monkeypatch.setattr("mla_compile.cli.export.export_onnx", lambda *_, **__: Exported())
     done = CliRunner().invoke(app, ["export", *COMMANDS["export"], "--json"])
     assert json.loads(done.stdout) == {"profile": "portable"}
 

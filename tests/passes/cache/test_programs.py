@@ -157,7 +157,7 @@ def test_migration_tells_its_error(dtype):
 
 def test_migration_refuses_what_the_weights_did_not_make():
     program = mla_compile.optimize(exported(OneLayer()), cache="latent")
-    with pytest.raises(InputError, match="no image of rows"):
+    with pytest.raises(InputError, match="not made by the weights"):
         mla_compile.migrate_cache(program, past(7))
     with pytest.raises(InputError, match=r"expected \[\*, 3, \*, 6\]"):
         mla_compile.migrate_cache(program, past(7)[::-1])
