@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_compile import CaptureError, MlaCompileWarning, explain, optimize, pipeline
+from mla_compile import CaptureError, MlaCompileWarning, analysis, explain, optimize, pipeline
 from mla_compile.passes.linear import analysis as linear_map
 from mla_compile.runtime import folds
 from tests.support.toy import Toy, decode_inputs
@@ -129,7 +129,7 @@ def test_an_error_of_the_model_reaches_the_caller_and_the_next_call_works() -> N
 
 
 PLACES = [
-    (pipeline, "find_attention"),
+    (analysis, "find_attention"),
     (linear_map.LinearMaps, "__init__"),
     (pipeline, "absorb"),
     (pipeline, "remove_dead_code"),
