@@ -339,8 +339,10 @@ def test_some_heads():
 
 def test_the_check_in_numbers_sees_another_slice(monkeypatch):
     """Rows shown at other positions than those of K and V: the rewritten attention is rolled back."""
-    positions = row_slices._positions
-    monkeypatch.setattr(row_slices, "_positions", lambda node: (1, USED + 1, 1) if positions(node) else ())
+    virtual = row_slices.virtual
+    monkeypatch.setattr(
+        row_slices, "virtual", lambda mode, op, rows, at, *_: virtual(mode, op, rows, at, 1, USED + 1, 1)
+    )
     program = export(Used(), used())
     outcome = optimized(program, verify=True)
     assert codes(outcome) == [Code.VERIFY_FAILED]
