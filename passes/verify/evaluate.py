@@ -127,7 +127,7 @@ class Evaluation:
         if node.target is aten.view.default:  # the values drawn here may lie in another order
             return aten.reshape.default(*args)
         assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return node.target(*_promoted(node.target, args, self.dtype), **kwargs)
 
 
 def _narrowed_to(node: fx.Node) -> float | None:
@@ -147,6 +147,15 @@ def _within(x: torch.Tensor, limit: float) -> torch.Tensor:
     return x.masked_fill(x > limit, math.inf).masked_fill(x < -limit, -math.inf)
 
 
+def _promoted(op: object, args: tuple[Any, ...], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """Whole numbers that meet a float, as numbers of ``dtype``: torch would compute in its default dtype, float32."""
+    pointwise = torch.Tag.pointwise in getattr(op, "tags", ())
+    if dtype is None or not pointwise or not any(isinstance(a, float) for a in args):
+        return args
+    whole = (torch.int32, torch.int64)
+    return tuple(a.to(dtype) if isinstance(a, torch.Tensor) and a.dtype in whole else a for a in args)
+
+
 class _Widened(fx.Interpreter):
     """A function that an operator calls, computed in the precision of the evaluation like the graph around it."""
 
@@ -160,7 +169,7 @@ class _Widened(fx.Interpreter):
         return value.to(self.dtype) if wide else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        args = tuple(widened(a, self.dtype) for a in args)
+        args = _promoted(target, tuple(widened(a, self.dtype) for a in args), self.dtype)
         return super().call_function(target, args, {k: widened(v, self.dtype) for k, v in kwargs.items()})
 
 
