@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,10 +63,7 @@ def native(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     fake.find = lambda: fake.path
     fake.inspect = lambda path: f"library {path.name}"
     fake.usable = lambda *question, device: fake.asked.append((*question, device)) or fake.refusal
-    import mla_compile.onnx as package
-
-    monkeypatch.setitem(sys.modules, "mla_compile.onnx.native", fake)
-    monkeypatch.setattr(package, "native", fake, raising=False)
+    monkeypatch.setattr(engine, "native", fake)
     return fake
 
 
