@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -273,7 +274,10 @@ def test_shutting_down_answers_those_who_wait(session: Session):
 
 
 def test_main_says_what_is_wrong_with_a_model(tmp_path: Path):
-    out = subprocess.run([sys.executable, EXAMPLE, tmp_path], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}  # of a checkout that is not installed
+    out = subprocess.run(
+        [sys.executable, EXAMPLE, tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
     assert out.returncode == 1
     assert out.stderr.startswith("error: ")
     assert "mla_compile.json is missing" in out.stderr
