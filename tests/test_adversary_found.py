@@ -209,3 +209,19 @@ class SpoiltValues(MLA):
 def test_values_no_wider_than_their_rows(step, code):
     """Nothing is expanded on the way of such values, so it was said that every head has rows of its own."""
     one_side(SpoiltValues(**step), inputs(), "keys", code)
+
+
+@pytest.mark.parametrize("columns", [1, 2, V - 1])
+def test_columns_of_the_values_that_are_a_bias_alone(columns):
+    """With one column, the zeros that the bias of each head was added to had an axis too many: heads met queries."""
+
+    class Blank(MLA):
+        def __init__(self):
+            super().__init__(up="two")
+            self.each = nn.Parameter(seeded(H, V, seed=8))
+
+        def expand(self, c):
+            k, v = super().expand(c)
+            return k, torch.cat([v[..., columns:], torch.zeros_like(v[..., :columns])], -1) + self.each[:, None]
+
+    absorbed(Blank(), inputs(S=H))

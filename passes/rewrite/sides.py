@@ -164,9 +164,9 @@ class Sides:
         piece, layout = term.piece, self._out_layout()
         inner = [term.at.get(a, a) for a in self.outer]
         order = [x for a in layout for x in (term.features if a is None else (term.at.get(a, a),))]
-        size = term.stop - term.start
         if piece.source is None:  # columns of zeros, or of a bias alone
-            shape = [size if a is None else self.sizes.of(a) for a in layout]
+            atoms = [x for a in layout for x in (term.features if a is None else (a,))]
+            shape = [self.sizes.of(a) for a in atoms]
             assert self.latent is not None
             out = self.builder.call(aten.new_zeros.default, self.latent, shape)
         else:
@@ -188,6 +188,6 @@ class Sides:
                 bias = self.builder.call(aten.mul.Tensor, bias, mass)
             out = self.builder.call(aten.add.Tensor, out, bias)
         if len(term.features) != 1:  # to be joined with other segments, the features have to be one axis
-            features = [size if a is None else self.sizes.of(a) for a in layout]
+            features = [term.stop - term.start if a is None else self.sizes.of(a) for a in layout]
             out = self.builder.call(aten.reshape.default, out, features)
         return out

@@ -59,7 +59,8 @@ def check_codes(base: Base, site: SiteReport, breaks: dict[str, set[str]], also:
     if case.D <= case.L:  # a latent that is no narrower may be the hidden state: x + f(x), or a convolution of it
         of_base.add(Code.NOT_MLA)
     for part, code, words in said(site):
-        what = breaks[part.split()[-1]] if site.kept else set().union(*breaks.values())
+        # "values", "some columns of the keys"; some heads of both where an attention was split.
+        what = breaks.get(part.split()[-1], set().union(*breaks.values()))
         true = {*ALWAYS, *of_base, *also}.union(*(TRUE[w] for w in what))
         if part.startswith("some columns") and "random" not in what:
             true.add(Code.PER_HEAD_ROPE)  # they are rows of every head, whatever was done to them
