@@ -42,6 +42,7 @@ from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_o
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.fold import fold
+from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
 from mla_compile.passes.rewrite.project import lower_projections
@@ -280,7 +281,8 @@ def _absorb(state: _State) -> int:
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
     plans = [v.plan for v in state.chosen if v.plan is not None]
-    state.rewritten = [absorb(plan, state.program.fake_mode) for plan in plans]
+    lengths = Lengths()
+    state.rewritten = [absorb(plan, state.program.fake_mode, lengths) for plan in plans]
     remove_dead_code(state.graph)
     return len(state.rewritten)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.cpu import native
 from mla_compile.kernels.reference import additive_mask, compute_dtype
@@ -53,10 +54,9 @@ def suits(call: DecodeCall) -> bool:
     return (
         call.query.is_cpu
         and call.block_table is None
-        and call.seq_lens is None
         and call.sinks is None
         and call.kv_scale is None
-        and not (call.softcap or call.window)
+        and not call.softcap
     )
 
 
@@ -75,7 +75,30 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if library is not None and native.takes(latent, library):
         return native.decode_attention(library, call)
     with torch.autocast("cpu", enabled=False):  # it would turn the float32 products below into bfloat16 ones
-        return _decode_attention(call)
+        if call.window:
+            return reference.decode_attention(call)
+        return _decode_attention(call) if call.seq_lens is None else _of_each_length(call, call.seq_lens)
+
+
+def _of_each_length(call: DecodeCall, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Batch entries by themselves, each with the keys that it has; all at once where they have as many."""
+    B, T = call.query.shape[0], call.latent.shape[1]
+    counts = lengths.clamp(0, T).tolist()
+    groups = [slice(None)] if len(set(counts)) == 1 else [slice(b, b + 1) for b in range(B)]
+    parts = []
+    for group in groups:
+        keys = slice(counts[group.start or 0])
+        rope, values = (None if x is None else x[group, keys] for x in (call.rope, call.values))
+        mask = call.mask
+        if mask is not None:
+            mask = mask if mask.shape[0] == 1 else mask[group]
+            mask = mask if mask.shape[3] == 1 else mask[..., keys]
+        own = call._replace(
+            query=call.query[group], latent=call.latent[group, keys], rope=rope, values=values, mask=mask, seq_lens=None
+        )
+        parts.append(_decode_attention(own))
+    out, lse = zip(*parts, strict=True)
+    return torch.cat(out), torch.cat(lse)
 
 
 def _decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:

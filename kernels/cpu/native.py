@@ -45,7 +45,7 @@ SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
 # Inductor turns both off for the code that it generates; they come after its own flags.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4}
-CALL = struct.Struct("@33qd")  # struct Call in csrc/call.h
+CALL = struct.Struct("@35qd")  # struct Call in csrc/call.h
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         mask_b, mask_h, mask_s, mask_t = (
             stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)
         )
+    lengths = None if call.seq_lens is None else call.seq_lens.contiguous()
     out = torch.empty((B, S, H, Lv), dtype=query.dtype)
     lse = torch.empty((B, S, H), dtype=torch.float32)
     packed = CALL.pack(
@@ -153,9 +154,10 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         *(rope_at, rope_b, rope_t),
         *(values_at, values_b, values_t),
         *(mask_at, mask_b, mask_h, mask_s, mask_t),
+        0 if lengths is None else lengths.data_ptr(),
         *(out.data_ptr(), lse.data_ptr()),
         *(KINDS[query.dtype], KINDS[latent.dtype], mask_kind),
-        *(call.causal, torch.get_num_threads(), library.amx),
+        *(call.causal, call.window, torch.get_num_threads(), library.amx),
         call.scale,
     )
     if library.run(packed):

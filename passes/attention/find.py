@@ -19,7 +19,7 @@ from torch import fx
 
 from mla_compile.passes.attention.flex import Flex, flex_of
 from mla_compile.passes.attention.scores import Scores, ScoreTracer, align_right, oriented
-from mla_compile.passes.attention.site import AttentionSite, MaskTerm, Operand, Product
+from mla_compile.passes.attention.site import NEGLIGIBLE, AttentionSite, MaskTerm, Operand, Product
 from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
@@ -183,13 +183,10 @@ def _close(
     )
 
 
-_NEGLIGIBLE = -1e8  # a fill below this leaves no weight to a score in float32; above, it is a number like any other
-
-
 def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     """Why the part between the products cannot go away, if it cannot."""
     finite = [m.fill for m in scores.masks if m.kind != "add" and m.fill != float("-inf")]
-    if not all(fill < _NEGLIGIBLE for fill in finite):
+    if not all(fill < NEGLIGIBLE for fill in finite):
         return "masked scores are set to a number that the softmax can see"
     # In a row where everything is masked, the softmax sees the fills alone; a kernel that only knows "hidden" cannot
     # repeat how several of them compare.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import sympy
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axes, Axis, Split, substitute
+from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.stop import Stop
+
+NEGLIGIBLE = -1e8
+"""A fill below this leaves no weight to a score in float32; above, it is a number like any other."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,67 @@ class MaskTerm:
 
     def split(self, split: Split) -> MaskTerm:
         return replace(self, operand=self.operand.split(split))
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``const + sum of step * position along an axis + sum of factor * tensor``; equal sums are equal records."""
+
+    const: Size = 0
+    steps: dict[Axis, int] = field(default_factory=dict)
+    terms: dict[Operand, int] = field(default_factory=dict)
+
+    def __add__(self, other: Affine) -> Affine:
+        const = self.const + other.const
+        if isinstance(const, sympy.Expr):
+            const = sympy.expand(const)
+            const = int(const) if const.is_Integer else const
+        return Affine(const, _sum(self.steps, other.steps), _sum(self.terms, other.terms))
+
+    def __mul__(self, factor: int) -> Affine:
+        if factor == 0:
+            return Affine()
+        steps = {a: s * factor for a, s in self.steps.items()}
+        return Affine(self.const * factor, steps, {t: f * factor for t, f in self.terms.items()})
+
+    def __sub__(self, other: Affine) -> Affine:
+        return self + other * -1
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis whose position this is; ``()`` for position 0; None for any other number."""
+        if self.terms or not same(self.const, 0):
+            return None
+        if not self.steps:
+            return ()
+        (axis, step), *more = self.steps.items()
+        return axis if step == 1 and not more else None
+
+
+def _sum(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
+    total = {key: a.get(key, 0) + b.get(key, 0) for key in (*a, *b)}
+    return {key: n for key, n in total.items() if n}
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What query s sees: key t where every mask lets it, and within the following.
+
+    Attributes:
+        masks: what is left over, or all masks where nothing could be explained.
+        lengths: t < each of them; a length has no steps, and tensors with batch axes at most.
+        numbers: nodes for the sizes that the lengths are made of.
+        causal: t <= T - S + s; never beside lengths.
+        window: t > T - S + s - window, where it is not 0; never beside lengths.
+        always: every query sees a key, whatever the tensors hold.
+    """
+
+    masks: tuple[MaskTerm, ...] = ()
+    lengths: tuple[Affine, ...] = ()
+    numbers: tuple[tuple[Size, fx.Node], ...] = ()
+    causal: bool = False
+    window: int = 0
+    always: bool = True
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import fx
 
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.attention.visible import visible
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, pieces_of
 from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
@@ -43,7 +44,8 @@ def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> 
     rope = next((found.rows[n] for n in of_keys if n is not latent), None)
     vals = None if value is latent else found.rows[value]
     dims = _dims(site, key_terms, value_terms, heads, found.rows[latent], rope, vals)
-    return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims)
+    seen = visible(site, batch)
+    return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims, seen)
 
 
 def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None) -> AbsorbPlan | Stop:
@@ -73,9 +75,11 @@ def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: Li
     dims = _part_dims(site, key_terms, value_terms, found.heads, found.rows[latent])
     if isinstance(dims, Stop):
         return dims
+    seen = visible(site, found.batch)
     return AbsorbPlan(
-        site, key_terms, value_terms, found.batch, found.heads, found.rows[latent], rope, vals, dims, extra, fits, True
-    )
+        site, key_terms, value_terms, found.batch, found.heads, found.rows[latent], rope, vals, dims, seen, extra, fits,
+        part=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

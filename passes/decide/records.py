@@ -10,7 +10,7 @@ from torch import fx
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
-from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.attention.site import AttentionSite, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
 from mla_compile.passes.ir.axes import Axis, axis_size
 from mla_compile.passes.ir.sizes import Size
@@ -46,6 +46,8 @@ class AbsorbPlan:
     ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
     the rows of the values where those are not the latent.
 
+    ``visible`` is what the masks let through, for the attention operator.
+
     In a plan for a part, ``keys`` or ``vals`` is empty where that side stays as it is, and ``extra`` holds further
     rows. ``fits_op`` says whether the attention operator can be used all the same: ``extra`` then belong to keys, and
     their scores are added to the mask.
@@ -60,6 +62,7 @@ class AbsorbPlan:
     rope: Rows | None
     values: Rows | None
     dims: Dims
+    visible: Visible
     extra: tuple[Rows, ...] = ()
     fits_op: bool = True
     part: bool = False
@@ -67,6 +70,11 @@ class AbsorbPlan:
     @property
     def sides(self) -> tuple[tuple[Side, tuple[Term, ...]], tuple[Side, tuple[Term, ...]]]:
         return ("keys", self.keys), ("values", self.vals)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the attention becomes the operator; else each of its products is rewritten by itself."""
+        return self.site.open_core is None and self.fits_op
 
     @property
     def terms(self) -> tuple[Term, ...]:

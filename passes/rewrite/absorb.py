@@ -34,6 +34,7 @@ from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
+from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.products import Products
 from mla_compile.passes.rewrite.project import wide
 from mla_compile.passes.rewrite.records import Absorbed
@@ -48,10 +49,12 @@ Any score vanishes beside it, in float64 too. So a row without a visible key wei
 all of its scores were one and the same number."""
 
 
-def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
-    """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
-    whole = plan.site.open_core is None and plan.fits_op
-    rewriter = Whole(plan, fake_mode) if whole else Products(plan, fake_mode)
+def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths) -> Absorbed:
+    """Rewrites one site. The nodes it no longer needs are left to dead code removal.
+
+    ``lengths`` are those written for earlier sites of the graph, which this one shares.
+    """
+    rewriter = Whole(plan, fake_mode, lengths) if plan.whole else Products(plan, fake_mode)
     out = rewriter.run()
     return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, tuple(rewriter.views.values()))
 
@@ -59,13 +62,17 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> Absorbed:
 class Whole(Sides):
     """The whole attention as one operator."""
 
+    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:
+        super().__init__(plan, fake_mode)
+        self.lengths = lengths
+
     def run(self) -> fx.Node:
         new = same_layout(self.builder, self._closed(), self.site.node)
         self.site.node.replace_all_uses_with(new)
         return new
 
     def _closed(self) -> fx.Node:
-        plan, site = self.plan, self.site
+        plan, site, visible = self.plan, self.site, self.plan.visible
         latent, rope = self._query(plan.latent), self._query(plan.rope) if plan.rope else None
         query = latent if rope is None else self.builder.call(aten.cat.default, [latent, rope], -1)
         result = self.builder.call(
@@ -75,13 +82,15 @@ class Whole(Sides):
             None if plan.rope is None else self._rows(plan.rope),
             None if plan.values is None else self._rows(plan.values),
             self._mask(),
+            *self._lengths(),
             scale=site.scale,
-            causal=site.causal,
+            causal=visible.causal,
+            **({"window": visible.window} if visible.window else {}),
         )
         out = self.builder.call(operator.getitem, result, 0)
         axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
         # The operator gives zero for a row without a visible key. Two things can make that wrong.
-        if site.masks and (site.empty == "nan" or self._value_bias()):
+        if not visible.always and (site.empty == "nan" or self._value_bias()):
             lse = self.builder.call(operator.getitem, result, 1)
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
             if site.empty == "nan":  # a plain softmax gives NaN
@@ -93,12 +102,16 @@ class Whole(Sides):
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         return self._values({plan.value_rows.node: (out, axes)})
 
+    def _lengths(self) -> list[fx.Node]:
+        lengths = self.lengths.write(self.plan, self.builder, self.sizes)
+        return [] if lengths is None else [lengths]
+
     def _mask(self) -> fx.Node | None:
         """All mask terms as one: boolean where they only fill in minus infinity, else additive, in float32."""
         keep: fx.Node | None = None
         added: fx.Node | None = None
         extra = self._extra_scores()
-        for term in self.site.masks:
+        for term in self.plan.visible.masks:
             mask = self._mask_axes(term)
             if term.kind == "add":
                 dtype = torch.promote_types(val(mask).dtype, wide(val(self.site.products[0].q.node).dtype))
@@ -116,7 +129,7 @@ class Whole(Sides):
         if keep is None:
             return self._plus(added, extra)
         # One number: with several, the attention has an open core and is not rewritten here.
-        (fill,) = {term.fill for term in self.site.masks if term.kind != "add"}
+        (fill,) = {term.fill for term in self.plan.visible.masks if term.kind != "add"}
         # A finite fill is not minus infinity: a row that is filled throughout weighs all keys alike and is no zero.
         if fill > float("-inf"):
             return self._plus(self._fill(keep, HIDDEN), extra)

@@ -1,6 +1,6 @@
 """Replaces the attention operator by plain ATen, for packages and exporters that must stand without this library.
 
-Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, scale, causal)``
+Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, seq_lens, scale, causal, window)``
 
 After: two products, a softmax in float32, one product, in the formulas of :mod:`mla_compile.kernels.reference`.
 """
@@ -14,11 +14,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, argument, packet, val
-from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, probabilities
+from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, positions, probabilities
 from mla_compile.passes.rewrite.project import wide
 
 aten = torch.ops.aten
-_TENSORS = ("query", "latent", "rope", "values", "mask")
+_TENSORS = ("query", "latent", "rope", "values", "mask", "seq_lens")
 
 
 def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
@@ -31,7 +31,7 @@ def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 
 def _expand(node: fx.Node, builder: Builder) -> None:
     call = builder.call
-    query, latent, rope, values, mask = (argument(node, i, n) for i, n in enumerate(_TENSORS))
+    query, latent, rope, values, mask, lengths = (argument(node, i, n) for i, n in enumerate(_TENSORS))
     scale = node.kwargs["scale"]
     assert isinstance(scale, (int, float, fx.Node))
     dtype = wide(val(latent).dtype)
@@ -47,9 +47,17 @@ def _expand(node: fx.Node, builder: Builder) -> None:
         total = int(val(query).shape[-1])
         scores = call(aten.add.Tensor, scores, scores_of(rope, width, total))
     scores = masked_scores(builder, scores, scale, [] if mask is None else [mask])
-    if argument(node, 6, "causal", False):
-        scores = hidden(builder, scores, future(builder, (scores, 2), (scores, 3)))
-    probs = probabilities(builder, scores, some_empty=mask is not None)
+    causal, window = node.kwargs.get("causal", False), node.kwargs.get("window", 0)
+    if causal or window or lengths is not None:
+        rows, columns = positions(builder, (scores, 2), (scores, 3), lengths)
+        if causal:
+            scores = hidden(builder, scores, future(builder, rows, columns))
+        elif lengths is not None:
+            last = call(aten.slice.Tensor, rows, 2, -1)
+            scores = hidden(builder, scores, future(builder, last, columns))
+        if window:
+            scores = hidden(builder, scores, call(aten.le.Tensor, columns, call(aten.sub.Tensor, rows, window)))
+    probs = probabilities(builder, scores, some_empty=mask is not None or lengths is not None)
     rows = latent if values is None else values
     out = call(aten.einsum.default, "bhst,btl->bshl", [probs, builder.cast(rows, dtype)])
     out = builder.cast(out, val(query).dtype)

@@ -43,21 +43,34 @@ def hidden(builder: Builder, scores: fx.Node, where: fx.Node) -> fx.Node:
     return builder.call(aten.masked_fill.Scalar, scores, where, float("-inf"))
 
 
-def future(builder: Builder, queries: tuple[fx.Node, int], keys: tuple[fx.Node, int]) -> fx.Node:
-    """[queries, keys]: True where a key comes after the query, the last query being the token of the last key.
+def positions(
+    builder: Builder, queries: tuple[fx.Node, int], keys: tuple[fx.Node, int], lengths: fx.Node | None = None
+) -> tuple[fx.Node, fx.Node]:
+    """The queries' own positions [S,1], the last query being the token of the last key, and those of the keys [T].
 
-    Both are given as a tensor and the dimension of it that they lie along.
+    Queries and keys are given as a tensor and the dimension of it that they lie along. With ``lengths`` [B] the last
+    query is the last token of its batch entry, and its positions are [B,1,S,1].
     """
     call = builder.call
     s, t = builder.size(*queries), builder.size(*keys)
     device = val(queries[0]).device
     rows, columns = (call(aten.arange.default, n, device=device) for n in (s, t))
-    square = same(shape(queries[0])[queries[1]], shape(keys[0])[keys[1]])
-    shift = None if square else call(operator.sub, t, s) if isinstance(s, fx.Node) or isinstance(t, fx.Node) else t - s
     rows = call(aten.unsqueeze.default, rows, 1)
-    if shift is not None:
-        rows = call(aten.add.Tensor, rows, shift)
-    return call(aten.gt.Tensor, columns, rows)
+    if lengths is not None:
+        last = call(aten.sub.Tensor, call(aten.clamp.default, lengths, 0, t), s)
+        for dim in (1, 2, 3):
+            last = call(aten.unsqueeze.default, last, dim)
+        return call(aten.add.Tensor, rows, last), columns
+    square = same(shape(queries[0])[queries[1]], shape(keys[0])[keys[1]])
+    if square:
+        return rows, columns
+    shift = call(operator.sub, t, s) if isinstance(s, fx.Node) or isinstance(t, fx.Node) else t - s
+    return call(aten.add.Tensor, rows, shift), columns
+
+
+def future(builder: Builder, rows: fx.Node, columns: fx.Node) -> fx.Node:
+    """True where a key comes after the query, of :func:`positions`."""
+    return builder.call(aten.gt.Tensor, columns, rows)
 
 
 def probabilities(builder: Builder, scores: fx.Node, some_empty: bool) -> fx.Node:

@@ -19,7 +19,7 @@ from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.arrange import Sizes, arrange, einsum, same_layout, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.graph import Builder, val
-from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, probabilities
+from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, positions, probabilities
 from mla_compile.passes.rewrite.project import wide
 
 
@@ -72,7 +72,9 @@ class _Writer:
         if site.causal:
             # Queries and keys are the last axis but one of q and k.
             s, t = ((o.node, val(o.node).dim() - 2) for o in (self.product.q, self.product.k))
-            later = self._arranged(future(self.builder, s, t), (site.queries, site.keys), each)
+            later = self._arranged(
+                future(self.builder, *positions(self.builder, s, t)), (site.queries, site.keys), each
+            )
             scores = hidden(self.builder, scores, later)
         # One axis for the keys, however many factors its size has.
         joined = [*((a,) for a in (*site.lead, *site.queries)), site.keys]

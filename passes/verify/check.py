@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
@@ -92,11 +93,21 @@ def check_site(
     inputs = [
         *(n for source in plan.sources for n in decides(source)),
         *(p.q.node for p in plan.site.products),
-        *(m.operand.node for m in plan.site.masks),
+        *_masks(plan),
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: before[name] for name in nearest_known([*inputs, *beside], weights)}
     return compare(plan, before[old], new, boundary, weights, seed)
+
+
+def _masks(plan: AbsorbPlan) -> list[fx.Node]:
+    """What the masks of both forms are made of: the operator may be given lengths that a mask was made of."""
+    masks = plan.visible.masks if plan.whole else plan.site.masks
+    return [*(m.operand.node for m in masks), *_lengths(plan)]
+
+
+def _lengths(plan: AbsorbPlan) -> list[fx.Node]:
+    return [operand.node for length in plan.visible.lengths for operand in length.terms] if plan.whole else []
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
@@ -160,12 +171,14 @@ def compare(
         if _too_large(plan, sizes, share):
             note = "not checked numerically: the context is too long for a float64 run"
             continue
+        keys = number(axis_size(plan.site.keys), sizes)
+        counts = {n.meta[ORIGIN]: keys for n in _lengths(plan)}
         ours: list[torch.Tensor] = []
         theirs: list[torch.Tensor] = []
         for trial in range(TRIALS):
             generator = torch.Generator().manual_seed(seed + trial)
             scale = _SCALES[trial % len(_SCALES)]
-            given = {name: draw(node, sizes, scale, generator) for name, node in boundary.items()}
+            given = {name: draw(node, sizes, scale, generator, counts.get(name)) for name, node in boundary.items()}
             runs = [Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
             truth, reference = (run.value(old) for run in runs)
             exact, result = (run.value(new) for run in runs)

@@ -39,16 +39,37 @@ def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
     return expr if isinstance(expr, int) else int(expr.subs(sizes))
 
 
-def draw(node: fx.Node, sizes: Mapping[sympy.Symbol, int], scale: float, generator: torch.Generator) -> torch.Tensor:
-    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden."""
+def draw(
+    node: fx.Node,
+    sizes: Mapping[sympy.Symbol, int],
+    scale: float,
+    generator: torch.Generator,
+    keys: int | None = None,
+) -> torch.Tensor:
+    """A random value for one input of a site: rows and queries normal, masks with some tokens hidden.
+
+    ``keys``: the input is how many of so many keys there are, give or take a few.
+    """
     fake = val(node)
     shape = [number(size(d), sizes) for d in fake.shape]
     if fake.dtype == torch.bool:
-        return (torch.rand(shape, generator=generator) < 0.8).to(fake.device)
+        return _mask(shape, generator).to(fake.device)
+    if keys is not None:
+        return torch.randint(-2, keys + 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     # Zero and one are valid as an index, a flag or a count of anything.
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
+
+
+def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:
+    """Any tokens hidden, or those before and after a range in each row: padded, ragged, full or empty."""
+    if not shape or torch.rand((), generator=generator) < 0.5:
+        return torch.rand(shape, generator=generator) < 0.8
+    # Ends beyond the row, so that rows without padding on a side are as frequent as others.
+    ends = torch.randint(-shape[-1], 2 * shape[-1] + 1, (2, *shape[:-1], 1), generator=generator)
+    token = torch.arange(shape[-1])
+    return (token >= ends.amin(0)) & (token < ends.amax(0))
 
 
 class Evaluation:

@@ -36,9 +36,11 @@ class Case:
     size: float = 1.0
     scale: float = 0.2
     causal: bool = False
+    window: int = 0
+    lengths: tuple[int, ...] | None = None
 
     def tensors(self, seed: int = 0) -> dict[str, Tensor | None]:
-        """query, latent, rope, values; with ``strided`` the rows are views of one larger cache [B,1,T+5,L+R+3]."""
+        """query, latent, rope, values, seq_lens; ``strided``: the rows are views of a larger cache [B,1,T+5,L+R+3]."""
         g = torch.Generator().manual_seed(seed)
         rows = torch.randn(self.B, 1, self.T + 5, self.L + self.R + 3, generator=g).to(self.dtype)
         rows = rows[:, 0, : self.T, : self.L + self.R]
@@ -52,15 +54,16 @@ class Case:
             "latent": latent,
             "rope": rope if self.R else None,
             "values": values,
+            "seq_lens": None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int32),
         }
 
 
 def check(case: Case, mask: Tensor | None = None, tensors: dict[str, Tensor | None] | None = None) -> Tensor:
     """Runs the op and the float64 reference on the same values; shapes, infinities and dtypes first, then size."""
     given = case.tensors() if tensors is None else tensors
-    how: dict[str, Any] = {"scale": case.scale, "causal": case.causal}
+    how: dict[str, Any] = {"scale": case.scale, "causal": case.causal, "window": case.window}
     out, lse = ops.decode_attention(**given, mask=mask, **how)
-    exact = {name: None if x is None else x.double() for name, x in given.items()}
+    exact = {name: x.double() if x is not None and x.is_floating_point() else x for name, x in given.items()}
     wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
     want_out, want_lse = reference.decode_attention(DecodeCall(**exact, mask=wide, **how))
     assert out.shape == (case.B, case.S, case.H, case.Lv or case.L)

@@ -1,6 +1,7 @@
 // What Python hands over, and the memory a call works in.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "simd.h"
@@ -23,11 +24,19 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   Rows latent, rope, values;  // values.data is null where the latent rows are summed
   const char* mask;           // null, or with stride 0 along each axis it is broadcast over
   int64_t mask_b, mask_h, mask_s, mask_t;
+  const int32_t* lengths;  // [B], or null where every batch entry has T keys
   char* out;   // [B,S,H,Lv] contiguous
   float* lse;  // [B,S,H] contiguous
   int64_t query_kind, row_kind, mask_kind;
-  int64_t causal, threads, amx;
+  int64_t causal, window, threads, amx;
   double scale;
+
+  int64_t length(int64_t b) const { return lengths ? std::clamp<int64_t>(lengths[b], 0, T) : T; }
+  // The keys that query s of a batch entry may see, [first, stop): what length, causality and window leave.
+  int64_t stop(int64_t b, int64_t s) const {
+    return causal ? std::clamp<int64_t>(length(b) - S + s + 1, 0, length(b)) : length(b);
+  }
+  int64_t first(int64_t b, int64_t s) const { return window ? std::max<int64_t>(0, length(b) - S + s - window + 1) : 0; }
 };
 
 constexpr int64_t PANEL = 16;      // query rows (s, h) side by side in scores and packed queries: one AVX-512 vector

@@ -98,8 +98,8 @@ std::vector<Piece> cut_call(const Call& c, const std::vector<Seen>& seen, int64_
     for (int64_t first = 0; first < M; first += rows) {
       const Seen& s = seen[seen.size() > 1 ? b : 0];
       Piece piece{b, first, std::min(rows, M - first), s.lo, s.hi, 0, 1, s.keys.empty() ? nullptr : s.keys.data()};
-      if (c.causal) piece.hi = std::min(piece.hi, c.T - c.S + (first + piece.rows - 1) / c.H + 1);
-      piece.hi = std::max(piece.lo, piece.hi);
+      piece.lo = std::max(piece.lo, c.first(b, first / c.H));
+      piece.hi = std::max(piece.lo, std::min(piece.hi, c.stop(b, (first + piece.rows - 1) / c.H)));
       keys += piece.hi - piece.lo;
       whole.push_back(piece);
     }
@@ -125,7 +125,7 @@ bool run(const Call& c) {
   static thread_local Scratch shared_block;
   int64_t threads = std::max<int64_t>(1, c.threads);
   std::vector<Seen> seen;
-  for (int64_t b = 0; b < (c.mask_b ? c.B : 1); ++b) seen.push_back(find_seen(c, b));
+  for (int64_t b = 0; b < (c.mask_b || c.lengths ? c.B : 1); ++b) seen.push_back(find_seen(c, b));
   const std::vector<Piece> pieces = cut_call(c, seen, threads);
   if (pieces.empty()) return true;
   threads = std::min<int64_t>(threads, pieces.size());

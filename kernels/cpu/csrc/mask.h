@@ -1,4 +1,4 @@
-// Which keys are seen at all, and what a mask does to scores.
+// Which keys are seen at all, and what a mask, causality and a window do to scores.
 #pragma once
 
 #include <vector>
@@ -40,16 +40,16 @@ struct Seen {
 
 // Marks keys that are not hidden. False where some query has none: then keys that are merely low count as visible too.
 template <class T>
-bool mark(const Call& c, const T* mask, bool low_is_hidden, std::vector<uint8_t>& keys) {
+bool mark(const Call& c, int64_t b, const T* mask, bool low_is_hidden, std::vector<uint8_t>& keys) {
   bool every = true;
-  const int64_t S = c.mask_s || c.causal ? c.S : 1, H = c.mask_h ? c.H : 1;
+  const int64_t S = c.mask_s || c.causal || c.window ? c.S : 1, H = c.mask_h ? c.H : 1;
   for (int64_t s = 0; s < S; ++s) {
-    const int64_t stop = c.causal ? std::max<int64_t>(0, c.T - c.S + s + 1) : c.T;
+    const int64_t first = c.first(b, s), stop = c.stop(b, s);
     for (int64_t h = 0; h < H; ++h) {
       const T* row = mask + s * c.mask_s + h * c.mask_h;
       uint8_t some = 0;
       auto visit = [&](int64_t stride) {
-        for (int64_t t = 0; t < stop; ++t) {
+        for (int64_t t = first; t < stop; ++t) {
           const T x = row[t * stride];
           const uint8_t visible = low_is_hidden ? !is_low(x) : bias_of(x) != -INF;
           keys[t] |= visible;
@@ -65,15 +65,16 @@ bool mark(const Call& c, const T* mask, bool low_is_hidden, std::vector<uint8_t>
 
 inline Seen find_seen(const Call& c, int64_t b) {
   Seen seen;
-  seen.hi = c.T;
+  seen.hi = c.length(b);
+  seen.lo = std::min(seen.hi, c.first(b, 0));
   if (!c.mask) return seen;
   with_mask_type(c.mask_kind, [&](auto type) {
     using T = decltype(type);
     const T* mask = reinterpret_cast<const T*>(c.mask) + b * c.mask_b;
     seen.keys.assign(c.T, 0);
-    if (!mark(c, mask, true, seen.keys) && c.mask_kind != BOOL) {
+    if (!mark(c, b, mask, true, seen.keys) && c.mask_kind != BOOL) {
       seen.keys.assign(c.T, 0);
-      mark(c, mask, false, seen.keys);
+      mark(c, b, mask, false, seen.keys);
     }
   });
   while (seen.hi > 0 && !seen.keys[seen.hi - 1]) --seen.hi;
@@ -82,7 +83,7 @@ inline Seen find_seen(const Call& c, int64_t b) {
   return seen;
 }
 
-// Applies mask, causality and unseen keys to the scores [n, panels * PANEL] of keys [start, start + n).
+// Applies mask, causality, window and unseen keys to the scores [n, panels * PANEL] of keys [start, start + n).
 inline void hide(const Call& c, const Piece& piece, int64_t start, int64_t n, float* scores) {
   const int64_t stride = piece.panels() * PANEL, M = piece.rows;
   if (c.mask)
@@ -109,10 +110,13 @@ inline void hide(const Call& c, const Piece& piece, int64_t start, int64_t n, fl
       }
       scores -= n * stride;
     });
-  if (c.causal && start + n - 1 > c.T - c.S + piece.first / c.H)
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t m = 0; m < M; ++m)
-        if (start + i > c.T - c.S + (piece.first + m) / c.H) scores[i * stride + m] = -INF;
+  const int64_t s = piece.first / c.H, last = (piece.first + M - 1) / c.H;
+  if (start < c.first(piece.b, last) || start + n > c.stop(piece.b, s))
+    for (int64_t m = 0; m < M; ++m) {
+      const int64_t first = c.first(piece.b, (piece.first + m) / c.H), stop = c.stop(piece.b, (piece.first + m) / c.H);
+      for (int64_t i = 0; i < n; ++i)
+        if (start + i < first || start + i >= stop) scores[i * stride + m] = -INF;
+    }
   if (piece.seen)
     for (int64_t i = 0; i < n; ++i)
       if (!piece.seen[start + i])

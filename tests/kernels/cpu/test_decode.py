@@ -113,6 +113,28 @@ def test_float64_lowest_value_stays_finite_in_float32():
 
 
 @on_each_path
+@pytest.mark.parametrize("window", [0, 1, 37, 4000])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("S", [1, 3, 140])
+@pytest.mark.parametrize("lengths", [None, (2300, 0, 70), (64, 64, 64), (-5, 1, 9000)])
+def test_lengths_and_windows(lengths: tuple[int, ...] | None, S: int, causal: bool, window: int):
+    case = Case(B=3, S=S, T=300 if S > 1 else 2300, causal=causal, window=window, lengths=lengths, strided=True)
+    check(case)
+    mask = torch.rand(3, 1, 1, case.T, generator=torch.Generator().manual_seed(1)) < 0.7
+    check(case, mask)
+
+
+@on_each_path
+@pytest.mark.parametrize("fill", [torch.nan, torch.inf])
+def test_rows_past_a_length_are_not_read(fill: float):
+    case = Case(B=2, T=2300, H=16, lengths=(70, 1000), strided=True)
+    tensors = case.tensors()
+    for name in ("latent", "rope"):
+        tensors[name][~keys_before(case.T, 70, 1000)[:, 0, 0]] = fill  # type: ignore[index]
+    check(case, tensors=tensors)
+
+
+@on_each_path
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", ["bool", "infinite"])
 @pytest.mark.parametrize("counts", [(70, 1000), (1, 2300), (64, 0)])

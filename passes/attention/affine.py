@@ -1,0 +1,205 @@
+"""Whole numbers that are arithmetic on positions: ``const + sum of step * position + sum of factor * tensor``.
+
+Masks are compared positions, and positions are made of ``arange``, additions and views. :class:`Reader` follows such a
+tensor back to what it is at one place: the place is itself given as whole numbers, one for each dimension, so that a
+slice or a look-up (``x[index]``) only changes where the next tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.site import Affine, Operand
+from mla_compile.passes.ir.axes import Axis
+from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import (
+    Broadcast,
+    Copy,
+    Fill,
+    Permute,
+    Regroup,
+    Select,
+    Slice,
+    decode,
+)
+from mla_compile.passes.ir.sizes import Size, same, size
+
+aten = torch.ops.aten
+
+WHOLE = (torch.int64, torch.int32)
+"""Dtypes in which positions do not overflow."""
+
+
+class OpaqueError(Exception):
+    """A number is no arithmetic on positions, or not at a place that can be named."""
+
+
+Place = Sequence[Affine]
+"""Where a tensor is read: a position along each of its dimensions."""
+
+
+def place_of(axes: Sequence[Axis]) -> Place:
+    """The place that has the position of each of ``axes``; 0 for ``()``, an axis of size 1."""
+    return [Affine(steps={a: 1}) if a else Affine() for a in axes]
+
+
+def operand_at(node: fx.Node, place: Place) -> Operand:
+    """``node`` with the axes that ``place`` runs along. Raises :class:`OpaqueError` where it runs along none."""
+    axes = []
+    for at, length in zip(place, shape(node), strict=True):
+        axis = () if same(length, 1) else at.axis
+        if axis is None or (not axis and not same(length, 1)):
+            raise OpaqueError
+        axes.append(axis)
+    return Operand(node, tuple(axes))
+
+
+def moved(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
+    """What ``node``, which only moves numbers, reads, and where; None for other operators."""
+    how = decode(node)
+    if isinstance(how, Copy):
+        return how.x, place
+    if isinstance(how, Permute):
+        inner: list[Affine] = [Affine()] * len(place)
+        for at, k in zip(place, how.order, strict=True):
+            inner[k] = at
+        return how.x, inner
+    if isinstance(how, Broadcast):
+        own = shape(how.x)
+        return how.x, broadcast(own, place)
+    if isinstance(how, Regroup):
+        return _without_ones(how.x, node, place)
+    if isinstance(how, Slice):
+        start, step = _start(how)
+        return how.x, [at * step + Affine(start) if k == how.dim else at for k, at in enumerate(place)]
+    if isinstance(how, Select) and how.index is not None:
+        return how.x, [*place[: how.dim], Affine(how.index), *place[how.dim :]]
+    if packet(node) is aten.index:
+        return _looked_up(node, place)
+    return None
+
+
+def broadcast(own: Sequence[Size], place: Place) -> Place:
+    """The place in a tensor of sizes ``own`` that broadcasts to where ``place`` is."""
+    return [Affine() if same(s, 1) else at for s, at in zip(own, place[len(place) - len(own) :], strict=True)]
+
+
+def _without_ones(x: fx.Node, node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+    """A view that adds or drops axes of size 1 and nothing else."""
+    kept = [(s, at) for s, at in zip(shape(node), place, strict=True) if not same(s, 1)]
+    long = [s for s in shape(x) if not same(s, 1)]
+    if len(kept) != len(long) or not all(same(s, t) for (s, _), t in zip(kept, long, strict=True)):
+        raise OpaqueError
+    left = iter(kept)
+    return x, [Affine() if same(s, 1) else next(left)[1] for s in shape(x)]
+
+
+def _start(how: Slice) -> tuple[int, int]:
+    if how.taken is not None:
+        return how.taken.start, how.taken.step
+    start, _, step = how.bounds or (None, None, None)
+    start = 0 if start is None else start
+    if not isinstance(start, int) or start < 0 or not isinstance(step, int):
+        raise OpaqueError
+    return start, step
+
+
+def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+    """``x[i, j, ...]`` with an index for each dimension, each of them a position."""
+    x, indices = argument(node, 0, "self"), argument(node, 1, "indices")
+    if len(indices) != len(shape(x)) or not all(is_tensor(i) and val(i).dtype in WHOLE for i in indices):
+        raise OpaqueError
+    reader = Reader()
+    inner = [reader.read(i, broadcast(shape(i), place)) for i in indices]
+    if any(at.axis is None for at in inner):  # another number may be negative, and then counts from the end
+        raise OpaqueError
+    return x, inner
+
+
+class Reader:
+    """Reads whole numbers; ``numbers`` are the nodes of sizes that were met, by their values, to be written again."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Size, fx.Node] = {}
+
+    def read(self, given: object, place: Place) -> Affine:
+        """``given``, a number or a tensor of whole numbers, at ``place``. Raises :class:`OpaqueError`."""
+        if isinstance(given, int) and not isinstance(given, bool):
+            return Affine(given)
+        if not isinstance(given, fx.Node):
+            raise OpaqueError
+        if isinstance(given.meta.get("val"), (int, torch.SymInt)):
+            self.numbers.setdefault(size(given.meta["val"]), given)
+            return Affine(size(given.meta["val"]))
+        if not is_tensor(given) or val(given).dtype not in WHOLE:
+            raise OpaqueError
+        try:
+            return self._computed(given, place)
+        except OpaqueError:  # any number it may be, as long as it can be named
+            return Affine(terms={operand_at(given, place): 1})
+
+    def _computed(self, node: fx.Node, place: Place) -> Affine:
+        how = decode(node)
+        if isinstance(how, Fill):
+            return self.read(how.value, ())
+        found = moved(node, place)
+        if found is not None:
+            return self.read(*found)
+        rule = _RULES.get(packet(node))
+        if rule is None:
+            raise OpaqueError
+        return rule(self, node, place)
+
+    def at_operand(self, node: fx.Node, position: int, name: str, place: Place) -> Affine:
+        """An operand of an elementwise operator."""
+        given = argument(node, position, name)
+        return self.read(given, broadcast(shape(given), place) if is_tensor(given) else ())
+
+
+def _arange(reader: Reader, node: fx.Node, place: Place) -> Affine:
+    numbers = [reader.read(a, ()) for a in node.args]
+    # arange(end), arange(start, end), arange(start, end, step)
+    start = numbers[0] if len(numbers) > 1 else Affine()
+    step = numbers[2].const if len(numbers) > 2 else 1
+    if not isinstance(step, int):
+        raise OpaqueError
+    return start + place[0] * step
+
+
+def _add(reader: Reader, node: fx.Node, place: Place) -> Affine:
+    alpha = argument(node, 2, "alpha", 1)
+    if not isinstance(alpha, int):
+        raise OpaqueError
+    sign = -alpha if packet(node) is aten.sub else alpha
+    return reader.at_operand(node, 0, "self", place) + reader.at_operand(node, 1, "other", place) * sign
+
+
+def _rsub(reader: Reader, node: fx.Node, place: Place) -> Affine:
+    if argument(node, 2, "alpha", 1) != 1:
+        raise OpaqueError
+    return reader.at_operand(node, 1, "other", place) - reader.at_operand(node, 0, "self", place)
+
+
+def _mul(reader: Reader, node: fx.Node, place: Place) -> Affine:
+    a, b = reader.at_operand(node, 0, "self", place), reader.at_operand(node, 1, "other", place)
+    for one, other in ((a, b), (b, a)):
+        if not one.steps and not one.terms and isinstance(one.const, int):
+            return other * one.const
+    raise OpaqueError
+
+
+def _neg(reader: Reader, node: fx.Node, place: Place) -> Affine:
+    return reader.at_operand(node, 0, "self", place) * -1
+
+
+_RULES: dict[object, Callable[[Reader, fx.Node, Place], Affine]] = {
+    aten.arange: _arange,
+    aten.add: _add,
+    aten.sub: _add,
+    aten.rsub: _rsub,
+    aten.mul: _mul,
+    aten.neg: _neg,
+}

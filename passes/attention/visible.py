@@ -1,0 +1,308 @@
+"""Which keys the masks of an attention let through, proved from how the masks are made.
+
+Most masks are no data. They are comparisons of positions, ``t <= past + s``, joined with one that says which tokens are
+padding. Comparisons become arguments of the attention: a length for each batch entry, causality, a window. A kernel
+reads no key beyond the length, and no mask to learn that. What no comparison explains is left over as a mask.
+
+With ``p`` and ``f`` whole numbers that do not depend on query ``s`` and key ``t``, and S queries of T keys:
+
+    t <= p                      length p + 1
+    t <= p + s                  causal, and length p + S: where S = 1, or p + S is T; else it stays a mask, because a
+                                length beyond T counts as T and would move the diagonal
+    t >  p + s - window         beside t <= p + s where that is causal: a window
+    any of them, for all s, t   nothing
+
+A mask that fills in a finite number instead of minus infinity makes a query that sees no key weigh all keys alike. It
+is only explained where every query is known to see a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.affine import (
+    OpaqueError,
+    Place,
+    Reader,
+    broadcast,
+    moved,
+    operand_at,
+    place_of,
+)
+from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, AttentionSite, MaskTerm, Visible
+from mla_compile.passes.ir.axes import Axis, axis_size, flatten
+from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.sizes import Size, same
+
+aten = torch.ops.aten
+
+
+def visible(site: AttentionSite, batch: Axis) -> Visible:
+    """What the masks of ``site`` let through; ``batch``: the atoms that a length may differ along."""
+    reader = _Masks()
+    read: list[tuple[MaskTerm, list[_Part]]] = []
+    left: list[MaskTerm] = []
+    finite = False
+    for term in site.masks:
+        try:
+            parts, fill = reader.term(term)
+        except OpaqueError:
+            left.append(term)
+            continue
+        read.append((term, parts))
+        finite = finite or fill > float("-inf")
+    explained = _Explained(site, batch, reader.numbers)
+    rest = explained.take([part for _, parts in read for part in parts])
+    for term, parts in read:
+        unexplained = [part for part in parts if part in rest]
+        # A part that is no boolean of its own stays as the mask that it is read from.
+        left += [part.mask() for part in unexplained] if all(p.named for p in unexplained) else [term]
+    found = explained.visible(tuple(left))
+    if len(rest) == sum(len(parts) for _, parts in read) or (finite and not found.always):
+        return Visible(site.masks, causal=site.causal, always=not site.masks)
+    return found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A boolean that has to be True (``negated``: False) for a key to be seen: ``bound`` >= 0, where it is read."""
+
+    node: fx.Node
+    place: Place
+    negated: bool
+    bound: Affine | None = None
+
+    def mask(self) -> MaskTerm:
+        """What is left of a mask of which only this part was not explained. Raises :class:`OpaqueError`."""
+        return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place))
+
+    @property
+    def named(self) -> bool:
+        """Whether it is a boolean tensor read along the axes of the attention, which can be a mask by itself."""
+        try:
+            return val(self.mask().operand.node).dtype == torch.bool
+        except OpaqueError:
+            return False
+
+
+class _Masks(Reader):
+    """Reads masks as parts that all have to hold."""
+
+    def term(self, term: MaskTerm) -> tuple[list[_Part], float]:
+        """The parts of a mask, and what it adds or fills in elsewhere."""
+        node, place = term.operand.node, place_of(term.operand.axes)
+        if term.kind != "add":
+            return self.parts(node, place, term.kind == "drop"), term.fill
+        parts, fill = self.added(node, place)
+        fill *= term.scale
+        # What is added to a score is a fill where no score shows beside it, in no dtype that it goes through.
+        if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
+            raise OpaqueError
+        return parts, fill
+
+    def parts(self, given: object, place: Place, negated: bool) -> list[_Part]:
+        """``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` where it is none."""
+        if not is_tensor(given) or val(given).dtype != torch.bool:
+            raise OpaqueError
+        try:
+            return self._inside(given, place, negated)
+        except OpaqueError:
+            return [_Part(given, place, negated)]
+
+    def _inside(self, node: fx.Node, place: Place, negated: bool) -> list[_Part]:
+        rule = _BOOLEAN.get(packet(node))
+        if rule is not None:
+            return rule(self, node, place, negated)
+        found = moved(node, place)
+        if found is not None:
+            return self.parts(*found, negated)
+        constant = _constant(node)
+        if constant is None or bool(constant) == negated:
+            raise OpaqueError
+        return []
+
+    def added(self, node: fx.Node, place: Place) -> tuple[list[_Part], float]:
+        """A mask that is added: its parts, and the number that it is where they do not hold; it is 0 where they do."""
+        if packet(node) is aten.where:
+            condition, yes, no = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
+            negated = _constant(yes) != 0
+            fill = _constant(yes if negated else no)
+            if _constant(no if negated else yes) == 0 and fill is not None:
+                return self.parts(condition, broadcast(shape(condition), place), negated), fill
+        elif packet(node) is aten.masked_fill:
+            zeros, condition, value = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
+            fill = _constant(value)
+            if _constant(zeros) == 0 and fill is not None:
+                return self.parts(condition, broadcast(shape(condition), place), negated=True), fill
+        elif packet(node) is aten.triu and (fill := _constant(argument(node, 0, "self"))) is not None:
+            return [_Part(node, place, False, Affine(-1) - _beyond(node, place))], fill
+        elif (found := moved(node, place)) is not None:
+            return self.added(*found)
+        raise OpaqueError
+
+
+def _constant(given: object) -> float | None:
+    """The number that ``given`` is everywhere, where that is known."""
+    if isinstance(given, (bool, int, float)):
+        return float(given)
+    if not isinstance(given, fx.Node) or not is_tensor(given):
+        return None
+    if packet(given) in (aten.ones, aten.new_ones, aten.ones_like):
+        return 1.0
+    how = decode(given)
+    return _constant(how.value) if isinstance(how, Fill) else None
+
+
+def _beyond(node: fx.Node, place: Place) -> Affine:
+    """``column - row - diagonal`` of ``tril`` and ``triu``."""
+    diagonal = argument(node, 1, "diagonal", 0)
+    return place[-1] - place[-2] - Reader().read(diagonal, ())
+
+
+def _both(masks: _Masks, node: fx.Node, place: Place, negated: bool) -> list[_Part]:
+    """``a and b``; under a ``not``, ``a or b``."""
+    # `a or b`, and a negated `and`, hold in too many ways for parts that all have to hold.
+    if negated != (packet(node) in _OR):
+        raise OpaqueError
+    return [
+        part
+        for k, name in enumerate(("self", "other"))
+        for x in (argument(node, k, name),)
+        for part in masks.parts(x, broadcast(shape(x), place), negated)
+    ]
+
+
+def _not(masks: _Masks, node: fx.Node, place: Place, negated: bool) -> list[_Part]:
+    return masks.parts(argument(node, 0, "self"), place, not negated)
+
+
+def _compared(masks: _Masks, node: fx.Node, place: Place, negated: bool) -> list[_Part]:
+    """``a <= b`` is ``b - a >= 0``, and ``a < b`` is ``b - a - 1 >= 0``; its negation is ``a - b >= 0``."""
+    a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
+    op = packet(node)
+    if op in (aten.gt, aten.ge):
+        a, b = b, a
+    strict = op in (aten.lt, aten.gt)
+    if negated:
+        a, b, strict = b, a, not strict
+    return [_Part(node, place, negated, b - a - Affine(int(strict)))]
+
+
+def _triangle(masks: _Masks, node: fx.Node, place: Place, negated: bool) -> list[_Part]:
+    """``tril`` and ``triu`` of a boolean: what it says on one side of a diagonal, False on the other."""
+    inner = masks.parts(argument(node, 0, "self"), place, negated=False)
+    beyond = _beyond(node, place)
+    bound = beyond if packet(node) is aten.triu else beyond * -1
+    if not negated:
+        return [*inner, _Part(node, place, False, bound)]
+    if inner:
+        raise OpaqueError
+    return [_Part(node, place, True, Affine(-1) - bound)]
+
+
+_OR = {aten.logical_or, aten.bitwise_or, aten.__or__}
+_BOOLEAN: dict[object, Callable[[_Masks, fx.Node, Place, bool], list[_Part]]] = {
+    **dict.fromkeys((aten.logical_and, aten.bitwise_and, aten.__and__, aten.mul, *_OR), _both),
+    **dict.fromkeys((aten.logical_not, aten.bitwise_not), _not),
+    **dict.fromkeys((aten.le, aten.lt, aten.ge, aten.gt), _compared),
+    **dict.fromkeys((aten.tril, aten.triu), _triangle),
+}
+
+
+class _Explained:
+    """What the parts that were understood so far say."""
+
+    def __init__(self, site: AttentionSite, batch: Axis, numbers: dict[Size, fx.Node]) -> None:
+        self.S, self.T = axis_size(site.queries), axis_size(site.keys)
+        self.queries, self.keys, self.batch = site.queries, site.keys, set(batch)
+        self.numbers = numbers
+        self.causal = site.causal
+        self.lengths: list[Affine] = []
+        self.window = 0
+
+    def take(self, parts: list[_Part]) -> list[_Part]:
+        """Explains what it can of ``parts`` and returns the others."""
+        # A window is told from the end, so ends come first.
+        for rule in (self._always, self._diagonal, self._length, self._start):
+            parts = [
+                part for part in parts if part.bound is None or not self._within(part.bound) or not rule(part.bound)
+            ]
+        return parts
+
+    def visible(self, masks: tuple[MaskTerm, ...]) -> Visible:
+        always = not masks and not self.lengths and (not self.causal or _at_least(self.T, self.S))
+        numbers = tuple(self.numbers.items())
+        return Visible(masks, tuple(self.lengths), numbers, self.causal, self.window, always)
+
+    def _within(self, bound: Affine) -> bool:
+        """Whether it is of this query, this key and this batch entry only."""
+        axes = {a for operand in bound.terms for a in flatten(operand.axes)}
+        return set(bound.steps) <= {self.queries, self.keys} and axes <= self.batch
+
+    def _step(self, bound: Affine) -> tuple[int, int]:
+        """By how much the bound grows from one query to the next, and from one key to the next."""
+        return bound.steps.get(self.queries, 0), bound.steps.get(self.keys, 0)
+
+    def _always(self, bound: Affine) -> bool:
+        least = bound.const
+        for step, count in zip(self._step(bound), (self.S, self.T), strict=True):
+            least = least + min(step, 0) * (count - 1)
+        return not bound.terms and _at_least(least, 0)
+
+    def _diagonal(self, bound: Affine) -> bool:
+        """T <= p + s."""
+        if self._step(bound) != (1, -1) or bound.terms or not same(bound.const + self.S, self.T):
+            return False
+        self.causal = True
+        return True
+
+    def _length(self, bound: Affine) -> bool:
+        """T <= p."""
+        # Beside a diagonal a length would move it.
+        if self._step(bound) != (0, -1) or self.causal:
+            return False
+        length = Affine(bound.const + 1, {}, bound.terms)
+        if self._number(length.const) is None:
+            return False
+        if length not in self.lengths:
+            self.lengths.append(length)
+        return True
+
+    def _start(self, bound: Affine) -> bool:
+        """T >= s - c, or t >= f for the one query there is: as many keys back from the last of all."""
+        along = (-1, 1) if self.queries else (0, 1)
+        # A window is counted from a length, and what a length of more than T counts as is not what the mask meant.
+        if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):
+            return False
+        # t > T - S + s - window is t - s + (window - 1 - T + S) >= 0.
+        window = Affine(bound.const, {}, bound.terms) + Affine(self.T) - Affine(self.S - 1)
+        if window.terms or not isinstance(window.const, int) or window.const <= 0:
+            return False
+        self.window = min(self.window or window.const, window.const)
+        return True
+
+    def _number(self, const: Size) -> int | None:
+        """What is to be added to a size that a node of the graph holds (or to 0) to get ``const``; None: not known."""
+        return offset_of(const, self.numbers)[1]
+
+
+def offset_of(const: Size, numbers: dict[Size, fx.Node]) -> tuple[fx.Node | None, int | None]:
+    """``const`` as a size that a node holds, if it is no number, and what is to be added to it; None: not known."""
+    if isinstance(const, int):
+        return None, const
+    for value, node in numbers.items():
+        rest = sympy.expand(const - value)
+        if rest.is_Integer:
+            return node, int(rest)
+    return None, None
+
+
+def _at_least(a: Size, b: Size) -> bool:
+    """Whether ``a >= b`` for every value of the symbols, which are sizes: never negative."""
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)).is_nonnegative)

@@ -1,0 +1,66 @@
+"""The lengths that masks were found to say, written into the graph: int32 [B], the ``seq_lens`` of the operator."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.site import Affine
+from mla_compile.passes.attention.visible import offset_of
+from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.graph import Builder, val
+
+aten = torch.ops.aten
+
+
+class Lengths:
+    """Writes each length once: the layers of a model mask alike, and read the node that the first of them wrote."""
+
+    def __init__(self) -> None:
+        self._written: dict[Any, fx.Node] = {}
+
+    def write(self, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node | None:
+        """The smallest of the plan's lengths for each batch entry; None where all keys are within."""
+        if not plan.visible.lengths:
+            return None
+        key = tuple(_key(length, plan) for length in plan.visible.lengths)
+        if key not in self._written:
+            total: fx.Node | None = None
+            for length in plan.visible.lengths:
+                one = _written(length, plan, builder, sizes)
+                total = one if total is None else builder.call(aten.minimum.default, total, one)
+            assert total is not None
+            # One length for all is told each: the operator has no other form.
+            batch = sizes.shape([plan.batch])
+            self._written[key] = builder.cast(builder.call(aten.expand.default, total, batch), torch.int32)
+        return self._written[key]
+
+
+def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
+    """One length, int64 [B] or [1]."""
+    known, offset = offset_of(length.const, dict(plan.visible.numbers))
+    assert offset is not None, "a length is made of sizes that nodes hold"
+    const = offset if known is None else builder.call(operator.add, known, offset)
+    total: fx.Node | None = None
+    for operand, factor in length.terms.items():
+        # int64, so that a sum of int32 numbers does not overflow before it is compared.
+        one = builder.cast(arrange(builder, sizes, operand.node, operand.axes, [plan.batch]), torch.int64)
+        one = one if factor == 1 else builder.call(aten.mul.Tensor, one, factor)
+        total = one if total is None else builder.call(aten.add.Tensor, total, one)
+    if total is None:
+        device = val(plan.latent.node).device
+        return builder.call(aten.full.default, [1], const, dtype=torch.int64, device=device)
+    return builder.call(aten.add.Tensor, total, const)
+
+
+def _key(length: Affine, plan: AbsorbPlan) -> Any:
+    """Equal for equal lengths of sites whose atoms are their own."""
+    terms = [
+        (operand.node, factor, tuple(tuple(plan.batch.index(a) for a in axis) for axis in operand.axes))
+        for operand, factor in length.terms.items()
+    ]
+    return length.const, frozenset(terms), tuple(a.size for a in plan.batch)
