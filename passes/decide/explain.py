@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand, Product
@@ -21,8 +20,6 @@ from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.linear.records import Maps
-
-aten = torch.ops.aten
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:

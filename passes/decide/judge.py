@@ -115,9 +115,9 @@ class _Judge:
     def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
         """Changes the verdict on every site whose K or V would still be expanded for another reader.
 
-        What is tried first: to make alone what the other reader needs; to start from the rows that are computed anyway
+        Tried in this order: make what the other reader needs by itself; start from the rows that are computed anyway
         (the projection that makes the latent may make the rotary key too, from a hidden state that happens to be
-        narrower); to absorb the other side only. A site for which none of these works stays as it is.
+        narrower); absorb the other side only. A site for which none of these works stays as it is.
         """
         # Every change of a verdict changes what is alive, so all sites are looked at again. This ends: a site's nodes
         # in `computed` only grow, and `options` holds the few verdicts left to try, each taken once.

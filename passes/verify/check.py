@@ -35,7 +35,7 @@ ALLOWED = 1.5
 The absorbed form rounds at other places than the original, and no more often: the ratio is near 1, and quantiles of
 a sample scatter around it."""
 ROWS, TRIALS = 128, 16
-"""Rows of output wanted for a comparison of errors, and draws of inputs to get them at the most.
+"""Rows of output wanted for a comparison of errors, and the most draws of inputs made to get them.
 
 The 0.9 quantile of 128 rows has a dozen rows beyond it. A decode step of one head has a single row per draw, so the
 draws are limited too."""
@@ -45,8 +45,6 @@ LONG = 613
 """A context longer than any block of the kernels, for graphs whose context is symbolic."""
 
 _SCALES = (1.0, 8.0)  # ordinary inputs, and large ones whose softmax is near one-hot
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
 
 
 def _view_key(node: fx.Node) -> tuple[object, ...]:
-    """What of which rows ``node`` is, where it is virtual: the rows are what is drawn."""
+    """Which part of which rows a virtual ``node`` is: values are drawn for the rows."""
     if not is_virtual(node):
         return ()
     of, *args = args_of(node)
@@ -84,9 +82,7 @@ def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
     return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
 
 
-def check_site(
-    plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None], seed: int = 0
-) -> Check:
+def check_site(plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None]) -> Check:
     """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
     before = {n.name: n for n in original.nodes}
     inputs = [
@@ -96,7 +92,7 @@ def check_site(
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: before[name] for name in nearest_known([*inputs, *beside], weights)}
-    return compare(plan, before[old], new, boundary, weights, seed)
+    return compare(plan, before[old], new, boundary, weights)
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
@@ -152,7 +148,7 @@ def compare(
 ) -> Check:
     """Compares ``new`` with ``old``, both from the same values of ``boundary``.
 
-    ``share``: what the heads of ``plan`` are of those that are computed.
+    ``share``: how many of the heads that are computed are those of ``plan``.
     """
     ratios: list[float] = []
     note = None
@@ -225,7 +221,7 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     nodes = [*boundary, plan.site.node, plan.site.v.node]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
-        return [seen]  # the rows that are read are some of those there are
+        return [seen]  # only some of the rows are read, and their number need not be that of the keys
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]
