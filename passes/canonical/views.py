@@ -134,8 +134,9 @@ def _movedim(node: fx.Node) -> Spelling:
 # Other axes, the same numbers.
 
 
-def _view(node: fx.Node) -> Spelling:
-    return aten.view.default, (argument(node, 0, "self"), argument(node, 1, "size"))
+def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
+    """``op`` with the arguments of a spelling that only has another name."""
+    return lambda node: (op, (argument(node, 0, "self"), argument(node, 1, "size")))
 
 
 def _in_shape_of(node: fx.Node) -> Spelling:
@@ -203,10 +204,6 @@ def _squeeze(node: fx.Node) -> Spelling | None:
 
 
 # Copies of axes.
-
-
-def _broadcast_to(node: fx.Node) -> Spelling:
-    return aten.expand.default, (argument(node, 0, "self"), argument(node, 1, "size"))
 
 
 def _expand_as(node: fx.Node) -> Spelling:
@@ -302,12 +299,12 @@ _RULES: dict[object, Callable[[fx.Node], Spelling | None]] = {
     **dict.fromkeys((aten.t, aten.numpy_T), _reverse),
     **dict.fromkeys((aten.mT, aten.mH, aten.matrix_H, aten.adjoint), _matrix_transpose),
     **dict.fromkeys((aten.movedim, aten.moveaxis), _movedim),
-    **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _view),
+    **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _of_size(aten.view.default)),
     **dict.fromkeys((aten.view_as, aten.reshape_as), _in_shape_of),
     aten.unflatten: _unflatten,
     aten.flatten: _flatten,
     aten.squeeze: _squeeze,
-    aten.broadcast_to: _broadcast_to,
+    aten.broadcast_to: _of_size(aten.expand.default),
     aten.expand_as: _expand_as,
     aten.tile: _tile,
     aten.repeat_interleave: _repeat_interleave,

@@ -61,11 +61,9 @@ class _Judge:
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
         """The verdict on one site; no source is looked for behind ``computed``, nodes that are computed anyway."""
         maps = self.maps.with_sources(computed) if computed else self.maps
-        keys = [maps.map(p.k.node) for p in site.products]
-        values = maps.map(site.v.node)
-        cuts, wide = choose_sources([*pieces_of(keys), *pieces_of([values])])
-        at_cuts = maps.with_sources({*cuts, *computed})
-        plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
+        operands = (*(p.k for p in site.products), site.v)
+        cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
+        plan = make_plan(site, maps.with_sources({*cuts, *computed}))
         if isinstance(plan, Stop):
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node)

@@ -69,19 +69,14 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
     for sides in options:
         if set(sides) & set(keep):
             continue
-        keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
-        values = maps.map(site.v.node) if "values" in sides else None
+        nodes = [p.k.node for p in site.products] if "keys" in sides else []
+        nodes += [site.v.node] if "values" in sides else []
         # Rows that the queries are made of are the model's hidden state, and no latent.
-        pieces = pieces_of([*(keys or ()), *([] if values is None else [values])])
+        pieces = pieces_of([maps.map(node) for node in nodes])
         if all(cut(piece, proper=True, without=own) is None for piece in pieces):
             continue
         cuts, _ = choose_sources(pieces, own)
-        at_cuts = maps.with_sources(cuts)
-        plan = make_part_plan(
-            site,
-            None if keys is None else [at_cuts.map(p.k.node) for p in site.products],
-            None if values is None else at_cuts.map(site.v.node),
-        )
+        plan = make_part_plan(site, maps.with_sources(cuts), sides)
         # A plan for both sides that expands only one is found again, without the other, further down.
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue

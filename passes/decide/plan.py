@@ -14,23 +14,23 @@ have rows of its own, there may be any number of row tensors, and a side may be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.records import LinearMap, Term
+from mla_compile.passes.linear.records import Maps, Term
 
 
-def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> AbsorbPlan | Stop:
+def make_plan(site: AttentionSite, maps: Maps) -> AbsorbPlan | Stop:
     """The plan for ``site``, or the first obligation that fails."""
-    found = _obligations(site, keys, values, part=False)
+    found = _obligations(site, maps, ("keys", "values"), part=False)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
@@ -46,9 +46,9 @@ def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> 
     return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims)
 
 
-def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None) -> AbsorbPlan | Stop:
-    """The plan for a part of ``site``; ``None`` for the side that stays as it is."""
-    found = _obligations(site, keys, values, part=True)
+def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
+    """The plan for a part of ``site``, of which the sides that are not among ``sides`` stay as they are."""
+    found = _obligations(site, maps, sides, part=True)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms = found.site, found.keys, found.values
@@ -93,9 +93,9 @@ class _Found:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
 
-def _obligations(
-    site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None, part: bool
-) -> _Found | Stop:
+def _obligations(site: AttentionSite, maps: Maps, sides: Collection[Side], part: bool) -> _Found | Stop:
+    keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
+    values = maps.map(site.v.node) if "values" in sides else None
     if not any(p.projected for p in pieces_of([*(keys or ()), *([] if values is None else [values])])):
         return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
     refined = refine(site, keys, values)

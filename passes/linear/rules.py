@@ -70,9 +70,8 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if isinstance(b, (int, float)):
         return finish(_times(maps.map(a), 1.0 / b if packet(node) is aten.div else float(b)), node)
     if not maps.is_weight(b):
-        code, what = (
-            ("nonlinear", "the rows") if is_tensor(b) and same_rows(a, b) else ("position_dependent", "the inputs")
-        )
+        of_rows = is_tensor(b) and same_rows(a, b)
+        code, what = ("nonlinear", "the rows") if of_rows else ("position_dependent", "the inputs")
         return Stop(node, code, f"{packet(node).__name__} with a factor that is computed from {what}")
     return multiply_weight(maps, node, a, b, reciprocal=packet(node) is aten.div)
 

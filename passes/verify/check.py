@@ -9,6 +9,7 @@ allows. Inputs are ordinary, large (a softmax near one-hot) and padded; a symbol
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.verify.evaluate import Evaluation, draw, number, of_sizes, symbols
 
 EXACT = 1e-8
@@ -120,20 +121,17 @@ def nearest_known(
     computed, not given.
     """
     found: dict[str, fx.Node] = {}
-    queue = list(nodes)
-    seen = set(queue)
-    for node in queue:
-        if node in without or node.name in weights or not (is_tensor(node) or node.all_input_nodes):
-            continue
-        if isinstance(decode(node), Fill):  # zeros that something is written into are no input, but zeros
-            continue
+
+    def behind(node: fx.Node) -> Iterable[fx.Node]:
+        # Zeros that something is written into are no input, but zeros.
+        if node in without or node.name in weights or isinstance(decode(node), Fill):
+            return ()
         if is_tensor(node) and ORIGIN in node.meta and not (without and any(a in without for a in ancestors(node))):
             found[node.meta[ORIGIN]] = node
-            continue
-        for n in node.all_input_nodes:
-            if n not in seen:
-                seen.add(n)
-                queue.append(n)
+            return ()
+        return node.all_input_nodes
+
+    deque(reachable(nodes, behind), maxlen=0)
     return found
 
 
