@@ -33,10 +33,7 @@ class CachedTensor:
     @property
     def values(self) -> int:
         """Values per token in the old cache."""
-        total = 1
-        for kind in self.recipe.kinds:
-            total *= 1 if kind == "row" else kind
-        return total
+        return self.recipe.values
 
     @property
     def kept(self) -> int:

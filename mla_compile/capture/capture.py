@@ -178,7 +178,8 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
 
     by_old_name = {node.name: node for node in inputs}
-    attributes: dict[str, Any] = {str(node.target): _attribute(traced, str(node.target)) for node in _get_attrs(graph)}
+    targets = [str(node.target) for node in _get_attrs(graph)]
+    attributes: dict[str, Any] = {target: operator.attrgetter(target)(traced) for target in targets}
     weights: dict[str, torch.Tensor | None] = {
         node.name: _with_values(attributes[str(node.target)])
         for node in _get_attrs(graph)
@@ -276,10 +277,6 @@ def _drop_grad_mode(graph: fx.Graph) -> None:
 
 def _get_attrs(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="get_attr"))
-
-
-def _attribute(module: Any, target: str) -> Any:
-    return operator.attrgetter(target)(module)
 
 
 def _is_module_state(source: Any) -> bool:

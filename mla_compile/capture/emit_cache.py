@@ -177,7 +177,7 @@ def new_guards(
         for tensor in change.inputs:
             for dim, kind in enumerate(tensor.recipe.kinds):
                 old = f"{paths[tensor.name]}.size()[{dim}]"
-                own = sum(k == "row" for k in tensor.recipe.kinds[:dim])
+                own = tensor.recipe.row_axis(dim)
                 if code is not None and old in code:
                     code = code.replace(old, f"{held[tensor.rows[0]]}.size()[{own}]") if kind == "row" else None
         if code is not None:

@@ -32,7 +32,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
     owner = fx.GraphModule(gm, graph)
     calls = 0
     while (call := next(_calls(owner, graph), None)) is not None:
-        _write_out_call(owner, graph, *call)
+        _write_out_call(graph, *call)
         calls += 1
     regions = list(_regions(graph))
     for region in regions:
@@ -70,9 +70,7 @@ def _calls(owner: fx.GraphModule, graph: fx.Graph) -> Iterator[tuple[fx.Node, fx
             yield node, nested, args[first:]
 
 
-def _write_out_call(
-    owner: fx.GraphModule, graph: fx.Graph, node: fx.Node, nested: fx.GraphModule, operands: Any
-) -> None:
+def _write_out_call(graph: fx.Graph, node: fx.Node, nested: fx.GraphModule, operands: Any) -> None:
     prefix = str(next(a for a in node.all_input_nodes if a.op == "get_attr").target)
     inner = nested.graph.find_nodes(op="placeholder")
     env = dict(zip(inner, operands, strict=True))

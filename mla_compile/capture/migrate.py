@@ -62,8 +62,7 @@ def _check_shape(tensor: CachedTensor, given: torch.Tensor) -> None:
 def _equations(tensor: CachedTensor, index: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``A`` [values of one token, width] and ``b`` [..., values] with ``A rows = b``, from the parts of one K or V."""
     recipe = tensor.recipe
-    heads = [k for k, kind in enumerate(recipe.kinds) if kind != "row" and k != recipe.columns]
-    outer = [k for k, kind in enumerate(recipe.kinds) if kind == "row"]
+    heads, outer = recipe.heads, recipe.outer
     sizes = [int(recipe.kinds[k]) for k in heads]
     matrices: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []

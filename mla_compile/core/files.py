@@ -1,4 +1,4 @@
-"""What writing files takes in several rooms."""
+"""What several rooms need to write files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def umask() -> int:
-    """The permissions that new files of this process do not get. It can only be read by setting it."""
+    """The permissions that new files of this process do not get; they can only be read by setting them."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Measuring: what the machine is, calls taken in turns, and what is said about a list of times."""
+"""Measuring: what the machine is, calls timed in turns, and statistics of their times."""
 
 from __future__ import annotations
 

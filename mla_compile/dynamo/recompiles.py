@@ -40,7 +40,7 @@ _thread = _Thread()
 
 
 def running() -> Recompiles | None:
-    """Those of the optimized module whose call this thread is in; ``None`` outside of such a call."""
+    """The counts and settings of the optimized module that this thread is calling; ``None`` outside of such a call."""
     return _thread.running
 
 

@@ -24,6 +24,7 @@ from mla_compile.onnx.interface import (
     sites,
     widen_masks,
 )
+from mla_compile.onnx.manifest import TOKENS
 from mla_compile.onnx.op import DOMAIN, VERSION
 from mla_compile.onnx.paged import DOMAIN as DOMAIN_PAGED
 from mla_compile.onnx.paged import in_pages
@@ -53,9 +54,6 @@ class Wires:
     grows: tuple[bool, ...]
 
 
-TOKENS = ("input_ids", "attention_mask", "position_ids")
-
-
 def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequence[str] | None = None) -> list[CacheIO]:
     """Finishes the graph in place. ``names``: of the caches; the prefill graph gets those of the decode graph."""
     model, graph = converted.model, converted.model.graph
@@ -70,7 +68,7 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
         names = cache_names(found, len(presents), wires.fallback)
     assert outputs == 1 + len(names)
     growing = [a for a in appends if a is not None]
-    if profile.name == "inplace":
+    if profile.layout == "in place":
         lost = [n for n, a, grows in zip(names, appends, wires.grows, strict=True) if grows and a is None]
         if lost:
             raise ExportError(
@@ -82,9 +80,9 @@ def assemble(converted: Converted, wires: Wires, profile: Profile, names: Sequen
     caches: list[CacheIO]
     rename(graph.inputs[:3], TOKENS, _tokens_dims(dims))
     rename(graph.outputs[:1], ["logits"], _tokens_dims(dims))
-    if profile.name == "genai":
+    if profile.layout == "halves":
         caches = _as_halves(graph, growing, found, dims)
-    elif profile.name == "ort-paged":
+    elif profile.layout == "pages":
         caches = [CacheIO(str(p.name), str(q.name), True, _shape(p, 1)) for p, q in in_pages(graph, growing, found)]
         model.opset_imports[DOMAIN_PAGED] = 1
         for value in (*graph.inputs[:2], graph.outputs[0]):
@@ -150,7 +148,7 @@ def _tokens_dims(dims: Mapping[str, str]) -> dict[str, str]:
 
 def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
     """With caches in place, the output is the buffer that went in."""
-    return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.name == "inplace" else {}
+    return {k: "capacity" for k, n in dims.items() if n == "total"} if profile.layout == "in place" else {}
 
 
 def _shape(value: ir.Value, axis: int | None) -> tuple[int | None, ...]:

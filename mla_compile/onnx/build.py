@@ -30,6 +30,7 @@ from mla_compile.onnx import cubins
 from mla_compile.onnx.cubins import Cubin
 from mla_compile.onnx.manifest import OP_VERSION
 from mla_compile.onnx.native import API_VERSION, NAME, default_folder
+from mla_compile.onnx.profile import PROFILES
 from mla_compile.onnx.variants import DTYPES, FLOAT, MASKS, TUNED, Dims, Variant, variants
 from mla_compile.version import __version__
 
@@ -243,7 +244,8 @@ def dims_of_model(directory: str | Path) -> tuple[tuple[Dims, ...], str]:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelFileError(f"{path} is not the manifest of an export: {type(error).__name__}: {error}") from error
-    if manifest.get("profile") == "genai":
+    profile = PROFILES.get(str(manifest.get("profile")))
+    if profile is not None and profile.layout == "halves":
         raise ModelFileError(
             f"{directory}: rows in two halves are summed across both, which the CUDA kernels cannot do; the function "
             "in the file is used"

@@ -31,7 +31,7 @@ def export(
 ) -> Exported:
     """Writes everything but the report into ``stage``."""
     dtype = _NAMES[lm.dtype]
-    one_graph = profile.name in ("genai", "ort-paged")  # what runs these takes one graph for prompts and steps
+    one_graph = bool(profile.runner)
     options = Options(forms="absorbed", fold=fold, verify=check)
     say("tracing and rewriting the decode graph")
     decode, one_token = _decode(lm, options, profile)
@@ -71,7 +71,7 @@ def export(
         **_vocabulary(lm.model),
     )
     (stage / MANIFEST).write_text(manifest.to_json())
-    if profile.name == "genai":
+    if profile.layout == "halves":
         genai.write_config(lm.model, manifest, stage)
     return Exported(stage, profile.name, decode.report, verification)
 
@@ -81,7 +81,7 @@ def _decode(lm: CausalLM, options: Options, profile: Profile) -> tuple[Converted
     try:
         program = export_program(lm, last_only=False, experts="batched_mm")
     except ExportError as several:
-        if profile.name in ("genai", "ort-paged"):
+        if profile.runner:
             raise
         try:
             program = export_program(lm, last_only=False, experts="batched_mm", one_token=True)
@@ -116,13 +116,13 @@ def _verify(
     if not check:
         return Verification(reason="verify=False")
     say("comparing with the original")
-    why_not = verify.runs_here(dtype, profile.name)
+    why_not = verify.runs_here(dtype, profile)
     readers: list[verify.Reader]
     if why_not:
         readers = [verify.ProgramRunner(made.program, lm) for made in graphs.values()]
     else:
         dtypes = [_NAMES[c.dtype] for c in _entries(lm, caches)]
-        readers = [verify.Runner(stage / name, caches, profile.name, dtypes) for name in graphs]
+        readers = [verify.Runner(stage / name, caches, profile, dtypes) for name in graphs]
     return verify.verify(lm, readers[0], readers[1] if len(readers) > 1 else None, dtype, one_token, why_not)
 
 

@@ -24,6 +24,8 @@ WEIGHTS = "weights.bin"
 FORMAT = 1
 OP_VERSION = 1
 DTYPES = ("float32", "float16", "bfloat16")
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+"""The inputs of a graph that are not caches, in order: [B,S], [B,T], [B,S]."""
 
 _LARGEST = 1 << 20  # bytes; the manifest of a model of a thousand layers takes about a quarter of that
 _VERSION = re.compile(r"\d+(\.\d+)*")

@@ -11,28 +11,48 @@ ort-paged  pages of rows for ``com.microsoft::PagedAttention``: see :mod:`mla_co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mla_compile.errors import OptionError, nearest
+
+Layout = Literal["appended", "in place", "halves", "pages"]
+"""What becomes of a cache, in the order of the table."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What files of a profile need: the opset, and the oldest ONNX Runtime that loads them."""
+    """One profile: what it does to a cache, and what its files need.
+
+    Attributes:
+        layout: of its caches.
+        minimum_onnxruntime: the oldest that loads the files.
+        runner: the program that runs them, in words, where a :class:`~mla_compile.onnx.session.Session` does not. Such
+            a program takes one graph for prompts and steps, of any number of tokens, and inputs whose meaning is known.
+        cpu: whether ONNX Runtime has all of its operators for the CPU.
+    """
 
     name: str
+    layout: Layout
     opset: int
     minimum_onnxruntime: str
+    runner: str = ""
+    cpu: bool = True
 
+
+_GENAI = "onnxruntime-genai runs it: pip install onnxruntime-genai, then onnxruntime_genai.Model(directory)"
+_SERVER = "a server that manages pages of a cache on a CUDA device runs it, with onnxruntime-gpu"
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("portable", 21, "1.20.0"),
-        Profile("inplace", 24, "1.25.0"),
-        Profile("genai", 21, "1.20.0"),
-        Profile("ort-paged", 21, "1.29.0"),
+        Profile("portable", "appended", 21, "1.20.0"),
+        Profile("inplace", "in place", 24, "1.25.0"),
+        Profile("genai", "halves", 21, "1.20.0", _GENAI),
+        Profile("ort-paged", "pages", 21, "1.29.0", _SERVER, cpu=False),
     )
 }
+RUN_HERE = " or ".join(name for name, profile in PROFILES.items() if not profile.runner)
+"""The profiles that a Session runs, in words."""
 
 
 def find_profile(name: str) -> Profile:

@@ -24,7 +24,7 @@ from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Exported, Progress, Verification
 from mla_compile.onnx.interface import Append, attention_nodes, find_append, widen_masks
 from mla_compile.onnx.lm_export import require_absorbed
-from mla_compile.onnx.profile import Profile
+from mla_compile.onnx.profile import RUN_HERE, Profile
 from mla_compile.onnx.rewrites import in_place
 from mla_compile.onnx.verify import TOLERANCE
 from mla_compile.options import FoldMode, Options
@@ -42,11 +42,11 @@ def export(
     check: bool,
     say: Progress,
 ) -> Exported:
-    """Writes everything but the report into ``stage``; profiles ``portable`` and ``inplace``."""
-    if profile.name not in ("portable", "inplace"):
+    """Writes everything but the report into ``stage``; not in profiles that another program runs."""
+    if profile.runner:
         raise ExportError(
             f"profile {profile.name!r} needs inputs whose meaning is known, which a traced program does not say; pass "
-            "the module, or use portable or inplace"
+            f"the module, or use {RUN_HERE}"
         )
     say("rewriting the decode graph")
     decode = convert(program, Options(forms="absorbed", fold=fold, verify=check), profile.opset)
@@ -68,7 +68,7 @@ def export(
     if check:
         say("comparing with the original")
         why_not = ""
-        if profile.name == "inplace":
+        if profile.layout == "in place":
             why_not = "the example inputs are of caches that grow, not of buffers"
         elif dtype == "bfloat16":
             why_not = "ONNX Runtime has no bfloat16 operators for the CPU"
@@ -93,7 +93,7 @@ def _finish(converted: Converted, profile: Profile) -> None:
             if index not in appends and (append := find_append(graph, past, index)) is not None:
                 appends[index] = append
                 break
-    if profile.name == "inplace":
+    if profile.layout == "in place":
         if not appends:
             raise ExportError("no output of the program continues one of its inputs, so there is no cache to write")
         in_place(graph, list(appends.values()), *_counts(graph, next(iter(appends.values()))))

@@ -13,16 +13,12 @@ from mla_compile.errors import InputError, ModelFileError, OptionError
 from mla_compile.onnx import engine
 from mla_compile.onnx.engine import Decision, Provider
 from mla_compile.onnx.files import check_files
-from mla_compile.onnx.manifest import Manifest, check_onnxruntime
+from mla_compile.onnx.manifest import TOKENS, Manifest, check_onnxruntime
+from mla_compile.onnx.profile import PROFILES, RUN_HERE
 from mla_compile.onnx.prompts import check_prompts
 from mla_compile.onnx.state import State, to_float32, view
 
-_ELSEWHERE = {
-    "genai": "onnxruntime-genai runs it: pip install onnxruntime-genai, then onnxruntime_genai.Model(directory)",
-    "ort-paged": "a server that manages pages of a cache on a CUDA device runs it, with onnxruntime-gpu",
-}
 _TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"}
-_TOKENS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Session:
@@ -60,10 +56,10 @@ class Session:
             raise OptionError(f"prefill_chunk is {prefill_chunk}, expected at least 1, or None for the whole prompt")
         self.directory = Path(directory)
         self.manifest = Manifest.read(self.directory)
-        if self.manifest.profile in _ELSEWHERE:
+        self._profile = PROFILES[self.manifest.profile]
+        if self._profile.runner:
             raise ModelFileError(
-                f"{directory} is of profile {self.manifest.profile!r}, expected portable or inplace; "
-                f"{_ELSEWHERE[self.manifest.profile]}"
+                f"{directory} is of profile {self._profile.name!r}, expected {RUN_HERE}; {self._profile.runner}"
             )
         self._ort = engine.onnxruntime()
         check_onnxruntime(self.manifest, self._ort.__version__)
@@ -101,7 +97,7 @@ class Session:
         for row, prompt in enumerate(prompts):
             ids_BS[row, longest - len(prompt) :] = prompt
             mask_BS[row, longest - len(prompt) :] = 1
-        in_place = self.manifest.profile == "inplace"
+        in_place = self._profile.layout == "in place"
         state = State(
             self._ort,
             self.manifest.caches,
@@ -145,7 +141,7 @@ class Session:
             state.positions[:, None] + np.where(state.ended[:, None], 0, mask_BS.cumsum(1)) - 1, 0
         )
         inputs = (np.ascontiguousarray(ids_BS), state.mask_with(mask_BS), positions_BS)
-        for name, value in zip(_TOKENS, inputs, strict=True):
+        for name, value in zip(TOKENS, inputs, strict=True):
             binding.bind_cpu_input(name, value)
         binding.bind_output("logits", "cpu")  # anew in each call, or the last value would be overwritten
         state.bind(binding, state.length + ids_BS.shape[1])
@@ -163,7 +159,7 @@ class Session:
         path = self.directory / file
         session = engine.open_graph(self._ort, path, self.manifest.dtype, options, providers)
         caches = self.manifest.caches
-        expected_inputs = dict.fromkeys(_TOKENS, "tensor(int64)") | {c.past: _TYPES[c.dtype] for c in caches}
+        expected_inputs = dict.fromkeys(TOKENS, "tensor(int64)") | {c.past: _TYPES[c.dtype] for c in caches}
         expected_outputs = {"logits": _TYPES[self.manifest.dtype]} | {c.present: _TYPES[c.dtype] for c in caches}
         for what, found, expected in (
             ("inputs", session.get_inputs(), expected_inputs),

@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 
 from mla_compile.errors import ExportError
-from mla_compile.onnx.assemble import TOKENS, CacheIO
+from mla_compile.onnx.assemble import CacheIO
 from mla_compile.onnx.causal_lm import CausalLM
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Verification
+from mla_compile.onnx.manifest import TOKENS
+from mla_compile.onnx.profile import Profile
 
 PROMPTS = (9, 6)
 STEPS = 6
@@ -28,9 +30,9 @@ TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 2e-1}
 Array = npt.NDArray[Any]
 
 
-def runs_here(dtype: str, profile: str) -> str:
+def runs_here(dtype: str, profile: Profile) -> str:
     """Why ONNX Runtime cannot run a model of this kind on a CPU to verify it, or an empty string."""
-    if profile == "ort-paged":
+    if not profile.cpu:
         return "the paged operator of ONNX Runtime runs on CUDA devices only; the graph was checked for structure"
     if dtype == "bfloat16":
         return "ONNX Runtime has no bfloat16 operators for the CPU; the graph was checked for structure"
@@ -70,7 +72,7 @@ class ProgramRunner:
 class Runner:
     """One exported graph on the CPU, its caches as arrays."""
 
-    def __init__(self, file: Path, caches: Sequence[CacheIO], profile: str, dtypes: Sequence[str]) -> None:
+    def __init__(self, file: Path, caches: Sequence[CacheIO], profile: Profile, dtypes: Sequence[str]) -> None:
         ort = onnxruntime()
         try:
             self.session = cpu_session(ort, str(file))
@@ -81,7 +83,7 @@ class Runner:
         self.failures = errors(ort)
         self.caches = caches
         self.dtypes = dtypes
-        self.room = 32 if profile == "inplace" else 0
+        self.room = 32 if profile.layout == "in place" else 0
 
     def empty(self, batch: int) -> list[Array]:
         """Empty caches; where rows are written in place, buffers of NaN, which must never be read."""

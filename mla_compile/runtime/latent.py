@@ -260,9 +260,7 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
     if func is aten.index_select.default:
         dim = args[1] % len(recipe.kinds)
         if recipe.kinds[dim] == "row":
-            own = sum(kind == "row" for kind in recipe.kinds[:dim])
-            order = args[2]
-            rows = [_once((r, order), _select, own) for r in x.rows()]
+            rows = [_once((r, args[2]), _select, recipe.row_axis(dim)) for r in x.rows()]
             return LatentTensor.of(recipe, rows, x.leaves)
     return None
 

@@ -24,7 +24,6 @@ outputs, or a cache converted for it, are to come back as its past.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -90,65 +89,146 @@ def find_caches(
     ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
     what this graph itself returned.
     """
+    search = _Search(maps, pasts, returned, frozenset(assume))
     found: dict[fx.Node, CacheOfRows] = {}
-    allowed = set(assume)
     for site in sites:
         tensors: dict[fx.Node, int] = {}
         for operand in (*(p.k for p in site.products), site.v):
-            tensors.update(_cached(operand, site, maps, pasts, returned, allowed))
+            tensors.update(search.cached(operand, site))
         if tensors and not any(t in found for t in tensors):
-            kept = _keep(tensors, site.node, maps, pasts, returned, allowed)
+            kept = search.keep(tensors, site.node)
             if kept and _saves(kept):
                 found.update((k.node, k) for k in kept)
     return [k for k in found.values() if not _seen_through_a_view(graph, k)]
 
 
-def _cached(
-    operand: Operand,
-    site: AttentionSite,
-    maps: Maps,
-    pasts: Mapping[fx.Node, Past],
-    returned: Mapping[fx.Node, tuple[int, ...]],
-    assume: set[fx.Node],
-) -> dict[fx.Node, int]:
-    """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
-    pieces = maps.map(operand.node).pieces
-    ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
-    # From K backwards: of several tensors that could be the cache, the one nearest to the attention.
-    for node in reversed(ways[0]) if ways else ():
-        if node is None or not all(node in way for way in ways):
-            continue
-        written = _written(node, operand, site, maps, assume)
-        if written is not None:
-            return {written.node: written.dim} if written.node in returned else {}
-        grows = _grows(node, pasts, assume)
-        # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
-        known = node in pasts or (grows and all(p in pasts for p in _joined(node) if p.op == "placeholder"))
-        # The caller neither gets it back nor gave it with its recipe: it is no cache.
-        if node not in returned and not known:
-            continue
-        tokens = _token_axis(node, operand, site, maps)
-        if grows:
-            how = decode(node)
-            assert isinstance(how, Join)
-            # Joined along another axis, such as the heads, it does not grow by tokens.
-            if tokens is not None and tokens != how.dim:
+@dataclass(frozen=True)
+class _Search:
+    """The arguments of :func:`find_caches`."""
+
+    maps: Maps
+    pasts: Mapping[fx.Node, Past]
+    returned: Mapping[fx.Node, tuple[int, ...]]
+    assumed: frozenset[fx.Node]
+
+    def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
+        """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
+        pieces = self.maps.map(operand.node).pieces
+        ways = [dict.fromkeys((p.source, *(v.node for v in p.path))) for p in pieces if p.source is not None]
+        # From K backwards: of several tensors that could be the cache, the one nearest to the attention.
+        for node in reversed(ways[0]) if ways else ():
+            if node is None or not all(node in way for way in ways):
                 continue
-            tokens = how.dim
-        return {node: tokens if tokens is not None else _likely_token_axis(node)}
-    return {}
+            written = self._written(node, operand, site)
+            if written is not None:
+                return {written.node: written.dim} if written.node in self.returned else {}
+            grows = self._grows(node)
+            # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
+            known = node in self.pasts or (
+                grows and all(p in self.pasts for p in _joined(node) if p.op == "placeholder")
+            )
+            # The caller neither gets it back nor gave it with its recipe: it is no cache.
+            if node not in self.returned and not known:
+                continue
+            tokens = self._token_axis(node, operand, site)
+            if grows:
+                how = decode(node)
+                assert isinstance(how, Join)
+                # Joined along another axis, such as the heads, it does not grow by tokens.
+                if tokens is not None and tokens != how.dim:
+                    continue
+                tokens = how.dim
+            return {node: tokens if tokens is not None else _likely_token_axis(node)}
+        return {}
 
+    def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> Write | None:
+        """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
+        shown = decode(node)
+        if write_of(node) is None and not isinstance(shown, Slice):
+            return None
+        tokens = self._token_axis(node, operand, site)
+        if tokens is None:
+            return None
+        return self._token_write(shown.x if isinstance(shown, Slice) and shown.dim == tokens else node, tokens)
 
-def _written(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps, assume: set[fx.Node]) -> Write | None:
-    """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
-    shown = decode(node)
-    if write_of(node) is None and not isinstance(shown, Slice):
-        return None
-    tokens = _token_axis(node, operand, site, maps)
-    if tokens is None:
-        return None
-    write = write_of(shown.x if isinstance(shown, Slice) and shown.dim == tokens else node)
-    return write if write is not None and write.buffer in assume and write.dim == tokens else None
+    def _token_write(self, node: fx.Node, tokens: int) -> Write | None:
+        """``node`` as a write of tokens into an assumed buffer."""
+        # The axis tells: K that is put together from columns is a write as well.
+        write = write_of(node)
+        return write if write is not None and write.buffer in self.assumed and write.dim == tokens else None
+
+    def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
+        """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
+        where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
+        if where is None:
+            return None
+        piece: Piece = self.maps.with_sources({node}).map(operand.node).pieces[0]
+        own = piece.axes[where]
+        return next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
+
+    def _grows(self, node: fx.Node) -> bool:
+        return any(p in self.pasts or p in self.assumed for p in _joined(node))
+
+    def keep(self, tensors: Mapping[fx.Node, int], site: fx.Node) -> list[CacheOfRows] | None:
+        """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
+        writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
+        parts = {n: self._parts(n, writes.get(n)) for n in tensors}
+        new = [p for own in parts.values() for p in own if p not in self.pasts and p not in self.assumed]
+        cuts, _ = choose_sources(pieces_of([self.maps.map(p) for p in new]))
+        at_cuts = self.maps.with_sources(cuts)
+        kept: list[CacheOfRows] = []
+        for node, tokens in tensors.items():
+            made = {p: at_cuts.map(p) for p in parts[node] if p in new}
+            one = self._keep_one(node, site, tokens, parts[node], made, writes.get(node))
+            if one is None:
+                return None
+            kept.append(one)
+            for part, lmap in made.items():  # kept call by call, and joined when it is read
+                if part in self.returned and part is not node:
+                    own = self._keep_one(part, site, tokens, [part], {part: lmap})
+                    kept += [] if own is None else [own]
+        return kept
+
+    def _parts(self, node: fx.Node, write: Write | None) -> list[fx.Node]:
+        """The past and the new tokens that ``node`` is put together from, in order of time."""
+        if write is not None:
+            return [write.buffer, write.new]
+        return [node] if node in self.pasts or not self._grows(node) else _joined(node)
+
+    def _keep_one(
+        self,
+        node: fx.Node,
+        site: fx.Node,
+        tokens: int,
+        parts: Sequence[fx.Node],
+        new: Mapping[fx.Node, LinearMap],
+        write: Write | None = None,
+    ) -> CacheOfRows | None:
+        known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
+        taken: list[fx.Node | tuple[Ingredient, ...]] = []
+        dtypes: set[tuple[torch.dtype, ...]] = set()
+        for part in parts:
+            if part in new:
+                made = make_recipe(part, new[part], tokens)
+                if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
+                    return None
+                recipe, ingredients, leaves = made
+                if write is not None and any(p.bias is not None for p in recipe.parts):
+                    return None  # where nothing was written yet zeros are read: a bias would stand there instead
+                known.add((recipe, leaves))
+                taken.append(ingredients)
+                dtypes.add(tuple(val(i.node).dtype for i in ingredients))
+                continue
+            if part in self.pasts:
+                past = self.pasts[part]
+                known.add((past.recipe, past.leaves))
+                dtypes.add(past.dtypes)
+            taken.append(part)
+        # Old and new rows are only the same kind of rows with one recipe over the same weights, in one dtype.
+        if len(known) != 1 or len(dtypes) != 1:
+            return None
+        ((recipe, leaves),) = known
+        return CacheOfRows(node, site, recipe, leaves, tuple(taken), self.returned.get(node, ()), write)
 
 
 def _joined(node: fx.Node) -> list[fx.Node]:
@@ -156,102 +236,11 @@ def _joined(node: fx.Node) -> list[fx.Node]:
     return list(how.parts) if isinstance(how, Join) else []
 
 
-def _token_axis(node: fx.Node, operand: Operand, site: AttentionSite, maps: Maps) -> int | None:
-    """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
-    where = next((k for k, own in enumerate(operand.axes) if own and set(own) == set(site.keys)), None)
-    if where is None:
-        return None
-    piece: Piece = maps.with_sources({node}).map(operand.node).pieces[0]
-    own = piece.axes[where]
-    return next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
-
-
 def _likely_token_axis(node: fx.Node) -> int:
     """One token in a cache: the axis before the features where that has size 1 (most caches are [B, H, T, F])."""
     ones = [k for k, s in enumerate(shape(node)) if s == 1]
     rank = len(shape(node))
     return rank - 2 if rank - 2 in ones or not ones else ones[-1]
-
-
-def _keep(
-    tensors: Mapping[fx.Node, int],
-    site: fx.Node,
-    maps: Maps,
-    pasts: Mapping[fx.Node, Past],
-    returned: Mapping[fx.Node, tuple[int, ...]],
-    assume: set[fx.Node],
-) -> list[CacheOfRows] | None:
-    """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
-    # K put together from columns is a write too, but not one of tokens into a buffer.
-    writes = {
-        n: write
-        for n, tokens in tensors.items()
-        if (write := write_of(n)) is not None and write.dim == tokens and write.buffer in assume
-    }
-    parts = {
-        n: [writes[n].buffer, writes[n].new]
-        if n in writes
-        else [n]
-        if n in pasts or not _grows(n, pasts, assume)
-        else _joined(n)
-        for n in tensors
-    }
-    new = [p for own in parts.values() for p in own if p not in pasts and p not in assume]
-    cuts, _ = choose_sources(pieces_of([maps.map(p) for p in new]))
-    at_cuts = maps.with_sources(cuts)
-    kept: list[CacheOfRows] = []
-    for node, tokens in tensors.items():
-        made = {p: at_cuts.map(p) for p in parts[node] if p in new}
-        one = _keep_one(node, site, tokens, parts[node], made, pasts, returned, writes.get(node))
-        if one is None:
-            return None
-        kept.append(one)
-        for part, lmap in made.items():  # kept call by call, and joined when it is read
-            if part in returned and part is not node:
-                own = _keep_one(part, site, tokens, [part], {part: lmap}, pasts, returned)
-                kept += [] if own is None else [own]
-    return kept
-
-
-def _grows(node: fx.Node, pasts: Mapping[fx.Node, Past], assume: set[fx.Node]) -> bool:
-    return any(p in pasts or p in assume for p in _joined(node))
-
-
-def _keep_one(
-    node: fx.Node,
-    site: fx.Node,
-    tokens: int,
-    parts: Sequence[fx.Node],
-    new: Mapping[fx.Node, LinearMap],
-    pasts: Mapping[fx.Node, Past],
-    returned: Mapping[fx.Node, tuple[int, ...]],
-    write: Write | None = None,
-) -> CacheOfRows | None:
-    known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
-    taken: list[fx.Node | tuple[Ingredient, ...]] = []
-    dtypes: set[tuple[torch.dtype, ...]] = set()
-    for part in parts:
-        if part in new:
-            made = make_recipe(part, new[part], tokens)
-            if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
-                return None
-            recipe, ingredients, leaves = made
-            if write is not None and any(p.bias is not None for p in recipe.parts):
-                return None  # where nothing was written yet zeros are read: a bias would stand there instead
-            known.add((recipe, leaves))
-            taken.append(ingredients)
-            dtypes.add(tuple(val(i.node).dtype for i in ingredients))
-            continue
-        if part in pasts:
-            past = pasts[part]
-            known.add((past.recipe, past.leaves))
-            dtypes.add(past.dtypes)
-        taken.append(part)
-    # Old and new rows are only the same kind of rows with one recipe over the same weights, in one dtype.
-    if len(known) != 1 or len(dtypes) != 1:
-        return None
-    ((recipe, leaves),) = known
-    return CacheOfRows(node, site, recipe, leaves, tuple(taken), returned.get(node, ()), write)
 
 
 def _saves(kept: Sequence[CacheOfRows]) -> bool:
@@ -262,7 +251,7 @@ def _saves(kept: Sequence[CacheOfRows]) -> bool:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index, width in enumerate(k.recipe.widths):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
-    values = sum(math.prod(1 if kind == "row" else kind for kind in k.recipe.kinds) for k in kept)
+    values = sum(k.recipe.values for k in kept)
     return sum(rows.values()) < values or all(k.node in k.parts for k in kept)
 
 

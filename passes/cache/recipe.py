@@ -10,6 +10,7 @@ Rows have one layout, ``[batch..., tokens, width]``: the axes of K that are neit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
@@ -17,7 +18,7 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Axis, axis_size, flatten
+from mla_compile.passes.ir.axes import Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
 from mla_compile.passes.ir.graph import shape, val
@@ -89,9 +90,27 @@ class Recipe:
     leaves: int
 
     @property
+    def outer(self) -> list[int]:
+        """The axes of K that are axes of the rows."""
+        return [k for k, kind in enumerate(self.kinds) if kind == "row"]
+
+    @property
+    def heads(self) -> list[int]:
+        return [k for k, kind in enumerate(self.kinds) if kind != "row" and k != self.columns]
+
+    @property
+    def values(self) -> int:
+        """The values of K per token."""
+        return math.prod(1 if kind == "row" else kind for kind in self.kinds)
+
+    @property
     def token_axis(self) -> int:
         """The axis of the rows that counts tokens."""
-        return sum(kind == "row" for kind in self.kinds[: self.tokens])
+        return self.row_axis(self.tokens)
+
+    def row_axis(self, dim: int) -> int:
+        """The axis of the rows that axis ``dim`` of K is."""
+        return sum(kind == "row" for kind in self.kinds[:dim])
 
     def shape(self, rows: Sequence[int]) -> tuple[int, ...]:
         """K's shape from that of some rows."""
@@ -190,7 +209,7 @@ def _part(
         if set(flatten(kept)) != present:
             return None
         has = tuple(k in own for k in heads)
-        matrix = aligned(piece.weight, flatten(kept)).view([_int(axis_size(a)) for a in kept])
+        matrix = aligned(piece.weight, flatten(kept)).view([fixed_size(a) for a in kept])
         weight = _formula(matrix, leaves)
     bias = None if piece.bias is None else _formula(_broadcast(piece.bias, piece.axes), leaves)
     return ColumnBlock(rows, width, weight, has, piece.scale, bias)
@@ -199,12 +218,7 @@ def _part(
 def _broadcast(bias: Factor, axes: Sequence[Axis]) -> Expr:
     """The bias with an axis for each of K's, size 1 where it does not depend on it."""
     expr = aligned(bias, tuple(a for a in flatten(axes) if a in bias.atoms))
-    return expr.view([_int(axis_size(tuple(a for a in own if a in bias.atoms))) for own in axes])
-
-
-def _int(size: Size) -> int:
-    assert isinstance(size, int), "weights have fixed sizes"
-    return size
+    return expr.view([fixed_size(a for a in own if a in bias.atoms) for own in axes])
 
 
 def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:
@@ -243,8 +257,7 @@ def _expand_part(
     recipe: Recipe, part: ColumnBlock, rows: X, leaves: Sequence[X], call: Call[X], memo: dict[Formula, X]
 ) -> X:
     names = dict(zip(range(len(recipe.kinds)), _LETTERS, strict=False))
-    outer = [k for k, kind in enumerate(recipe.kinds) if kind == "row"]
-    heads = [k for k, kind in enumerate(recipe.kinds) if kind != "row" and k != recipe.columns]
+    outer, heads = recipe.outer, recipe.heads
     if part.weight is None:
         present = sorted([*outer, recipe.columns])
         order = [([*outer, recipe.columns]).index(k) for k in present]

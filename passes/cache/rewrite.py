@@ -113,13 +113,13 @@ class _Rewriter:
     def _read_sizes_from_rows(self, node: fx.Node, recipe: Recipe, rows: fx.Node) -> None:
         """Whoever only asks for the length of K need not have it computed."""
         for user in list(node.users):
-            if packet(user) is aten.sym_size and (dim := axis(argument(user, 1, "dim"), len(recipe.kinds))) >= 0:
-                own = sum(kind == "row" for kind in recipe.kinds[:dim])
+            if packet(user) is aten.sym_size:
+                dim = axis(argument(user, 1, "dim"), len(recipe.kinds))
                 if recipe.kinds[dim] == "row":
-                    user.args = (rows, own)
+                    user.args = (rows, recipe.row_axis(dim))
 
     def _after(self, node: fx.Node) -> fx.Node:
-        """Where something that reads ``node`` may stand."""
+        """The first place where a node that reads ``node`` may stand."""
         following: fx.Node = node.next
         if node.op in ("placeholder", "get_attr"):
             following = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
@@ -172,8 +172,7 @@ class _Rewriter:
             name, dtype = past.rows[index], past.dtypes[index]
         else:
             assert ingredients is not None, "an assumed past is one that grows"
-            # Inputs that grow by the same rows hold the same rows: K and V of one attention.
-            # At other positions they would be others.
+            # Inputs that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
             where = () if cache.write is None else cache.write.where
             name, dtype = ("grows by", ingredients[index].node, *where), val(ingredients[index].node).dtype
         if name not in self.inputs:

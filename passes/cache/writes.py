@@ -16,7 +16,7 @@ from mla_compile.passes.cache.recipe import Call
 from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.operators import decode
-from mla_compile.passes.ir.sizes import Size, same
+from mla_compile.passes.ir.sizes import Size, same_sizes
 
 aten = torch.ops.aten
 
@@ -62,4 +62,4 @@ def _fits(buffer: fx.Node, new: fx.Node, dim: int, length: Size) -> bool:
     """Whether ``new`` is the buffer's shape but for its ``length`` along ``dim``: nothing is broadcast."""
     # One value broadcast over several positions could not be written as one row for each.
     sizes = [*shape(buffer)[:dim], length, *shape(buffer)[dim + 1 :]]
-    return len(sizes) == len(shape(new)) and all(same(a, b) for a, b in zip(sizes, shape(new), strict=True))
+    return same_sizes(sizes, shape(new))

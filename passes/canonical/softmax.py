@@ -83,8 +83,8 @@ def _unshifted(x: fx.Node, dim: int) -> fx.Node:
     if packet(x) is aten.sub and not x.kwargs and len(args_of(x)) == 2:
         source, shift = args_of(x)
         if is_tensor(source) and is_tensor(shift) and _alike(x, source):
-            # Broadcasting aligns from the right. The shift must not vary along the softmax; an axis that it lacks or
-            # has once does not.
+            # Broadcasting aligns from the right. The shift must not vary along the softmax: it lacks that axis, or has
+            # it with size 1.
             place = dim - (val(x).dim() - val(shift).dim())
             if place < 0 or val(shift).shape[place] == 1:
                 return source

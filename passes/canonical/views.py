@@ -115,7 +115,7 @@ def _reverse(node: fx.Node) -> Spelling:
 
 
 def _matrix_transpose(node: fx.Node) -> Spelling | None:
-    """mT, and mH, H and adjoint, which conjugate too: of real numbers, that is nothing."""
+    """mT, and mH, H and adjoint, which conjugate too: that changes no real number."""
     order = list(range(len(shape(node))))
     if val(node).dtype.is_complex and packet(node) is not aten.mT:
         return None
@@ -134,13 +134,14 @@ def _movedim(node: fx.Node) -> Spelling:
 # Other axes, the same numbers.
 
 
-def _view(node: fx.Node) -> Spelling:
-    return aten.view.default, (argument(node, 0, "self"), argument(node, 1, "size"))
+def _of_size(op: Callable[..., object]) -> Callable[[fx.Node], Spelling]:
+    """``op`` with the arguments of a spelling that only has another name."""
+    return lambda node: (op, (argument(node, 0, "self"), argument(node, 1, "size")))
 
 
 def _in_shape_of(node: fx.Node) -> Spelling:
     x, other = args_of(node)
-    # Still two operators: only `reshape_as` may copy.
+    # These stay two operators: only `reshape_as` may copy.
     op = aten.view.default if packet(node) is aten.view_as else aten.reshape.default
     return op, (x, _sizes(node, [(other, k) for k in range(len(shape(other)))]))
 
@@ -197,17 +198,12 @@ def _squeeze(node: fx.Node) -> Spelling | None:
     x, told = argument(node, 0, "self"), argument(node, 1, "dim")
     rank = len(shape(x))
     dims = range(rank) if told is None else [told] if isinstance(told, int) else told
-    # Decided now: `squeeze(dim)` of an axis that is not 1 does nothing, and later passes need not know sizes to read
-    # it.
+    # `squeeze(dim)` of an axis that is not 1 does nothing. Decided here, so that later passes need no sizes to read it.
     gone = [axis(d, rank) for d in dims if same(shape(x)[d], 1)] if rank else []
     return (aten.squeeze.dims, (x, gone)) if gone else None
 
 
 # Copies of axes.
-
-
-def _broadcast_to(node: fx.Node) -> Spelling:
-    return aten.expand.default, (argument(node, 0, "self"), argument(node, 1, "size"))
 
 
 def _expand_as(node: fx.Node) -> Spelling:
@@ -226,7 +222,7 @@ def _tile(node: fx.Node) -> Spelling:
 
 
 def _repeat_interleave(node: fx.Node) -> Spelling | None:
-    """``output_size`` follows from the count, and would be wrong of a part of ``x``."""
+    """``output_size`` follows from the count, and would be wrong for a part of ``x``."""
     x, count, dim = argument(node, 0, "self"), argument(node, 1, "repeats"), argument(node, 2, "dim")
     # Counts in a tensor differ from position to position, and without `dim` the tensor is flattened first.
     if node.target is not aten.repeat_interleave.self_int or not isinstance(count, int) or dim is None:
@@ -238,12 +234,12 @@ def _repeat_interleave(node: fx.Node) -> Spelling | None:
 
 
 def _narrow(node: fx.Node) -> Spelling | None:
-    # `narrow.Tensor` starts where the data say.
+    # `narrow.Tensor` reads its start from data.
     if node.target is not aten.narrow.default:
         return None
     x, dim, start, length = (argument(node, k, name) for k, name in enumerate(("self", "dim", "start", "length")))
     if free_unbacked_symbols([val(node), *(n.meta["val"] for n in (start, length) if isinstance(n, fx.Node))]):
-        return None  # torch can tell less of a slice by such a number
+        return None  # torch infers less about a slice with such bounds
     end: Dim | None
     if isinstance(start, int) and isinstance(length, int):
         end = start + length
@@ -303,12 +299,12 @@ _RULES: dict[object, Callable[[fx.Node], Spelling | None]] = {
     **dict.fromkeys((aten.t, aten.numpy_T), _reverse),
     **dict.fromkeys((aten.mT, aten.mH, aten.matrix_H, aten.adjoint), _matrix_transpose),
     **dict.fromkeys((aten.movedim, aten.moveaxis), _movedim),
-    **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _view),
+    **dict.fromkeys((aten._unsafe_view, aten._reshape_alias), _of_size(aten.view.default)),
     **dict.fromkeys((aten.view_as, aten.reshape_as), _in_shape_of),
     aten.unflatten: _unflatten,
     aten.flatten: _flatten,
     aten.squeeze: _squeeze,
-    aten.broadcast_to: _broadcast_to,
+    aten.broadcast_to: _of_size(aten.expand.default),
     aten.expand_as: _expand_as,
     aten.tile: _tile,
     aten.repeat_interleave: _repeat_interleave,

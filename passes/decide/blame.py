@@ -1,4 +1,4 @@
-"""Finding the operator to blame: what stands between an up-projection and the node where the walk from K or V ended."""
+"""The operator to blame: what stands between an up-projection and the node where the walk from K or V ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, packet
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet
 from mla_compile.passes.ir.operators import Join, Stack, decode, is_contraction
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
@@ -26,7 +26,7 @@ SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sourc
 
 @dataclass(frozen=True)
 class Search:
-    """Which projections count as up-projections when one is looked for behind a source.
+    """Which projections count as up-projections in a search behind a source.
 
     Usually a projection that makes rows wider. ``own`` are the nodes that the queries are computed from: a projection
     from one of those starts at the hidden state, not at a latent. ``rows`` are the latent rows already known for this
@@ -44,7 +44,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
-    """:func:`explained` for ``site``, of which the rest is projected from ``rows``."""
+    """:func:`explained` for ``site``, the rest of which is projected from ``rows``."""
     return explained(source, Search(maps, of_queries(site), rows))
 
 
@@ -80,14 +80,14 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
     reader: dict[fx.Node, fx.Node] = {}  # of the nodes seen, the one by which each was reached: the way back to source
 
     def inputs(node: fx.Node) -> Iterable[fx.Node]:
-        if not is_tensor(node) and not isinstance(node.meta.get("val"), (tuple, list)):
+        if not is_tensor(node) and not is_tuple(node):
             return
         for n in _inputs(node, search.rows):
             if not search.maps.is_weight(n):
                 reader.setdefault(n, node)
                 yield n
 
-    # The first is the source itself, of which it is known already that it is no up-projection.
+    # The first is the source itself, which is known to be no up-projection.
     for node in islice(reachable([source], inputs, REACH), 1, None):
         if not is_tensor(node):
             continue
@@ -102,7 +102,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
 def _inputs(node: fx.Node, rows: Collection[fx.Node]) -> list[fx.Node]:
     """What ``node`` is computed from; for a residual connection ``x + f(x)`` only ``x``, unless ``f(x)`` are the rows.
 
-    Inside ``f``, a feed-forward network or another attention, projections widen rows too, but not a latent.
+    Inside ``f``, a feed-forward network or another attention, projections widen rows too, but those are no latents.
     """
     inputs = list(node.all_input_nodes)
     through = None if any(n in rows for n in inputs) else shortcut(node)

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import sympy
 
+from mla_compile.core import quantities
 from mla_compile.core.dims import Dims
 from mla_compile.errors import OptionError, nearest
 from mla_compile.passes.decide import formulas
@@ -86,7 +87,7 @@ def choose(
     can_fold_output: bool = False,
     made: int | None = None,
 ) -> Choice:
-    """Picks the cheapest form for B sequences of S queries against T cached tokens (``None``: not known, so many).
+    """Picks the cheapest form for B sequences of S queries against T cached tokens (``None``: unknown, so many).
 
     ``made``: how many tokens K and V are made for, where the T attended to are cut out of more.
 
@@ -119,7 +120,7 @@ def _choose(
     def time_of(form: Form) -> float:
         return seconds(form, dims, B=B, S=S, T=T, made=made, element_bytes=element_bytes, device=device)
 
-    # Folding is left out of the first comparison: it must not make absorbing look good where it would not be alone.
+    # Folding is left out of the first comparison: it must not make absorbing look good where by itself it is not.
     expanded, chained = time_of("expanded"), time_of("chained")
     estimates = {"expanded": expanded, "chained": chained}
     told = _told(S, T, made, device, chained, expanded)
@@ -136,7 +137,7 @@ def _choose(
     folded: Form = "folded" if fold_query and fold_output else "folded_query" if fold_query else "folded_output"
     estimates["folded"] = time_of(folded)
     sides = " and ".join(["W_q W_k"] * fold_query + ["W_v W_o"] * fold_output)
-    reason += f"; with {sides} folded about {_si(estimates['folded'])}"
+    reason += f"; with {sides} folded about {quantities.seconds(estimates['folded'])}"
     return Choice("folded", fold_query, fold_output, MappingProxyType(estimates), reason)
 
 
@@ -144,28 +145,9 @@ def seconds(
     form: Form, dims: Dims, *, B: int, S: int, T: int, element_bytes: int, device: Device, made: int | None = None
 ) -> float:
     """Roofline estimate of one call. Projections whose width (Q, D) is not known are left out of every form alike."""
-    widths = (dims.H, dims.D or 0, dims.L, dims.Q or 0, dims.N, dims.R, dims.V)
-    total = 0.0
-    counts = (_stage_numbers(form)(B, S, tokens, *widths) for tokens in (T, made or T))
-    for stage, attended, everything in zip(formulas.stages(form), *counts, strict=True):
-        operations, values = everything if stage.makes_kv else attended
-        if stage.projection is not None and getattr(dims, stage.projection) is None:
-            continue
-        total += _roofline(stage, operations, values, element_bytes, device)
-    return total
-
-
-def _roofline(stage: formulas.Stage, operations: float, values: float, element_bytes: int, device: Device) -> float:
-    busy = max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
-    return busy + stage.launches * device.launch_s
-
-
-def absorbed_pays(dims: Dims, B: int, S: int, T: int) -> bool:
-    """Whether the absorbed form needs fewer FLOPs than the expanded one. Asked in every call, so compiled from sympy.
-
-    B makes no difference (it cancels); it is accepted so that a call can be described in the usual letters.
-    """
-    return _gain()(S, T, dims.L, dims.N, dims.V) > 0
+    known = {name: size for name, size in vars(dims).items() if size is not None}
+    stages = tuple(s for s in formulas.stages(form) if s.projection is None or s.projection in known)
+    return _stage_seconds(stages, {"B": B, "S": S, "T": T, **known}, element_bytes, device, made)
 
 
 def break_even_S(dims: Dims, T: int | None = None) -> float:
@@ -180,15 +162,6 @@ def break_even_S(dims: Dims, T: int | None = None) -> float:
     if below < 0:  # sympy may write the fraction with both signs flipped
         below, above = -below, -above
     return above / below if below != 0 and above > 0 else math.inf
-
-
-def fold_pays_in_bytes(dims: Dims, side: Literal["query", "output"]) -> bool:
-    """Whether the folded weights of a side are fewer than the two they replace; False where Q or D is not known."""
-    if (dims.Q if side == "query" else dims.D) is None:
-        return False
-    folded: Form = "folded_query" if side == "query" else "folded_output"
-    gain = formulas.weight_values("chained") - formulas.weight_values(folded)
-    return formulas.evaluate(sympy.expand(gain), dims) > 0
 
 
 def decode_flops(dims: Dims, form: Form) -> int:
@@ -262,7 +235,9 @@ def choose_parts(
         for absorbed in (False, True)
     )
     if writes:
-        chained += _write_seconds(parts[0].heads, B, S, context, device)
+        # Four bytes whatever the model's dtype: scores that are written out are float32.
+        letters = {"B": B, "S": S, "T": context, "H": parts[0].heads}
+        chained += _stage_seconds(formulas.written_stages(), letters, 4, device)
     estimates = MappingProxyType({"expanded": expanded, "chained": chained})
     sides = " and ".join(dict.fromkeys(p.side for p in parts))
     told = _told(S, context, whole, device, chained, expanded)
@@ -280,31 +255,27 @@ def _part_seconds(
     return _stage_seconds(formulas.part_stages(absorbed=absorbed), letters, element_bytes, device, made)
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def _write_seconds(heads: int, B: int, S: int, T: int, device: Device) -> float:
-    # Four bytes whatever the model's dtype: scores that are written out are float32.
-    return _stage_seconds(formulas.written_stages(), {"B": B, "S": S, "T": T, "H": heads}, 4, device)
-
-
 def _stage_seconds(
-    stages: Sequence[formulas.Stage],
+    stages: tuple[formulas.Stage, ...],
     letters: Mapping[str, int],
     element_bytes: int,
     device: Device,
     made: int | None = None,
 ) -> float:
+    """Roofline estimate: of each stage the larger of computing and moving bytes, plus its launches."""
+    numbers = _stage_numbers(stages, tuple(letters))
+    attended, everything = (numbers(**{**letters, "T": tokens}) for tokens in (letters["T"], made or letters["T"]))
     total = 0.0
-    for stage in stages:
-        own = {**letters, "T": made} if stage.makes_kv and made is not None else letters
-        operations = 2 * formulas.evaluate(stage.multiply_adds, None, **own)
-        values = formulas.evaluate(stage.weights + stage.activations, None, **own)
-        total += _roofline(stage, operations, values, element_bytes, device)
+    for index, stage in enumerate(stages):
+        operations, values = (everything if stage.makes_kv else attended)[index]
+        busy = max(operations / device.flops_per_s, values * element_bytes / device.bytes_per_s)
+        total += busy + stage.launches * device.launch_s
     return total
 
 
 def _told(S: int, context: int, made: int, device: Device, chained: float, expanded: float) -> str:
     queries = "1 query" if S == 1 else f"{S} queries"
-    times = f"absorbed about {_si(chained)}, expanded about {_si(expanded)}"
+    times = f"absorbed about {quantities.seconds(chained)}, expanded about {quantities.seconds(expanded)}"
     return f"{queries} against {_tokens(context, made)} on {device.name}, {times}"
 
 
@@ -323,26 +294,13 @@ def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
         raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{nearest(value, known)}")
 
 
-def _si(seconds_: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds_ >= size:
-            return f"{seconds_ / size:.3g} {unit}"
-    return f"{seconds_ / 1e-9:.3g} ns"
-
-
 @cache
-def _stage_numbers(form: Form) -> Callable[..., tuple[tuple[float, float], ...]]:
-    letters = [formulas.B, formulas.S, formulas.T, formulas.H, formulas.D, formulas.L]
-    letters += [formulas.Q, formulas.N, formulas.R, formulas.V]
-    counts = tuple((2 * stage.multiply_adds, stage.weights + stage.activations) for stage in formulas.stages(form))
-    function: Callable[..., tuple[tuple[float, float], ...]] = sympy.lambdify(letters, counts, modules="math")
-    return function
-
-
-@cache
-def _gain() -> Callable[[int, int, int, int, int], int]:
-    letters = [formulas.S, formulas.T, formulas.L, formulas.N, formulas.V]
-    function: Callable[[int, int, int, int, int], int] = sympy.lambdify(
-        letters, formulas.absorption_gain(), modules="math"
+def _stage_numbers(
+    stages: tuple[formulas.Stage, ...], letters: tuple[str, ...]
+) -> Callable[..., tuple[tuple[float, float], ...]]:
+    """FLOPs and values moved by each stage, as a function of ``letters``: compiled, as evaluating sympy is slow."""
+    counts = tuple((2 * stage.multiply_adds, stage.weights + stage.activations) for stage in stages)
+    function: Callable[..., tuple[tuple[float, float], ...]] = sympy.lambdify(
+        [getattr(formulas, name) for name in letters], counts, modules="math"
     )
     return function

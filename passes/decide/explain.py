@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand, Product
 from mla_compile.passes.decide.blame import SYMPTOMS, Search, explained, of_queries
 from mla_compile.passes.decide.plan import make_part_plan, make_plan
-from mla_compile.passes.decide.records import AbsorbPlan, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Side, pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.axes import Atom
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.linear.records import Maps
-
-aten = torch.ops.aten
 
 
 def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node | None) -> Stop:
@@ -69,8 +66,8 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
 
 def _plans(site: AttentionSite, maps: Maps) -> list[AbsorbPlan | Stop]:
     """The plans for the whole, for the keys alone, and for the values alone."""
-    keys, values = [maps.map(p.k.node) for p in site.products], maps.map(site.v.node)
-    return [make_plan(site, keys, values), make_part_plan(site, keys, None), make_part_plan(site, None, values)]
+    alone: tuple[Side, ...] = ("keys", "values")
+    return [make_plan(site, maps), *(make_part_plan(site, maps, (side,)) for side in alone)]
 
 
 def _shared(plan: AbsorbPlan | Stop) -> bool:

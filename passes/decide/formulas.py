@@ -44,7 +44,7 @@ class Stage:
     """One step that has to end before the next begins.
 
     ``projection`` names the letter (Q or D) a step needs that folding removes or makes; ``None`` is the attention core.
-    ``makes_kv``: it makes K and V, of all tokens there is room for where the attention then reads some of them.
+    ``makes_kv``: it makes K and V, for the whole buffer even where the attention then reads only part of it.
     """
 
     name: str

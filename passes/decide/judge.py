@@ -61,11 +61,9 @@ class _Judge:
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
         """The verdict on one site; no source is looked for behind ``computed``, nodes that are computed anyway."""
         maps = self.maps.with_sources(computed) if computed else self.maps
-        keys = [maps.map(p.k.node) for p in site.products]
-        values = maps.map(site.v.node)
-        cuts, wide = choose_sources([*pieces_of(keys), *pieces_of([values])])
-        at_cuts = maps.with_sources({*cuts, *computed})
-        plan = make_plan(site, [at_cuts.map(p.k.node) for p in site.products], at_cuts.map(site.v.node))
+        operands = (*(p.k for p in site.products), site.v)
+        cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
+        plan = make_plan(site, maps.with_sources({*cuts, *computed}))
         if isinstance(plan, Stop):
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node)
@@ -115,9 +113,9 @@ class _Judge:
     def respect_other_users(self, verdicts: list[Verdict]) -> list[Verdict]:
         """Changes the verdict on every site whose K or V would still be expanded for another reader.
 
-        What is tried first: to make alone what the other reader needs; to start from the rows that are computed anyway
+        Tried in this order: make what the other reader needs by itself; start from the rows that are computed anyway
         (the projection that makes the latent may make the rotary key too, from a hidden state that happens to be
-        narrower); to absorb the other side only. A site for which none of these works stays as it is.
+        narrower); absorb the other side only. A site for which none of these works stays as it is.
         """
         # Every change of a verdict changes what is alive, so all sites are looked at again. This ends: a site's nodes
         # in `computed` only grow, and `options` holds the few verdicts left to try, each taken once.

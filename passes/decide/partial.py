@@ -8,7 +8,6 @@ product of their own. What is not absorbed keeps its nodes, and the report says 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from mla_compile.passes.decide.plan import make_part_plan
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources, cut
-from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.ir.axes import axis_size, fixed_size
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps
@@ -70,19 +69,14 @@ def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[
     for sides in options:
         if set(sides) & set(keep):
             continue
-        keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
-        values = maps.map(site.v.node) if "values" in sides else None
+        nodes = [p.k.node for p in site.products] if "keys" in sides else []
+        nodes += [site.v.node] if "values" in sides else []
         # Rows that the queries are made of are the model's hidden state, and no latent.
-        pieces = pieces_of([*(keys or ()), *([] if values is None else [values])])
+        pieces = pieces_of([maps.map(node) for node in nodes])
         if all(cut(piece, proper=True, without=own) is None for piece in pieces):
             continue
         cuts, _ = choose_sources(pieces, own)
-        at_cuts = maps.with_sources(cuts)
-        plan = make_part_plan(
-            site,
-            None if keys is None else [at_cuts.map(p.k.node) for p in site.products],
-            None if values is None else at_cuts.map(site.v.node),
-        )
+        plan = make_part_plan(site, maps.with_sources(cuts), sides)
         # A plan for both sides that expands only one is found again, without the other, further down.
         if isinstance(plan, Stop) or {p.side for p in parts_of(plan)} != set(sides):
             continue
@@ -100,13 +94,12 @@ def parts_of(plan: AbsorbPlan) -> tuple[AbsorbedColumns, ...]:
     for side, terms in plan.sides:
         for t in terms:
             if t.piece.projected and t.piece.source is not None:
-                made = axis_size(tuple(a for a in plan.heads if t.kind(a) != "broadcast"))
-                assert isinstance(made, int)
+                made = fixed_size(a for a in plan.heads if t.kind(a) != "broadcast")
                 if made > 1 or heads == 1:
                     key = (side, plan.rows_of(t.piece.source), made)
                     parts[key] = parts.get(key, 0) + t.stop - t.start
     return tuple(
-        AbsorbedColumns(side, plan.dims.H, rows.size, columns, made, math.prod(int(a.size) for a in rows.heads))
+        AbsorbedColumns(side, plan.dims.H, rows.size, columns, made, rows.count)
         for (side, rows, made), columns in parts.items()
     )
 

@@ -1,4 +1,4 @@
-"""From an attention whose keys and values are linear images of narrow rows to the recipe for its absorbed form.
+"""From an attention whose keys and values are linear images of narrow rows to the plan of its absorbed form.
 
 The proof obligations, checked here one by one on the refined maps:
 
@@ -14,7 +14,7 @@ have rows of its own, there may be any number of row tensors, and a side may be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -22,16 +22,16 @@ from torch import fx
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.visible import visible
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
 from mla_compile.passes.decide.refine import refine, value_features
-from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.records import LinearMap, Term
+from mla_compile.passes.linear.records import Maps, Term
 
 
-def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> AbsorbPlan | Stop:
-    """The recipe for ``site``, or the first obligation that fails."""
-    found = _obligations(site, keys, values, part=False)
+def make_plan(site: AttentionSite, maps: Maps) -> AbsorbPlan | Stop:
+    """The plan for ``site``, or the first obligation that fails."""
+    found = _obligations(site, maps, ("keys", "values"), part=False)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
@@ -43,14 +43,14 @@ def make_plan(site: AttentionSite, keys: list[LinearMap], values: LinearMap) -> 
     latent = _latent(key_terms, of_keys, value)
     rope = next((found.rows[n] for n in of_keys if n is not latent), None)
     vals = None if value is latent else found.rows[value]
-    dims = _dims(site, key_terms, value_terms, heads, found.rows[latent], rope, vals)
+    dims = _dims(key_terms, value_terms, heads, found.rows[latent], rope, vals)
     seen = visible(site, batch)
     return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims, seen)
 
 
-def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None) -> AbsorbPlan | Stop:
-    """The recipe for a part of ``site``; ``None`` for the side that stays as it is."""
-    found = _obligations(site, keys, values, part=True)
+def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
+    """The plan for a part of ``site``, of which the sides that are not among ``sides`` stay as they are."""
+    found = _obligations(site, maps, sides, part=True)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms = found.site, found.keys, found.values
@@ -66,13 +66,13 @@ def make_part_plan(site: AttentionSite, keys: list[LinearMap] | None, values: Li
     else:
         sources = [t.piece.source for t in (*value_terms, *key_terms) if t.piece.projected]
         expanded = [n for n in sources if n is not None]
-        # Only figures are read off it here: rewriting the products looks up the rows of each term.
+        # It only gives the figures here: rewriting the products looks up the rows of each term.
         latent = next((n for n in expanded if not found.rows[n].heads), expanded[0])
         value = rope = None
     vals = None if value is None or value is latent else found.rows[value]
     named = {latent, value, None if rope is None else rope.node}
     extra = tuple(r for n, r in found.rows.items() if n not in named)
-    dims = _part_dims(site, key_terms, value_terms, found.heads, found.rows[latent])
+    dims = _part_dims(site, key_terms, found.heads, found.rows[latent])
     if isinstance(dims, Stop):
         return dims
     seen = visible(site, found.batch)
@@ -97,9 +97,9 @@ class _Found:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
 
-def _obligations(
-    site: AttentionSite, keys: list[LinearMap] | None, values: LinearMap | None, part: bool
-) -> _Found | Stop:
+def _obligations(site: AttentionSite, maps: Maps, sides: Collection[Side], part: bool) -> _Found | Stop:
+    keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
+    values = maps.map(site.v.node) if "values" in sides else None
     if not any(p.projected for p in pieces_of([*(keys or ()), *([] if values is None else [values])])):
         return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
     refined = refine(site, keys, values)
@@ -138,6 +138,7 @@ def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Ax
 
 
 def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -> Stop | None:
+    """The first three obligations, which concern each term by itself."""
     for t in terms:
         node = t.piece.path[-1].node if t.piece.path else site.node
         for atom in site.keys:
@@ -189,7 +190,6 @@ def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
 
 
 def _dims(
-    site: AttentionSite,
     keys: tuple[Term, ...],
     values: tuple[Term, ...],
     heads: Axis,
@@ -197,10 +197,8 @@ def _dims(
     rope: Rows | None,
     vals: Rows | None,
 ) -> Dims:
-    heads_size = axis_size(heads)
-    assert isinstance(heads_size, int)
     return Dims(
-        H=heads_size,
+        H=fixed_size(heads),
         # Two latents count as one of their mean width, rounded up: the cost formulas know one L for keys and values.
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
         R=0 if rope is None else rope.size,
@@ -209,9 +207,7 @@ def _dims(
     )
 
 
-def _part_dims(
-    site: AttentionSite, keys: Sequence[Term], values: Sequence[Term], heads: Axis, latent: Rows
-) -> Dims | Stop:
+def _part_dims(site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows) -> Dims | Stop:
     """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
     total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
     value = axis_size(value_features(site))

@@ -1,4 +1,4 @@
-"""Who still reads an up-projection that makes K and V in one product, and whether each of them can have its own.
+"""Who still reads an up-projection that makes K and V in one product, and whether a product of their own would do.
 
 ``k, v = split(view(linear(c, W)))`` with ``v`` absorbed still computes all of ``linear(c, W)``, and nothing is saved,
 unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compile.passes.rewrite.narrow`).
@@ -13,14 +13,11 @@ from torch import fx
 
 from mla_compile.core.program import view_source
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.expr import Expr
-from mla_compile.passes.ir.graph import bytes_hint, is_tensor, packet, val
+from mla_compile.passes.ir.graph import bytes_hint, is_tensor, is_tuple, packet, val
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.linear.records import Maps, Piece
 
 aten = torch.ops.aten
-_VIEWS = {aten.slice, aten.reshape, aten.view, aten.permute, aten.transpose, aten.t, aten.select, aten.split,
-          aten.split_with_sizes, aten.chunk, aten.unsqueeze, aten.squeeze, aten.detach, aten.alias}  # fmt: skip
 
 
 def narrower_readers(
@@ -42,13 +39,13 @@ def narrower_readers(
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
         """The readers of ``expansion``, of views of all of it, and of the tuples that a split makes."""
-        if _is_tuple(node) or (is_tensor(node) and bytes_hint(node) >= whole):
+        if is_tuple(node) or (is_tensor(node) and bytes_hint(node) >= whole):
             return (u for u in node.users if u in alive and node in reads(u))
         return ()
 
     found: list[fx.Node] = []
     for node in reachable([expansion], users):
-        if node is expansion or _is_tuple(node):
+        if node is expansion or is_tuple(node):
             continue
         if not is_tensor(node):
             return None
@@ -68,10 +65,6 @@ def projection_of(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
     return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
 
 
-def _is_tuple(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (tuple, list))
-
-
 def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
     """Whether one product with some rows of the weight, in the dtype it has, gives exactly the numbers of ``node``."""
     piece = projection_of(node, source, maps)
@@ -87,7 +80,7 @@ def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
     if set(tokens) | set(piece.contracted) != piece.source_atoms:
         return False
     # In half precision a weight that is computed would be rounded at another place than the product it replaces was.
-    exact = val(node).dtype.itemsize >= 4 or all(_is_view(f.expr) for f in (piece.weight, piece.bias) if f is not None)
+    exact = val(node).dtype.itemsize >= 4 or all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
     return exact and val(source).dtype == val(node).dtype == piece.weight.expr.value.dtype
 
 
@@ -98,12 +91,3 @@ def _strides_show(node: fx.Node) -> bool:
         return (u for u in node.users if view_source(u) is not None)
 
     return any(u.op == "output" or packet(u) is aten.as_strided for n in reachable([node], views) for u in n.users)
-
-
-def _is_view(expr: Expr) -> bool:
-    """Whether an expression only picks rows of a weight: a product of weights would be rounded once more."""
-    while expr.node is None:
-        if getattr(expr.op, "overloadpacket", None) not in _VIEWS and getattr(expr.op, "__name__", "") != "getitem":
-            return False
-        expr = next(a for a in expr.args if isinstance(a, Expr))
-    return True

@@ -12,7 +12,7 @@ from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
-from mla_compile.passes.ir.axes import Axis, axis_size
+from mla_compile.passes.ir.axes import Axis, axis_size, fixed_size
 from mla_compile.passes.ir.sizes import Size
 from mla_compile.passes.linear.records import LinearMap, Piece, Term
 
@@ -34,9 +34,12 @@ class Rows:
 
     @property
     def size(self) -> int:
-        size = axis_size(self.width)
-        assert isinstance(size, int)
-        return size
+        return fixed_size(self.width)
+
+    @property
+    def count(self) -> int:
+        """How many rows a token has: one for each of ``heads``, or one that all heads share."""
+        return fixed_size(self.heads)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
 
 
 def _narrower(piece: Piece, node: fx.Node) -> bool:
-    """Whether there is anything to be gained by rows in the place of ``node``: else it is as good a source."""
+    """Whether rows in the place of ``node`` gain anything; if not, it is as good a source itself."""
     assert piece.source is not None
     return piece.projected or bytes_hint(piece.source) < bytes_hint(slice_of(node).x)
 
@@ -114,7 +114,7 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
     assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
     if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
-        return ()  # a length read from data: two slices by it are two lengths
+        return ()  # a length read from data: torch would give each slice by it another one
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
         key = (rows, at, *(v if v is None else size(v) for v in values))

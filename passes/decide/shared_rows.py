@@ -106,7 +106,7 @@ class _Copies:
         key = (node, dim)
         if key not in self._along:
             length = shape(node)[dim]
-            # Of a symbolic axis it is not known that there are heads.
+            # A symbolic axis is not known to hold heads.
             several = isinstance(length, int) and length > 1
             reads = self._reads(node, dim) if several and depth < REACH else None
             self._along[key] = reads is not None and all(self.along(n, own, depth + 1) for n, own in reads)

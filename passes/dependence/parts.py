@@ -19,7 +19,7 @@ from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
 from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
 from mla_compile.passes.ir.operators import Assign, Broadcast, Regroup, decode
 from mla_compile.passes.ir.sizes import size
-from mla_compile.passes.ir.walk import REACH
+from mla_compile.passes.ir.walk import REACH, reachable
 
 aten = torch.ops.aten
 
@@ -67,8 +67,7 @@ class AxisParts:
     def _found(self, node: fx.Node, dim: int, depth: int) -> list[Interval]:
         length = shape(node)[dim]
         assert isinstance(length, int)
-        # Recursion, so its depth is bounded; what is farther is taken for one thing, which at worst leaves an attention
-        # whole.
+        # Recursion, so its depth is bounded: what is farther away counts as one thing, and an attention may stay whole.
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
             # What the caller chose as ends, and weights, tell no two positions apart.
@@ -83,7 +82,7 @@ class AxisParts:
                     if low < high:
                         found.append(Interval(low, high, run.made))
             return found
-        # A weight per position (heads in a batched product): each position is something of its own.
+        # A weight for each position (heads in a batched product): no two positions are made of the same.
         if how.own_rows and any(n in self.weights for n in how.reads):
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
         if how.reads and all(n in self.weights for n in how.reads):  # its columns: rows by a weight
@@ -120,16 +119,7 @@ class AxisParts:
 
 def _leads_to(first: Collection[fx.Node], last: fx.Node, ends: Collection[fx.Node]) -> bool:
     """Whether ``last`` is computed from one of ``first``; looks at nothing behind ``ends``."""
-    queue, seen = [last], {last}
-    while queue:
-        node = queue.pop()
-        if node in first:
-            return True
-        for n in node.all_input_nodes:
-            if n not in seen and n not in ends:
-                seen.add(n)
-                queue.append(n)
-    return False
+    return any(n in first for n in reachable([last], lambda node: (n for n in node.all_input_nodes if n not in ends)))
 
 
 def _scaled(run: Interval, unit: int, inner: int) -> Interval:
@@ -206,8 +196,7 @@ class PartMaker:
 
     def _new(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         how = self.parts.step(node, dim)
-        # Where all is made of one thing nothing is gained by going back, and one slice is cheaper than its operators
-        # again.
+        # Where all of it is made of one thing, going back gains nothing: a slice is cheaper than its operators again.
         further = (node, dim) in self.core or len(self.parts.runs(node, dim)) > 1
         if how is None or not further:
             return self._slice(node, dim, start, stop)
@@ -266,7 +255,7 @@ class PartMaker:
         args: tuple[Argument, ...],
         kwargs: dict[str, Argument],
     ) -> fx.Node:
-        """``op`` in the place of ``node`` in the user's code; not marked as ours, as it is the user's operator."""
+        """``op`` as if from the line of ``node``; not marked as ours, because it is the user's operator."""
         with node.graph.inserting_before(self.builder.anchor):
             new = node.graph.call_function(op, args, kwargs)
         left = ("val", "tensor_meta", SPELLED, ORIGIN)

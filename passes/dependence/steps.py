@@ -121,7 +121,7 @@ def _copied(node: fx.Node, how: operators.Copy, dim: int, length: int) -> Step |
 
 
 def _assigned(node: fx.Node, how: operators.Assign, dim: int, length: int) -> Step | None:
-    """Of the target only the shape and the dtype are seen."""
+    """Of the target only the shape and the dtype matter."""
     x = how.x
     if val(x).dtype == val(node).dtype and same_sizes(shape(x), shape(node)):
         return Joined((AxisPart(0, length, x, dim),))
@@ -148,7 +148,7 @@ def _regrouped(node: fx.Node, how: operators.Regroup, dim: int, length: int) -> 
     outer, *rest = axes[dim]
     for k, own in enumerate(fresh):
         factors = substitute(own, split)
-        # Only an outermost factor gives neighbouring positions; an inner one is strewn over the axis.
+        # Only an outermost factor gives neighbouring positions; those of an inner one are scattered.
         if factors and factors[0] is outer:
             unit, inner = axis_size(tuple(rest)), axis_size(factors[1:])
             if not isinstance(unit, int) or not isinstance(inner, int):
@@ -178,7 +178,7 @@ def _sliced(node: fx.Node, how: operators.Slice, dim: int, length: int) -> Step 
     if how.dim != dim:
         if how.bounds is None:
             return None
-        # A part of a split names the split, which is that of the whole.
+        # A member of a split refers to the split of the whole tensor, so a part of it is written as a slice.
         return _reads([(how.x, dim)], length, instead=(aten.slice.Tensor, (how.dim, *how.bounds)))
     if how.taken is None or how.taken.step != 1:
         return None

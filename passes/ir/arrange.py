@@ -27,8 +27,7 @@ class Sizes:
         for node, axes in operands:
             for dim, axis in enumerate(axes):
                 if len(axis) == 1:
-                    # Only an axis of one atom shows that atom's size; of a merged axis `sym_size` would give the
-                    # product.
+                    # Only a one-atom axis shows its atom's size: `sym_size` of a merged axis is the product.
                     self._at.setdefault(axis[0], (node, dim))
 
     def of(self, atom: Atom) -> Dim:
@@ -84,7 +83,7 @@ def arrange(builder: Builder, sizes: Sizes, node: fx.Node, axes: Axes, target: S
 
 
 def aligned(builder: Builder, node: fx.Node, own: Sequence[T], order: Sequence[T | None]) -> fx.Node:
-    """``node``, with dimensions called ``own``, as a tensor with dimensions ``order``: size 1 for those it lacks."""
+    """``node``, with dimensions called ``own``, as a tensor with dimensions ``order``, of size 1 where it lacks one."""
     permutation, missing = placed(own, order)
     if permutation != sorted(permutation):
         node = builder.call(aten.permute.default, node, permutation)
@@ -102,8 +101,8 @@ def einsum(
 
 
 def spread(builder: Builder, sizes: Sizes, node: fx.Node, atoms: Sequence[Atom]) -> fx.Node:
-    """``node``, one axis per atom, with the axes of size 1 made as long as their atoms."""
-    # A symbolic axis is never taken for one of size 1 here, whatever it is in this call.
+    """``node``, one axis per atom, with axes of size 1 expanded to the sizes of their atoms."""
+    # A symbolic axis never counts as size 1 here, whatever its size in this call.
     short = [size(d) == 1 for d in val(node).shape]
     if not any(short):
         return node

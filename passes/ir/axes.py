@@ -57,7 +57,7 @@ def letters(*groups: Sequence[Atom]) -> list[str]:
 
 
 def placed(own: Sequence[T], order: Sequence[T | None]) -> tuple[list[int], list[int]]:
-    """How dimensions ``own`` are put in ``order``: a permutation of them, then the places that need one of size 1."""
+    """The permutation that puts dimensions ``own`` in ``order``, and where ``order`` has one that ``own`` lacks."""
     return [own.index(a) for a in order if a in own], [k for k, a in enumerate(order) if a not in own]
 
 
@@ -69,8 +69,15 @@ def substitute(axis: Axis, split: Mapping[Atom, tuple[Atom, ...]]) -> Axis:
     return tuple(out)
 
 
-def axis_size(axis: Axis) -> Size:
+def axis_size(axis: Iterable[Atom]) -> Size:
     return math.prod(atom.size for atom in axis)
+
+
+def fixed_size(axis: Iterable[Atom]) -> int:
+    """The size of an axis of a weight, which no shape symbol decides."""
+    size = axis_size(axis)
+    assert isinstance(size, int), "weights have fixed sizes"
+    return size
 
 
 def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] | None:
@@ -96,8 +103,7 @@ def regroup(atoms: Sequence[Atom], sizes: Sequence[Size]) -> tuple[Axes, Split] 
                 taken.append(atom)
                 need = rest
                 continue
-            # The atom is longer than the axis: its outer part ends this axis and its inner part begins the next (row-
-            # major).
+            # The atom extends past the axis: its outer part ends this axis, its inner part begins the next (row-major).
             inner = quotient(atom.size, need)
             if inner is None:
                 return None

@@ -19,6 +19,7 @@ from mla_compile.passes.ir.axes import Atom, Axis
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
+_VIEWS = (aten.reshape.default, aten.permute.default, aten.slice.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +42,10 @@ class Expr:
         return tuple(int(d) for d in self.value.shape)
 
     def call(self, op: Callable[..., object], *args: object, **kwargs: object) -> Expr:
-        """``op`` of this expression, which is its first argument unless it is among ``args`` already."""
+        """``op`` of this expression, which becomes the first argument unless ``args`` holds it already."""
         # `einsum` and `cat` take their operands in a list, so this expression may be inside an argument.
         everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
-        # `no_grad`, as weights may be parameters and the result must not be part of an autograd graph.
+        # `no_grad`: weights may be parameters, and the result must not be part of an autograd graph.
         with self.fake_mode or torch.no_grad(), torch.no_grad():
             value = op(*_each(everything, lambda e: e.value), **kwargs)
         assert isinstance(value, torch.Tensor)
@@ -67,6 +68,14 @@ class Expr:
     def cast(self, dtype: torch.dtype) -> Expr:
         return self if self.value.dtype == dtype else self.call(aten._to_copy.default, dtype=dtype)
 
+    @property
+    def is_view(self) -> bool:
+        """Whether it only picks and regroups numbers of one leaf; anything else may round."""
+        if self.node is not None:
+            return True
+        (of, *_) = self.args
+        return self.op in _VIEWS and isinstance(of, Expr) and of.is_view
+
     def leaves(self) -> tuple[fx.Node, ...]:
         """The graph nodes this expression reads."""
         found: dict[fx.Node, None] = {}
@@ -81,7 +90,7 @@ class Expr:
         return tuple(found)
 
     def emit(self, builder: Builder, memo: dict[Expr, fx.Node]) -> fx.Node:
-        """Adds the expression to the graph; parts that are in ``memo`` already are used again."""
+        """Adds the expression to the graph, reusing the parts that are in ``memo``."""
         if self.node is not None:
             return self.node
         if self not in memo:

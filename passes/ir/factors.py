@@ -34,7 +34,7 @@ def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
 
 
 def aligned(f: Factor, atoms: Sequence[Atom]) -> Expr:
-    """``f`` with a dimension for each of ``atoms``, in their order: of size 1 where it does not depend on it."""
+    """``f`` with a dimension for each of ``atoms``, in their order; of size 1 for an atom that ``f`` does not have."""
     order, missing = placed(f.atoms, atoms)
     expr = f.expr.permute(order)
     # `missing` is ascending, so each insertion is at its final place at once.
@@ -67,7 +67,7 @@ def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
 
 
 def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int = 1) -> Factor:
-    """``f`` with rows ``start:stop:step`` of ``atom``, from now on called ``into``."""
+    """``f`` with rows ``start:stop:step`` of ``atom``, which is then called ``into``."""
     dim = f.atoms.index(atom)
     expr = f.expr.slice(dim, start, stop) if step == 1 else f.expr.call(aten.slice.Tensor, dim, start, stop, step)
     return Factor(expr, tuple(into if a is atom else a for a in f.atoms))

@@ -1,4 +1,4 @@
-"""The few verbs every pass shares: reading nodes, and adding nodes whose metadata is right from the start."""
+"""What every pass needs: reading nodes, and adding nodes whose metadata is right from the start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORIGIN = "mla_compile_origin"
 """Key in the metadata of nodes that compute what a node of the untouched graph does: the name of that node."""
 
 DECIDED_BY = "mla_compile_decided_by"
-"""Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph whose numbers decide theirs."""
+"""Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
 SPELLED = "mla_compile_spelled"
 """Key in the metadata of nodes that were given another spelling: the operator that the user called."""
@@ -36,6 +36,11 @@ def val(node: fx.Node) -> torch.Tensor:
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_tuple(node: fx.Node) -> bool:
+    """Whether ``node`` is an operator with several results, such as a split."""
+    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def shape(node: fx.Node) -> tuple[Size, ...]:
@@ -53,8 +58,7 @@ def bytes_hint(node: fx.Node) -> int:
 
 def packet(node: object) -> Any:
     """The operator a node calls, overload left out (``aten.add``), or None."""
-    # Targets that are no ATen operators (`operator.getitem`, higher-order operators) have no packet and stand for
-    # themselves.
+    # A target that is no ATen operator (`operator.getitem`, a higher-order operator) has no packet: it is returned.
     if isinstance(node, fx.Node) and node.op == "call_function":
         return getattr(node.target, "overloadpacket", node.target)
     return None
@@ -104,7 +108,7 @@ class Builder:
         return node
 
     def trace(self, function: Callable[..., torch.Tensor], operands: Sequence[Argument]) -> fx.Node:
-        """The operators of ``function``, which returns one tensor. Operands are nodes, or numbers."""
+        """Adds the operators of ``function``, which returns one tensor. Operands are nodes or numbers."""
         nodes = [n for n in operands if isinstance(n, fx.Node)]
 
         def of_nodes(*values: torch.Tensor) -> torch.Tensor:
@@ -141,8 +145,7 @@ def splice(
             node.meta.setdefault("stack_trace", anchor.meta.get("stack_trace"))
             if own.op == "get_attr":
                 name = str(own.target)
-                # Traced constants are called `_tensor_constant0` and so on in every trace, and would overwrite each
-                # other.
+                # Every trace calls its constants `_tensor_constant0` and so on: they would overwrite each other.
                 while hasattr(gm, name):
                     name += "_"
                 setattr(gm, name, getattr(traced, str(own.target)))
@@ -160,9 +163,9 @@ def virtual(
 ) -> fx.Node:
     """``op(of, *args)`` as a node that no graph holds, for an analysis to reason about: a *virtual source*.
 
-    It reads like any node. Those it reads do not count it among their users, so that nothing has to be taken back where
-    it is not needed; where it is, :func:`materialize` adds it. ``decided_by``: the nodes whose numbers decide its own,
-    where that is not ``of``, whose numbers are tied to each other.
+    It can be read like any node, but is no user of its inputs, so that an unused one leaves no trace;
+    :func:`materialize` adds the ones that are used. ``decided_by``: the nodes that determine its value, where
+    ``of`` does not show them: copies in it are tied to each other, and are not to be drawn one by one.
     """
     # Built by hand: `graph.call_function` would put it into the graph.
     node = fx.Node(of.graph, f"{of.name}_view", "call_function", op, (of, *args), {})
@@ -179,20 +182,20 @@ def is_virtual(node: fx.Node) -> bool:
 
 
 def decides(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The nodes of the graph that have to be given for ``node`` to be known: itself, where it is one of them."""
+    """The nodes of the graph whose values determine that of ``node``: itself, unless it is virtual."""
     decided_by: tuple[fx.Node, ...] = node.meta.get(DECIDED_BY, (node,))
     return decided_by
 
 
 def whole_rows(node: fx.Node) -> fx.Node:
-    """The rows of which ``node``, a virtual slice, takes some; ``node`` itself where it is none."""
+    """What a virtual slice is taken from; any other ``node`` itself."""
     while is_virtual(node) and node.target is torch.ops.aten.slice.Tensor:
         node = args_of(node)[0]
     return node
 
 
 def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -> fx.Node:
-    """``node``, added before the builder's anchor where it is virtual; once for each ``memo``."""
+    """``node``, added before the builder's anchor if it is virtual, once for each ``memo``."""
     if not is_virtual(node):
         return node
     if node not in memo:

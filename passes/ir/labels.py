@@ -49,7 +49,7 @@ def product_labels(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, s
         return _multiplied_and_summed(node)
     left, right = args_of(node)[0], args_of(node)[1]
     ra, rb = len(shape(left)), len(shape(right))
-    # matmul with a vector drops an axis; no attention is written so.
+    # matmul with a vector drops an axis; no attention is written that way.
     if ra < 2 or rb < 2:
         return None
     la, lb, out = matmul_labels(ra, rb)
@@ -64,7 +64,7 @@ def matmul_labels(ra: int, rb: int) -> tuple[str, str, str]:
 
 
 def _multiplied_and_summed(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
-    """``(a * b).sum(dim)``, where one operand is broadcast along some axis and so the sum is no product of equals."""
+    """``(a * b).sum(dim)``, if an operand is broadcast along some axis; otherwise it is no matrix product."""
     times, dims, kept = args_of(node)[0], argument(node, 1, "dim"), argument(node, 2, "keepdim", False)
     if packet(times) is not aten.mul or not isinstance(dims, (list, tuple)) or len(dims) != 1:
         return None

@@ -1,8 +1,8 @@
 """The one reader of operators that move numbers without computing any: what a node does, as a record.
 
 :func:`decode` knows where each operator has its arguments, what their defaults are and how negative positions count.
-Everyone else reads the records. It is given the spellings that :mod:`mla_compile.passes.canonical.views` leaves; the
-few it leaves as they were (splits at sizes that are only known at run time) are understood as far as they can be.
+Everyone else reads the records. It expects the spellings that :mod:`mla_compile.passes.canonical.views` leaves. Of the
+few that are not canonical (splits at sizes that are only known at run time) it reads as much as is known.
 
 Operators that compute (products, sums, softmaxes) are not decoded: each has one reader.
 """
@@ -39,7 +39,7 @@ SPLITS = {
 """Operators that cut a tensor along one axis, their third argument. Their parts are slices."""
 
 Told: TypeAlias = "int | fx.Node | None"
-"""A position or size as an operator is told it."""
+"""A position or a size as an operator is given it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Assign:
-    """``x``, broadcast to the shape of ``target`` and in its dtype; of the target's numbers none is read."""
+    """``x``, broadcast to the shape of ``target`` and in its dtype; none of the target's numbers is read."""
 
     target: fx.Node
     x: fx.Node
@@ -173,7 +173,7 @@ class WriteRows:
 
 @dataclass(frozen=True)
 class Fill:
-    """One number everywhere, from no tensor of the graph; ``value``: None where nothing is filled in yet."""
+    """One number everywhere, from no tensor of the graph; ``value``: None for memory that is not initialized."""
 
     value: object
 
@@ -244,13 +244,13 @@ def _slice(node: fx.Node) -> Slice:
 
 
 def _narrow(node: fx.Node) -> Slice:
-    """Left as it was: where it starts or how much it takes is only known at run time."""
+    """One that has no canonical spelling: its start or its length is only known at run time."""
     return Slice(argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(shape(node))), None, None)
 
 
 def _member(node: fx.Node) -> Slice | Dropout | None:
     """One of the results of an operator that has several."""
-    # Splits are read through their `getitem`s, as it is the part that has a position; the split itself is a tuple.
+    # A split is read through its `getitem`s: a part has a position, the split itself is a tuple.
     whole, at = args_of(node)
     if packet(whole) is aten.native_dropout:
         return _dropout(whole) if at == 0 else None

@@ -72,7 +72,7 @@ Size: TypeAlias = "int | sympy.Expr"
 """One dimension of a shape: a number, or an expression over the graph's shape symbols."""
 
 UNSEEN = 4096
-"""What a dimension counts for in costs that nothing is known of, such as the length of what ``nonzero`` returns."""
+"""What costs assume for a dimension of which nothing is known, such as the length of what ``nonzero`` returns."""
 
 
 def size(dim: int | torch.SymInt) -> Size:

@@ -14,8 +14,8 @@ REACH = 48
 """Operators that a search looks at before it gives up.
 
 Between two parts of one attention (a softmax and its products, K and what it was projected or joined from) lie scales,
-masks, casts, views and a rotation: a dozen or two where each is written out. Four times a dozen finds them all, and is
-no walk through the model: what is farther away belongs to another layer, and would be blamed for this one.
+masks, casts, views and a rotation: a dozen or two where each is written out. Four dozen reach all of them, but not the
+rest of the model: what is farther away belongs to another layer, and would be blamed for this one.
 """
 
 
@@ -25,7 +25,7 @@ def nearest(
     wanted: Callable[[fx.Node], bool],
     ends_at: Callable[[fx.Node], bool],
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nearest wanted nodes, and those passed on the way; the walk goes no further than where it ends."""
+    """The nearest wanted nodes, and the nodes passed on the way; no step is taken from where ``ends_at`` holds."""
     ends: list[fx.Node] = []
     passed: list[fx.Node] = []
     queue, seen = deque(step(start)), set[fx.Node]()
@@ -44,7 +44,7 @@ def nearest(
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Dead code removal that also takes fused attentions without dropout, which torch counts among random operators."""
+    """Dead code removal, also of fused attentions without dropout, which torch counts as random operators."""
 
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
@@ -60,7 +60,7 @@ def reachable(
 ) -> Iterator[fx.Node]:
     """``start`` and every node that ``step`` leads to from there, each once, nearest first.
 
-    With ``most``, the walk goes no further once it has come across that many nodes besides ``start``.
+    With ``most``, no step is taken any more once that many nodes besides ``start`` are known.
     """
     queue = deque(dict.fromkeys(start))
     seen = set(queue)
@@ -76,7 +76,7 @@ def reachable(
 
 
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """Every node that ``node``'s numbers depend on, nearest first; a tensor it only takes a size from is none."""
+    """Every node that ``node``'s numbers depend on, nearest first; not tensors of which it only reads a size."""
     return reachable(_computed_from(node), _computed_from)
 
 
@@ -86,7 +86,7 @@ def _computed_from(node: fx.Node) -> list[fx.Node]:
 
 
 def leads_to(first: fx.Node, last: fx.Node) -> bool:
-    """Whether ``last`` is computed from ``first``, be it only from its sizes."""
+    """Whether ``last`` is computed from ``first``, even if only from its sizes."""
     # Nodes before `first` in the graph cannot read it: without this bound each question would walk the whole model.
     return first in reachable([last], lambda node: (n for n in node.all_input_nodes if not n < first))
 

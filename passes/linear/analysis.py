@@ -28,10 +28,10 @@ _NONE = VirtualSources()
 class LinearMaps:
     """The analysis over one graph. Results are kept per node; the graph is only read.
 
-    ``sources`` are nodes at which the walk ends although it could go on: they were chosen as sources. A weight that
-    differs along an axis of the source's rows ends the walk (a table of rotations would else pass for a weight), unless
-    ``per_row``: with the attention's output as the source, W_v does differ along the heads. ``virtual``: rows that are
-    no nodes of the graph.
+    ``sources`` are nodes that were chosen as sources: the walk ends there although it could go on. A weight that
+    differs along an axis of the source's rows ends the walk too (otherwise a table of rotations would pass for one),
+    unless ``per_row``: with the attention's output as the source, W_v does differ along the heads. ``virtual``: rows
+    that are not nodes of the graph.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LinearMaps:
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
             self._whole = self.with_sources(rows, self.per_row)
-            # It is its own: else it would make another one at the first slice it meets.
+            # Its own, too, or it would make another one at the first slice it meets.
             self._whole._whole = self._whole
         return self._whole
 
@@ -97,8 +97,7 @@ class LinearMaps:
             try:
                 self._maps[current] = self._apply(current, rule)
             except RowsJoined as joined:  # maps that were handed out before stay true
-                # Maps that were made through that node are made again. Which those are is not recorded, so all of them
-                # are.
+                # Maps that were made through that node have to be made again. Which they are is not recorded: all are.
                 self.sources |= {joined.node}
                 self._maps.clear()
                 pending = [node]
@@ -113,7 +112,7 @@ class LinearMaps:
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors whose maps make that of ``node``."""
         inputs = node.all_input_nodes
-        if packet(node) is operator.getitem:  # one of several results: its map is that of what they were made of
+        if packet(node) is operator.getitem:  # one of several results, mapped by what their operator reads
             # A tuple has no map of its own.
             inputs = [n for whole in inputs for n in whole.all_input_nodes]
         return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]

@@ -51,8 +51,7 @@ def _bind(
         if not axis_of.get(label, ()):
             axis_of[label] = fresh_axis(size)
         own = axis_of[label]
-        # Weights have fixed sizes, so one that lies along a symbolic axis was computed per token (a table of
-        # positions).
+        # Weights have fixed sizes: what lies along a symbolic axis was computed per token, like a table of positions.
         if not all(isinstance(a.size, int) for a in own):
             return Stop(node, "position_dependent", "a weight that differs from token to token")
         atoms += own
@@ -93,7 +92,7 @@ def _apply(
             summed += own
     for label, size in zip(weight_labels, weight.shape, strict=True):
         if label not in labels and label not in out and size != 1:
-            return Stop(node, "unsupported_op", "a weight is summed by itself")  # legal too, and refused likewise
+            return Stop(node, "unsupported_op", "a weight is summed by itself")  # legal too
     axes = tuple(axis_of[label] for label in out)
     bias = None if piece.bias is None else product(piece.bias, factor, summed)
     # A constant has no weight: it is its bias, which the lines above have multiplied already.
@@ -116,9 +115,14 @@ def contract(
     # Columns from different sources cannot be summed by one weight, unless they are of one source after all.
     if source.axis is not None and labels[source.axis] not in out:
         source = one_map(source, node) or source
-    if source.axis is None:
-        return source.each(lambda p: _apply(p, node, labels, weight, weight_labels, out, maps.per_row))
-    label = labels[source.axis]
+    label = None if source.axis is None else labels[source.axis]
+
+    def apply(s: Segment) -> Piece | Stop:
+        own = _columns(weight, weight_labels, label, s)
+        return _apply(s.piece, node, labels, own, weight_labels, out, maps.per_row)
+
+    if label is None:
+        return source.each_segment(apply)
     joint = joint_of(source)
     raw = not any(p.projected for p in source.pieces)
     if label not in out:
@@ -130,16 +134,13 @@ def contract(
     # Each column is kept and another axis is summed over: the columns were rows of something that is projected here.
     if joint is not None and raw and label not in weight_labels and any(c not in out for c in labels):
         raise RowsJoined(joint)
-    done: list[Segment] = []
-    for s in source.segments:
-        part = weight
-        if label in weight_labels and weight.shape[weight_labels.index(label)] != 1:
-            part = weight.slice(weight_labels.index(label), s.start, s.stop)
-        piece = _apply(s.piece, node, labels, part, weight_labels, out, maps.per_row)
-        if isinstance(piece, Stop):
-            return piece
-        done.append(replace(s, piece=piece))
-    return LinearMap(tuple(done), out.index(label))
+    return source.each_segment(apply, out.index(label))
+
+
+def _columns(weight: Expr, labels: str, label: str | None, segment: Segment) -> Expr:
+    """What of a weight meets the columns of ``segment``, which lie along ``label`` (None: along no axis)."""
+    at = -1 if label is None else labels.find(label)
+    return weight if at < 0 or weight.shape[at] == 1 else weight.slice(at, segment.start, segment.stop)
 
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -171,23 +172,21 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
         return problem or unexplained(node)
     source = maps.map(x)
     at = None if source.axis is None else labels[source.axis]
-    done: list[Segment] = []
-    for s in source.segments:
-        part = expr
-        if at is not None and at in bias_labels and expr.shape[bias_labels.index(at)] != 1:
-            part = expr.slice(bias_labels.index(at), s.start, s.stop)
-        bound = _bind(s.piece, node, labels, part, bias_labels)
+
+    def add(s: Segment) -> Piece | Stop:
+        bound = _bind(s.piece, node, labels, _columns(expr, bias_labels, at, s), bias_labels)
         if isinstance(bound, Stop):
             return bound
         own, axis_of = bound
-        # A bias along the last axis of the rows is one for all tokens; along any other it is a table of positions.
+        # A bias along the last axis of the rows is the same for all tokens; along any other it is a table of positions.
         outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in s.piece.source_atoms and a in own.atoms]
         if outside and not maps.per_row:
             return Stop(node, "position_dependent", "a bias that differs from token to token")
         axes = tuple(axis_of[lab] for lab in labels)
         piece = replace(s.piece, axes=axes, bias=total(s.piece.bias, scaled(own, factor)), dtype=val(node).dtype)
-        done.append(replace(s, piece=piece.visited(node, scalings=1)))
-    return LinearMap(tuple(done), source.axis)
+        return piece.visited(node, scalings=1)
+
+    return source.each_segment(add)
 
 
 def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
@@ -270,7 +269,7 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
-    # Exactly one operand that is no weight: a product of two is an attention's own.
+    # Exactly one operand that is not a weight: products of two activations are those of attentions.
     if sum(weights) != len(weights) - 1 or len(operands) > 2:
         return unexplained(node)
     at = weights.index(False)
@@ -286,7 +285,7 @@ def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 
 def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    """The axes that are left, first those of one operand, then those of the other."""
+    """The result has the axes that are not summed over: those of the first operand, then those of the second."""
     a, b, dims_a, dims_b = args_of(node)[:4]
     if maps.is_weight(a) == maps.is_weight(b):
         return unexplained(node)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Atom, Axis, axis_size, common_factors, fresh_axis
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, common_factors, fixed_size, fresh_axis
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned, scaled
 from mla_compile.passes.ir.graph import val
@@ -53,12 +53,12 @@ def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece 
 
 
 def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap | None:
-    """Maps of tensors that are one wide along ``dim``, one after another there; None where the rows are others.
+    """Maps of tensors of size 1 along ``dim``, joined along it; None where they are not of the same rows.
 
-    Heads that were made one by one: each segment by weights side by side, or by the same rows (a rotary key) again.
+    Heads that were made one by one: each segment by weights side by side, or by repeating rows (a rotary key).
     """
     first = elements[0]
-    # Segmented along the very axis that is stacked, or each along another: not one row of segments.
+    # Segmented along the axis that is stacked, or along different axes: not one row of segments.
     if first.axis == dim or any(e.axis != first.axis for e in elements):
         return None
     joined: list[Segment] = []
@@ -75,7 +75,7 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
 
 
 def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
-    """The same rows, or none, again and again along ``dim``, as ``expand`` gives them."""
+    """The same rows, or none, repeated along ``dim`` as by ``expand``."""
     first = pieces[0]
     if first.weight is not None or first.bias is not None:
         return None
@@ -90,7 +90,7 @@ def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
 
 
 def joint_of(source: LinearMap) -> fx.Node | None:
-    """Where rows were joined to others, at least one of them as it was: the first node on the way of all of them."""
+    """The first tensor that the paths of all parts share, where at least one part was joined unprojected."""
     if source.axis is None or all(p.projected for p in source.pieces):
         return None
     # A source is on the way of its own piece, but nothing was joined there.
@@ -129,20 +129,18 @@ def _joined(factors: Sequence[Factor | None], own: Sequence[Axis], widths: Seque
     if not known:
         return None
     rest = tuple(dict.fromkeys(a for f, axis in zip(factors, own, strict=True) if f for a in f.atoms if a not in axis))
-    # Features of weights have fixed sizes, as the weights do.
-    sizes = [int(a.size) for a in rest if isinstance(a.size, int)]
+    sizes = [fixed_size([a]) for a in rest]
     dtype = known[0].expr.value.dtype
     for other in known[1:]:
         dtype = torch.promote_types(dtype, other.expr.value.dtype)
     parts: list[Expr] = []
     for f, axis, width in zip(factors, own, widths, strict=True):
         if f is None:
-            # A piece without bias beside one with: zeros where it has none.
+            # A piece without a bias beside one that has one: its bias is zero.
             parts.append(known[0].expr.call(aten.new_zeros.default, [width, *sizes], dtype=dtype))
             continue
         expr = aligned(f, (*axis, *rest)).cast(dtype)
-        expr = expr.view([*(int(a.size) if a in f.atoms else 1 for a in axis), *expr.shape[len(axis) :]])
-        full = [*(int(a.size) for a in axis if isinstance(a.size, int)), *sizes]
+        full = [*(fixed_size([a]) for a in axis), *sizes]
         parts.append(expr.call(aten.expand.default, full).view([width, *sizes]))
     assert all(same(axis_size(a), w) for a, w in zip(own, widths, strict=True))
     return Factor(parts[0].call(aten.cat.default, parts, 0), (into, *rest))

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, flatten, fresh_axis, substitute
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, fixed_size, flatten, fresh_axis, substitute
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.sizes import Size
@@ -41,7 +41,7 @@ class Visit:
 class Piece:
     """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
 
-    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of both.
+    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of these.
     """
 
     axes: Axes
@@ -79,7 +79,7 @@ class Piece:
             if f is None or not any(a in split for a in f.atoms):
                 return f
             atoms = substitute(f.atoms, split)
-            return Factor(f.expr.view([_int(a) for a in atoms]), atoms)
+            return Factor(f.expr.view([fixed_size([a]) for a in atoms]), atoms)
 
         return replace(
             self,
@@ -104,6 +104,9 @@ class Segment:
     stop: int
     piece: Piece
 
+    def moved(self, by: int) -> Segment:
+        return replace(self, start=self.start + by, stop=self.stop + by)
+
 
 @dataclass(frozen=True)
 class LinearMap:
@@ -122,9 +125,13 @@ class LinearMap:
 
     def each(self, fn: Callable[[Piece], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
         """``fn`` applied to every piece; ``axis`` is where the segmented axis is afterwards (unchanged by default)."""
+        return self.each_segment(lambda segment: fn(segment.piece), axis)
+
+    def each_segment(self, fn: Callable[[Segment], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
+        """:meth:`each` for what depends on the columns, too."""
         done: list[Segment] = []
         for segment in self.segments:
-            piece = fn(segment.piece)
+            piece = fn(segment)
             if isinstance(piece, Stop):
                 return piece
             done.append(replace(segment, piece=piece))
@@ -150,7 +157,7 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class VirtualSources:
-    """What an analysis may take for rows besides the nodes of the graph.
+    """What an analysis may use as rows besides the nodes of the graph.
 
     ``slices``: slices of linear images of rows, and the same slices of those rows. ``shared``: tensors whose numbers
     were copied along an axis.
@@ -171,7 +178,7 @@ class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
 class Maps(Protocol):
     """The analysis as its rules and its readers see it; :class:`~mla_compile.passes.linear.analysis.LinearMaps` is one.
 
-    Rules are called by the analysis and ask it for the maps of their operands: this is what both agree on.
+    Rules are called by the analysis and ask it for the maps of their operands: this is the interface between the two.
     """
 
     weights: Collection[fx.Node]
@@ -233,7 +240,7 @@ def quantizes(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or dtype.itemsize < 2
 
 
-def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> LinearMap | Stop:
+def broadcast_to(source: LinearMap, new: Sequence[Size]) -> LinearMap | Stop:
     """``source`` broadcast to shape ``new``: size-1 axes that grow become broadcast atoms."""
     extra = len(new) - len(source.pieces[0].axes)
     at = None if source.axis is None else source.axis + extra
@@ -246,8 +253,3 @@ def broadcast_to(source: LinearMap, new: Sequence[Size], node: fx.Node) -> Linea
         return replace(piece, axes=tuple(axes))
 
     return source.each(grow, at)
-
-
-def _int(atom: Atom) -> int:
-    assert isinstance(atom.size, int), "weights have fixed sizes"
-    return atom.size

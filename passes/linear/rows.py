@@ -1,8 +1,8 @@
-"""Transfer rules for maps whose rows are virtual sources: no nodes of the graph, but views of its nodes.
+"""Transfer rules for maps whose rows are virtual sources: views of nodes, which are not in the graph themselves.
 
-A slice along the tokens of an up-projection is the same up-projection of a slice of the rows: ``(c W)[:, :n] = c[:, :n]
-W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were copied along an
-axis is its first position, broadcast. Without virtual sources both end the walk.
+A slice along the tokens of an up-projection is the same up-projection of a slice of the rows,
+``(c W)[:, :n] = c[:, :n] W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were
+copied along an axis is its first position, broadcast. Without virtual sources both end the walk.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     """The map of a tensor with the same numbers all along an axis: one of them, broadcast.
 
-    ``found``: what its operator's rule gives, which is as good where it has that axis broadcast, too.
+    ``found``: what its operator's rule gives, which is kept where it is broadcast along that axis as well.
     """
     shared = maps.virtual.shared[node]
     if isinstance(found, LinearMap) and all(constant_along(p, p.axes[shared.dim]) for p in found.pieces):

@@ -64,15 +64,14 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         a, b = b, a
     if not is_tensor(a):  # a weight times a size
         return unexplained(node)
-    # Positions and indices are integers too, and their products no rows.
+    # Positions and indices are integers, and their products are no rows.
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
         return unexplained(node)
     if isinstance(b, (int, float)):
         return finish(_times(maps.map(a), 1.0 / b if packet(node) is aten.div else float(b)), node)
     if not maps.is_weight(b):
-        code, what = (
-            ("nonlinear", "the rows") if is_tensor(b) and same_rows(a, b) else ("position_dependent", "the inputs")
-        )
+        of_rows = is_tensor(b) and same_rows(a, b)
+        code, what = ("nonlinear", "the rows") if of_rows else ("position_dependent", "the inputs")
         return Stop(node, code, f"{packet(node).__name__} with a factor that is computed from {what}")
     return multiply_weight(maps, node, a, b, reciprocal=packet(node) is aten.div)
 
@@ -81,7 +80,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     a, b = args_of(node)[0], args_of(node)[1]
     alpha = node.kwargs.get("alpha", 1)
     sign = -1.0 if packet(node) is aten.sub else 1.0
-    # In effect a bias, but no tensor of the graph that an expression could start from.
+    # In effect a bias, but there is no tensor in the graph for an expression of it to start from.
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):

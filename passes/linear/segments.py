@@ -1,6 +1,6 @@
 """Transfer rules for operators that take parts of a tensor or assemble one from parts.
 
-Parts of a weight's columns stay linear maps; parts of the tokens do not (the rows would be others). A tensor assembled
+Parts of a weight's columns stay linear maps; parts of the tokens do not (they are different rows). A tensor assembled
 along its features becomes a row of segments, each with a source of its own.
 """
 
@@ -44,15 +44,24 @@ def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap 
         return source.each(lambda p: _part_of_piece(p, dim, taken, node))
     if taken.step != 1:
         return Stop(node, "unsupported_op", "a strided slice across columns from different sources")
+    kept = _within(source.segments, dim, taken, node)
+    if isinstance(kept, Stop):
+        return kept
+    row = [s.moved(-taken.start) for s in kept]
+    return _in_a_row(row, dim) if row else Stop(node, "unsupported_op", "an empty slice")
+
+
+def _within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> list[Segment] | Stop:
+    """The columns ``taken`` of a row of segments, at the positions they have in it."""
     kept: list[Segment] = []
-    for s in source.segments:
+    for s in segments:
         low, high = max(taken.start, s.start), min(taken.stop, s.stop)
         if low < high:
             piece = _part_of_piece(s.piece, dim, range(low - s.start, high - s.start), node)
             if isinstance(piece, Stop):
                 return piece
-            kept.append(Segment(low - taken.start, high - taken.start, piece))
-    return _in_a_row(kept, dim) if kept else Stop(node, "unsupported_op", "an empty slice")
+            kept.append(Segment(low, high, piece))
+    return kept
 
 
 def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece | Stop:
@@ -111,7 +120,7 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
 
 def _write(node: fx.Node, dim: int) -> WriteOne | None:
     """``node`` as a write to one known position of axis ``dim``; None where it is something else."""
-    # Slices that take all stand between the writes where sizes are symbolic.
+    # Where sizes are symbolic, slices of everything stand between the writes.
     node = _itself(node)
     write = decode(node)
     if not isinstance(write, WriteOne) or write.index is None or val(write.x).dtype != val(node).dtype:
@@ -120,7 +129,7 @@ def _write(node: fx.Node, dim: int) -> WriteOne | None:
 
 
 def _itself(node: fx.Node) -> fx.Node:
-    """``node``, or what it is the whole of: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
+    """``node``, or the tensor that it is all of: with symbolic sizes, ``x[:, :]`` is read and written as a slice."""
     while isinstance(how := decode(node), (Slice, Write)):
         if val(how.x).dtype != val(node).dtype or not same_sizes(shape(how.x), shape(node)):
             return node
@@ -129,7 +138,7 @@ def _itself(node: fx.Node) -> fx.Node:
 
 
 def written_one(maps: Maps, node: fx.Node, how: WriteOne) -> LinearMap | Stop:
-    """Heads written one by one into a tensor, the last of them by ``node``: where all of them are, their stack."""
+    """Heads written one by one into a tensor, the last of them by ``node``: their stack, once all are written."""
     written: dict[int, fx.Node] = {}
     current = node
     while (write := _write(current, how.dim)) is not None:
@@ -170,16 +179,16 @@ def _overwritten(node: fx.Node) -> Stop:
 
 
 def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
-    """A tensor made of zeros, or of nothing yet."""
+    """A tensor of zeros, or one that is not initialized."""
     if how.value not in (0, None):
         return unexplained(node)
     axes = tuple(fresh_axis(s) for s in shape(node))
-    # `empty` is taken for zeros as long as all of it is written over; `defined` tells them apart where it is not.
+    # `empty` passes for zeros as long as all of it is overwritten; `defined` tells them apart where it is not.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
 
 
 def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
-    """The map of an operand; one made of zeros, or of nothing yet, has no source even where it is a constant."""
+    """The map of an operand; one of zeros, or not initialized, has no source even where it is a constant."""
     if not maps.is_weight(x):
         return maps.map(x)
     fill = _fill(x)
@@ -233,7 +242,7 @@ def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
         if isinstance(segments, Stop):
             return segments
         # Bounds are those of the result: each part begins where the one before it ended.
-        row += [Segment(offset + s.start, offset + s.stop, s.piece) for s in segments]
+        row += [s.moved(offset) for s in segments]
         offset = row[-1].stop
     return finish(_in_a_row([s for s in row if s.start < s.stop] or row[:1], dim), node)
 
@@ -264,7 +273,7 @@ def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
         return unexplained(node)
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
-    return finish(broadcast_to(maps.map(how.x), shape(node), node), node)
+    return finish(broadcast_to(maps.map(how.x), shape(node)), node)
 
 
 def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
@@ -291,18 +300,13 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
     if isinstance(segments, Stop):
         return segments
     start, stop = how.taken.start, how.taken.stop
-    kept: list[Segment] = []
-    for s in base_segments:
-        # What is left of a segment before and after the written columns, each of which may be empty.
-        for low, high in ((s.start, min(s.stop, start)), (max(s.start, stop), s.stop)):
-            if low < high:
-                piece = _part_of_piece(s.piece, dim, range(low - s.start, high - s.start), node)
-                if isinstance(piece, Stop):
-                    return piece
-                kept.append(Segment(low, high, piece))
-    kept += [Segment(start + s.start, start + s.stop, s.piece) for s in segments]
-    kept.sort(key=lambda s: s.start)
-    return finish(_in_a_row(kept, dim), node)
+    before = _within(base_segments, dim, range(start), node)
+    after = _within(base_segments, dim, range(stop, base_segments[-1].stop), node)
+    if isinstance(before, Stop):
+        return before
+    if isinstance(after, Stop):
+        return after
+    return finish(_in_a_row([*before, *(s.moved(start) for s in segments), *after], dim), node)
 
 
 def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
@@ -325,5 +329,5 @@ def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         for start, stop in ((0, before), (before + segments[-1].stop, before + segments[-1].stop + after))
         if start < stop
     ]
-    moved = [Segment(s.start + before, s.stop + before, s.piece) for s in segments]
-    return finish(LinearMap(tuple(sorted(zeros + moved, key=lambda s: s.start)), dim), node)
+    row = sorted([*zeros, *(s.moved(before) for s in segments)], key=lambda s: s.start)
+    return finish(LinearMap(tuple(row), dim), node)

@@ -23,21 +23,14 @@ _TOKEN_MIXING = {
     "scatter", "index", "index_put", "index_copy", "index_add", "select_scatter", "embedding", "matmul", "bmm", "mm",
     "baddbmm", "einsum", "stack", "scan",
 }  # fmt: skip
-_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along whatever axis they get
+_ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along that axis
 
 
-def _over_features(node: fx.Node, where: tuple[int, str]) -> bool:
-    """Whether an operator works along the last axis alone."""
+def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
+    """For the axes that an operator works along, whether each is the last; empty where it does not name them."""
     dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
     several = dims if isinstance(dims, (list, tuple)) else [dims]
-    return bool(several) and all(isinstance(d, int) and d % rank == rank - 1 for d in several)
-
-
-def _over_rows(node: fx.Node) -> bool:
-    """Whether a reduction leaves the last axis alone."""
-    dims, rank = argument(node, 1, "dim"), len(shape(args_of(node)[0]))
-    several = dims if isinstance(dims, (list, tuple)) else [dims]
-    return bool(several) and all(isinstance(d, int) and d % rank != rank - 1 for d in several)
+    return {d % rank == rank - 1 for d in several} if all(isinstance(d, int) for d in several) else set()
 
 
 def same_rows(one: fx.Node, other: fx.Node) -> bool:
@@ -53,7 +46,7 @@ def _near(node: fx.Node) -> dict[fx.Node, int]:
     """What ``node`` is computed from, up to the second projection: 1 where there is one in between, or else 0."""
     found = {node: 0}
     queue = [node]
-    # Depth first, with the fewest projections known so far: a node is visited again only by a way with fewer.
+    # Depth first, with the fewest projections known so far: a node is visited again only on a path with fewer.
     while queue:
         current = queue.pop()
         projections = found[current] + (packet(current) in PRODUCTS)
@@ -81,13 +74,13 @@ def unexplained(node: fx.Node) -> Stop:
         return Stop(node, "graph_break", f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
     # Before `_NONLINEAR`, as it depends on the axis which of the two reasons is true.
-    if name in ("sum", "mean", "amax", "amin", "logsumexp") and _over_rows(node):
+    if name in ("sum", "mean", "amax", "amin", "logsumexp") and _along_last(node, (1, "dim")) == {False}:
         return Stop(node, "token_mixing", f"{name} over another axis than the last")
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
     if name in ("where", "masked_fill") and len(node.args) == 3:
         return _chosen(node, name)
-    if name in _ONE_AXIS and _over_features(node, _ONE_AXIS[name]):
+    if name in _ONE_AXIS and _along_last(node, _ONE_AXIS[name]) == {True}:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if name in _TOKEN_MIXING:
         return Stop(node, "token_mixing", f"{name} mixes or reorders rows")

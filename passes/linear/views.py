@@ -32,7 +32,7 @@ def regrouped(maps: Maps, node: fx.Node, how: Regroup) -> LinearMap | Stop:
     source = maps.map(how.x)
     new, old = shape(node), shape(how.x)
     at = None if source.axis is None else _kept_axis(old, source.axis, new)
-    # The segmented axis is itself reshaped, which only one map can be.
+    # The segmented axis is itself reshaped, and only a single map can be.
     if at is None:
         whole = one_map(source, node)
         if whole is None:
@@ -66,7 +66,7 @@ def permuted(maps: Maps, node: fx.Node, how: Permute) -> LinearMap | Stop:
 
 
 def broadcast(maps: Maps, node: fx.Node, how: Broadcast) -> LinearMap | Stop:
-    return finish(broadcast_to(maps.map(how.x), shape(node), node), node)
+    return finish(broadcast_to(maps.map(how.x), shape(node)), node)
 
 
 def repeated(maps: Maps, node: fx.Node, how: Repeat) -> LinearMap | Stop:

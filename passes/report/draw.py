@@ -19,7 +19,7 @@ from mla_compile.codes import CODES
 from mla_compile.core.drawing import Drawing, DrawnNode, Role, SiteDrawing
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir import operators
-from mla_compile.passes.ir.graph import is_tensor, operator_name, packet, shape, val, whole_rows
+from mla_compile.passes.ir.graph import is_tensor, is_tuple, operator_name, packet, shape, val, whole_rows
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.operators import PRODUCTS, decode
 from mla_compile.passes.ir.stop import Stop
@@ -28,7 +28,7 @@ from mla_compile.passes.rewrite.records import Absorbed
 
 aten = torch.ops.aten
 MOST = 60
-"""Nodes of a drawing; what is further from the attention than these is drawn as an input.
+"""The most nodes that a drawing enters; what lies farther from the attention is drawn as an input.
 
 More boxes than that are not readable on one page."""
 
@@ -93,8 +93,8 @@ class Sketch:
 class _Draft:
     """One drawing in the making: nodes that ``inside`` holds for are entered, the others end it.
 
-    What a node reads for which ``ends_at`` holds is drawn and not entered. Nodes in ``always`` are entered though the
-    drawing is full.
+    The inputs of a node for which ``ends_at`` holds are drawn, but not entered. Nodes in ``always`` are entered even if
+    the drawing is full.
     """
 
     weights: Collection[str]
@@ -136,7 +136,7 @@ class _Draft:
         return self.inside(node) or self._shows_cache(node)
 
     def _shows_cache(self, node: fx.Node) -> bool:
-        """Whether it is a view of new rows joined to those that came in: it is shown what latent rows are made of."""
+        """Whether it is the join of new rows to those that came in, or a view of it: the reader is to see the cache."""
         node = _root(node)
         return _is_join(node) and any(self._is_cache(n) for n in self._inputs(node))
 
@@ -164,7 +164,7 @@ class _Draft:
             (parent,) = node.all_input_nodes[:1]
             if _is_view(node) or len(parent.users) == 1:
                 node = parent
-        return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, tuple, list))]
+        return [n for n in node.all_input_nodes if is_tensor(n) or is_tuple(n)]
 
     def _box(self, node: fx.Node, entered: bool) -> DrawnNode:
         where = locate(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -155,7 +154,7 @@ def _rows(verdicts: Mapping[fx.Node, Verdict], split: SplitSite) -> int:
     """The values per token of all row tensors; groups may share some."""
     plans = [verdicts[g.node].plan for g in split.groups]
     rows = {r.node: r for plan in plans if plan is not None for r in plan.rows}
-    return sum(r.size * math.prod(int(a.size) for a in r.heads) for r in rows.values())
+    return sum(r.size * r.count for r in rows.values())
 
 
 def _same(values: Sequence[str | None]) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -76,7 +75,7 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
     if not (plan.keys and plan.vals):
         return report
     # Rows of single heads are cached once for each of those heads.
-    rows = sum(r.size * math.prod(int(a.size) for a in r.heads) for r in plan.rows)
+    rows = sum(r.size * r.count for r in plan.rows)
     return replace(report, cache_values_expanded=plan.dims.expanded_values, cache_values_latent=rows)
 
 

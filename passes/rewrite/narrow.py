@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.decide.readers import projection_of
 from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
-from mla_compile.passes.ir.axes import Atom, axis_size
+from mla_compile.passes.ir.axes import Atom, fixed_size
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
 from mla_compile.passes.ir.graph import Builder, val
@@ -77,12 +77,10 @@ def _same_order(new: fx.Node, old: fx.Node) -> bool:
 def _matrix(factor: Factor, rows: Sequence[Atom], columns: Sequence[Atom]) -> Expr:
     """A weight as [rows, columns]."""
     ordered = factor.expr.permute([factor.atoms.index(a) for a in (*rows, *columns)])
-    width = axis_size(tuple(columns))
-    assert isinstance(width, int)
-    return ordered.view([-1, width])
+    return ordered.view([-1, fixed_size(columns)])
 
 
 def _vector(factor: Factor, features: Sequence[Atom]) -> Expr:
     """A bias as one row over all ``features``, also those it does not depend on."""
-    sizes = [int(a.size) for a in features if isinstance(a.size, int)]
+    sizes = [fixed_size([a]) for a in features]
     return aligned(factor, features).call(aten.expand.default, sizes).view([-1])

@@ -1,8 +1,8 @@
 """Plain attention as nodes: ``softmax(modify(scale * q k) + masks) v``.
 
-Whoever writes an attention out adds the two products, with the axes at hand, and takes what lies between them from
-here. It is the formula of :mod:`mla_compile.kernels.reference`: callers give it scores in float32 or wider, and a row
-without a visible key is zero, as in PyTorch's fused attention.
+Callers add the two products themselves, with the axes they have; what lies between the two comes from here. It is the
+formula of :mod:`mla_compile.kernels.reference`: scores are given in float32 or wider, and a row without a visible key
+is zero, as in PyTorch's fused attention.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ attention absorbed in part is computed in float32, because the form it replaces 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -79,29 +79,25 @@ class Products(Sides):
         self.sizes.builder = self.builder
         atoms = list(flatten(product.out))
         # New nodes go before the product itself: what reads the scores stands before the attention's output.
-        total: fx.Node | None = None
         index = self.site.products.index(product)
         terms = [t for t in self.plan.keys if t.product == index]
-        for term in terms:
-            total = self._add_term(total, product, term, atoms)
-        if total is not None and all(t.piece.source is None for t in terms):  # the same for every key
+        parts = [part for t in terms for part in self._scores_of(product, t, atoms)]
+        assert parts, "keys of zeros are no attention"
+        total = self._total(parts)
+        if all(t.piece.source is None for t in terms):  # the same for every key
             total = self.builder.call(aten.expand.default, total, [self.sizes.of(a) for a in atoms])
-        assert total is not None, "keys of zeros are no attention"
         new = arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), product.out)
         new = same_layout(self.builder, new, product.node)
         product.node.replace_all_uses_with(new)
         self.builder = outer
         self.sizes.builder = outer
 
-    def _add_term(self, total: fx.Node | None, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node | None:
-        parts: list[fx.Node] = []
+    def _scores_of(self, product: Product, term: Term, atoms: Sequence[Atom]) -> Iterator[fx.Node]:
+        """What a term of the keys adds to the scores: that of its rows, and that of its bias."""
         if term.piece.source is not None:
-            parts.append(self.term_scores(product, term, atoms, self._score_dtype(product, term.piece.source)))
+            yield self.term_scores(product, term, atoms, self._score_dtype(product, term.piece.source))
         if term.piece.bias is not None:
-            parts.append(self._bias_scores(product, term, atoms))
-        for part in parts:
-            total = part if total is None else self.builder.call(aten.add.Tensor, total, part)
-        return total
+            yield self._bias_scores(product, term, atoms)
 
     def _score_dtype(self, product: Product, source: fx.Node) -> torch.dtype:
         """The dtype that scores are computed in: that of the rows where possible, so that no long tensor is converted.

@@ -22,7 +22,7 @@ from mla_compile.passes.ir.sizes import hint, size
 aten = torch.ops.aten
 
 FEW_ROWS = 4
-"""How many rows a product may have to be computed as a multiply and a sum, with a weight of two bytes a value.
+"""The most rows for which a product with a weight of two bytes a value is computed as a multiply and a sum.
 
 Converting such a weight first moves ten bytes a value in every call: two are read, four written, and those four read
 again by the product. A fused multiply and sum reads two bytes a value for each row, which is less for up to four rows.

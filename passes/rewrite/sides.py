@@ -8,6 +8,7 @@ for the keys and P (W c) = W (P c) for the values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import fx
@@ -59,13 +60,13 @@ class Sides:
             for t in self.plan.keys
             if t.piece.source is rows.node and t.product is not None
         ]
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.builder.call(aten.add.Tensor, total, part)
         atoms = (*self.outer, *rows.width)
         target = (self.plan.batch, self.site.queries, self.plan.heads, rows.width)
-        total = spread(self.builder, self.sizes, total, atoms)
+        total = spread(self.builder, self.sizes, self._total(parts), atoms)
         return arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), target)
+
+    def _total(self, parts: Sequence[fx.Node]) -> fx.Node:
+        return reduce(lambda a, b: self.builder.call(aten.add.Tensor, a, b), parts)
 
     def _absorbed(self, product: Product, term: Term, rows: Rows) -> fx.Node:
         """``q W`` for one term, one axis per atom: batch, queries, heads, width of the rows."""

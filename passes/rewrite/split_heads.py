@@ -32,10 +32,10 @@ from mla_compile.passes.linear.records import Maps
 aten = torch.ops.aten
 
 MOST = 8
-"""Groups of heads that one attention is split into at most.
+"""The most groups of heads that one attention is split into.
 
-Every group is an attention with launches of its own in each step. More groups than these
-mean that nearly every head has rows of its own, and then there is nothing to share."""
+Every group is an attention with launches of its own in each step. More groups than these mean that nearly every head
+has rows of its own, and then there is nothing to share."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def split_heads(found: Iterable[HeadGroups], fake_mode: FakeTensorMode | None) -
 
 
 def _read_parts(parts: AxisParts, fake_mode: FakeTensorMode | None) -> None:
-    """Slices of joined heads are made of the heads they show: the others may not be needed any more."""
+    """Makes slices of joined heads from the heads they show: the others may not be needed any more."""
     for node, dim in parts.visited():
         how = parts.step(node, dim)
         if node.target is not aten.slice.Tensor or not isinstance(how, Joined):

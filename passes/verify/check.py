@@ -9,6 +9,7 @@ allows. Inputs are ordinary, large (a softmax near one-hot) and padded; a symbol
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import ancestors, reachable
 from mla_compile.passes.verify.evaluate import Evaluation, draw, number, of_sizes, symbols
 
 EXACT = 1e-8
@@ -36,7 +37,7 @@ ALLOWED = 1.5
 The absorbed form rounds at other places than the original, and no more often: the ratio is near 1, and quantiles of
 a sample scatter around it."""
 ROWS, TRIALS = 128, 16
-"""Rows of output wanted for a comparison of errors, and draws of inputs to get them at the most.
+"""Rows of output wanted for a comparison of errors, and the most draws of inputs made to get them.
 
 The 0.9 quantile of 128 rows has a dozen rows beyond it. A decode step of one head has a single row per draw, so the
 draws are limited too."""
@@ -46,8 +47,6 @@ LONG = 613
 """A context longer than any block of the kernels, for graphs whose context is symbolic."""
 
 _SCALES = (1.0, 8.0)  # ordinary inputs, and large ones whose softmax is near one-hot
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
 
 
 def _view_key(node: fx.Node) -> tuple[object, ...]:
-    """What of which rows ``node`` is, where it is virtual: the rows are what is drawn."""
+    """Which part of which rows a virtual ``node`` is: values are drawn for the rows."""
     if not is_virtual(node):
         return ()
     of, *args = args_of(node)
@@ -85,9 +84,7 @@ def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
     return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
 
 
-def check_site(
-    plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None], seed: int = 0
-) -> Check:
+def check_site(plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None]) -> Check:
     """Compares the rewritten output ``new`` with the same site in ``original`` (a copy made before the rewrite)."""
     before = {n.name: n for n in original.nodes}
     inputs = [
@@ -97,7 +94,7 @@ def check_site(
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: before[name] for name in nearest_known([*inputs, *beside], weights)}
-    return compare(plan, before[old], new, boundary, weights, seed)
+    return compare(plan, before[old], new, boundary, weights)
 
 
 def _masks(plan: AbsorbPlan) -> list[fx.Node]:
@@ -135,20 +132,17 @@ def nearest_known(
     computed, not given.
     """
     found: dict[str, fx.Node] = {}
-    queue = list(nodes)
-    seen = set(queue)
-    for node in queue:
-        if node in without or node.name in weights or not (is_tensor(node) or node.all_input_nodes):
-            continue
-        if isinstance(decode(node), Fill):  # zeros that something is written into are no input, but zeros
-            continue
+
+    def behind(node: fx.Node) -> Iterable[fx.Node]:
+        # Zeros that something is written into are no input, but zeros.
+        if node in without or node.name in weights or isinstance(decode(node), Fill):
+            return ()
         if is_tensor(node) and ORIGIN in node.meta and not (without and any(a in without for a in ancestors(node))):
             found[node.meta[ORIGIN]] = node
-            continue
-        for n in node.all_input_nodes:
-            if n not in seen:
-                seen.add(n)
-                queue.append(n)
+            return ()
+        return node.all_input_nodes
+
+    deque(reachable(nodes, behind), maxlen=0)
     return found
 
 
@@ -163,7 +157,7 @@ def compare(
 ) -> Check:
     """Compares ``new`` with ``old``, both from the same values of ``boundary``.
 
-    ``share``: what the heads of ``plan`` are of those that are computed.
+    ``share``: how many of the heads that are computed are those of ``plan``.
     """
     ratios: list[float] = []
     note = None
@@ -238,7 +232,7 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     nodes = [*boundary, plan.site.node, plan.site.v.node]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
-        return [seen]  # the rows that are read are some of those there are
+        return [seen]  # only some of the rows are read, and their number need not be that of the keys
     context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]

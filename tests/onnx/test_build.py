@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 from mla_compile.errors import ExportError, ModelFileError, OptionError
+from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx import build, cubins, native, variants
 from mla_compile.onnx.variants import Dims
 
@@ -36,6 +38,14 @@ def test_sources_compile_without_a_warning(tmp_path):
     flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Wpedantic", "-Wshadow"]
     for source in sorted(build.SOURCES.glob("*.c")):
         subprocess.run(["cc", *flags, "-Werror", "-c", str(source), "-o", str(tmp_path / "x.o")], check=True)
+
+
+def test_the_planner_in_c_knows_the_same_devices():
+    """What a library for sm_80, sm_90 and sm_100 does not show: tests/onnx/test_native_cuda.py compares their plans."""
+    (code,) = re.findall(r"double usual_bandwidth.*?;", (build.SOURCES / "plan.c").read_text(), re.DOTALL)
+    said = {f"sm_{arch}": float(rate) for arch, rate in re.findall(r"arch >= (\d+) +\? ([\d.e]+)", code)}
+    said["sm_80"] = float(re.findall(r": ([\d.e]+);", code)[0])  # of anything older than those
+    assert said == {name: device.bandwidth for name, device in PRESETS.items()}
 
 
 def test_the_manifest_says_what_the_library_holds(built):

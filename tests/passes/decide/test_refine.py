@@ -90,7 +90,7 @@ def plan_of(fn, data, weights):
     known = weight_nodes(graph, program.weights)
     (site,) = find_attention(graph, known)
     maps = LinearMaps(known, program.fake_mode)
-    return make_plan(site, [maps.map(p.k.node) for p in site.products], maps.map(site.v.node))
+    return make_plan(site, maps)
 
 
 B, H, S, T, L, N, V = 2, 3, 1, 7, 8, 6, 5

@@ -72,7 +72,7 @@ def test_only_the_wrong_site_is_rolled_back(monkeypatch):
             return self.first(x, c, r) + self.second(x, c, r)
 
     def wrong(plan, fake_mode, lengths):
-        return scaled(1.01 if plan.site.probs is None else 1.0)(plan, fake_mode)
+        return scaled(1.01 if plan.site.probs is None else 1.0)(plan, fake_mode, lengths)
 
     monkeypatch.setattr(pipeline, "absorb", wrong)
     module, given = Two(), inputs()[:3]
