@@ -6,7 +6,7 @@ what it depends on (its section's sources, the card, the versions, the tile): wh
 measured again.
 
     ok, skipped, failed     done; a failure is a wrong number, or an error that the program could name
-    unfinished              killed for time: run again by the next command
+    unfinished              killed for time, or out of memory: run again by the next command
     died                    the process died in it: run again by the next command, after all others
 """
 
@@ -260,6 +260,9 @@ class Run:
                 row = case.call()
             except SkipError as reason:
                 row = {"status": "skipped", "reason": str(reason)}
+            except torch.cuda.OutOfMemoryError as error:  # no verdict: other workers share the memory
+                row = {"status": "unfinished", "error": _short(error)}
+                torch.cuda.empty_cache()
             except Exception as error:  # noqa: BLE001  (whatever a case raises is its result, and the next one is run)
                 row = {"status": "failed", "error": _short(error), "traceback": traceback.format_exc()[-3000:]}
             row = {"status": "ok", **row, **about, "seconds": round(time.monotonic() - start, 3)}

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 if not __package__:  # as a script: import from the checkout, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -65,7 +66,7 @@ SECTIONS = {
     "correctness": Section(correctness.cases, CHECK, workers=PARALLEL),
     "floors": Section(kernels_bench.floors, ("benchmarks/gpu/timing.py",), timed=True),
     "kernels": Section(
-        kernels_bench.cases, (*TIMING, "benchmarks/gpu/kernels_bench.py", "benchmarks/gpu/peers.py"), 120.0,
+        kernels_bench.cases, (*TIMING, "benchmarks/gpu/kernels_bench.py", "benchmarks/gpu/peers.py"), 90.0,
         needs="floors", timed=True,
     ),
     "models": Section(
@@ -99,7 +100,8 @@ class Command:
 
     def __post_init__(self) -> None:
         """The cases of all sections that are asked for, and of the checks, whose failures count."""
-        self.cases = {s: list(SECTIONS[s].cases(self.run_of(s))) for s in (*self.args.sections, *CHECKS)}
+        wanted = (*self.args.sections, *(CHECKS if not self.args.worker else ()))
+        self.cases = {section: list(SECTIONS[section].cases(self.run_of(section))) for section in wanted}
         for section, cases in self.cases.items():  # what was measured of other sources, tiles or machines goes
             digests = {case.key: self.run_of(section).digest(case) for case in cases}
             rows = self.store.rows(section)
@@ -258,26 +260,28 @@ class Command:
         """The command line of a worker."""
         args = self.args
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", section, "--out", str(args.out)]
-        command += ["--budget", str(end - time.monotonic()), "--share", f"{share[0]}/{share[1]}", "--rows", str(write)]
+        command += ["--until", str(end), "--share", f"{share[0]}/{share[1]}", "--rows", str(write)]
         command += ["--first"] * first + ["--dry-run"] * args.dry_run
         command += [f"--peer={name}={path}" for name, path in args.peer]
         return command + [f"--inject={key}={fault}" for key, fault in args.inject]
 
 
-def work(args: argparse.Namespace) -> int:
-    """A section in this process, as a worker."""
-    end = time.monotonic() + args.budget
+def work(args: argparse.Namespace) -> NoReturn:
+    """A section in this process, as a worker. It ends at once: taking down a context that is lost may take forever."""
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     os.set_inheritable(args.rows, False)
-    section = args.worker
+    section, code = args.worker, 0
     with os.fdopen(args.rows, "w") as out:
-        command = Command(args, Wire(args.out, out), end)
-        run = command.run_of(section, args.first, share=args.share, end=end)
+        command = Command(args, Wire(args.out, out), args.until)
+        run = command.run_of(section, args.first, share=args.share, end=args.until)
         try:
             run.cases(command.cases[section])
         except OutOfTimeError:
             print(f"  {section}: what is left does not fit the time", flush=True)
-    return 0
+        except SystemExit as left:  # the context is lost
+            code = int(left.code or 0)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _end_with_the_parent() -> None:
@@ -303,6 +307,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", type=_share, default=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
+    # Of time.monotonic(), which is one clock for all processes of a Linux machine.
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.inject and not args.dry_run:
         parser.error("--inject is for --dry-run")
@@ -363,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("no CUDA device: these checks and benchmarks need one. --dry-run walks through all of them on the CPU.")
         return NO_GPU
     if args.worker:
-        return work(args)
+        work(args)
     end = time.monotonic() + args.budget
     store = Store(args.out)
     for path in args.resume:
