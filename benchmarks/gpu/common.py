@@ -198,7 +198,7 @@ class Run:
     """One section being filled: where to, on what, until when.
 
     ``share`` (i, n): only every n-th case, from i on. ``first``: only the cases marked so, or only the others.
-    ``without``: kernels (``gluon``, ``triton``) that took a process down, whose cases are left out.
+    ``without``: kernels (``gluon``, ``triton``) and peers that took a process down, and are left out.
     """
 
     store: Store
@@ -212,6 +212,7 @@ class Run:
     first: bool | None = None
     without: frozenset[str] = frozenset()
     faults: dict[str, str] = field(default_factory=dict)
+    current: tuple[str, Row] | None = None  # the row that is being measured, as it was begun
 
     @property
     def left(self) -> float:
@@ -253,7 +254,8 @@ class Run:
                 late += 1
                 continue
             about: Row = {"of": self.digest(case), "run": self.store.run}
-            self.store.record(self.section, case.key, {"status": "started", **about})
+            self.current = case.key, {"status": "started", **about}
+            self.store.record(self.section, *self.current)
             start = time.monotonic()
             try:
                 self._inject(case.key)
@@ -272,6 +274,12 @@ class Run:
                 self._leave_a_dead_context(case.key)
         if late:
             raise OutOfTimeError
+
+    def at(self, what: str) -> None:
+        """What a row is about to run: should the process hang or die, that is known."""
+        if self.current is not None:
+            key, row = self.current
+            self.store.record(self.section, key, {**row, "at": what})
 
     def _inject(self, key: str) -> None:
         fault = self.faults.get(key)
@@ -292,9 +300,10 @@ class Run:
             sys.exit(DEAD_CONTEXT)
 
 
-def kernel_of(key: str) -> str:
-    """The kernel that a row of a check is about, the word before the colon; nothing for other rows."""
-    return key.split()[0].rstrip(":") if ":" in key else ""
+def kernel_of(key: str, row: Row | None = None) -> str:
+    """The kernel that a check is about, the first word before the colon; of other rows what they ran last, if known."""
+    named = key.split(":")[0] if ":" in key else (row or {}).get("at", "")
+    return str(named).split(" ")[0]
 
 
 def _short(error: BaseException) -> str:

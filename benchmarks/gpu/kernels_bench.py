@@ -117,12 +117,15 @@ def measure(run: Run, pool: Pool, shape: Shape, lens: tuple[int, ...] | None = N
     row: Row = {"bytes": moved, "flops": flops, "floor_us": 1e6 * floor, "bound": "c" if flops / rate == floor else "m"}
     plans = kernels_for(shape, run.device, posed.options)
     row["plan"] = {name: str(made) for name, made in plans.items()}
-    row["absent"] = dict.fromkeys(run.without, "took its process down in an earlier row")
+    row["absent"] = dict.fromkeys(run.without, "hung or died in an earlier row")
     calls: dict[str, Any] = {}
     for name, made in plans.items():
         if name.split()[0] not in run.without:
             calls[name] = lambda made=made: posed.ours(made)[0]
     for name, make in PEERS.items():
+        if name in run.without:
+            continue
+        run.at(name)
         try:
             where_timed(name, shape)
             call = make(posed, run.peers.get(name))
@@ -132,12 +135,14 @@ def measure(run: Run, pool: Pool, shape: Shape, lens: tuple[int, ...] | None = N
             row["absent"][name] = str(reason)
         except Exception as error:  # noqa: BLE001  (a peer that fails is left out, with the reason)
             row["absent"][name] = _short(error)
-    problems = _agree(posed, calls, row)
+    problems = _agree(run, posed, calls, row)
     graphs = {}
     for name, call in calls.items():
+        run.at(name)
         graphs[name], captured = clock.captured(call)
         if not captured and clock.cuda:
             row.setdefault("not_captured", []).append(name)
+    run.at("")
     for name, seconds in clock.seconds(graphs, ROUNDS, 0.05 if run.dry else SECONDS).items():
         found = timing.spread(seconds)
         us = found["median"]
@@ -151,12 +156,13 @@ def measure(run: Run, pool: Pool, shape: Shape, lens: tuple[int, ...] | None = N
     return {**row, "status": "failed", "error": "; ".join(problems)} if problems else row
 
 
-def _agree(posed: Problem, calls: dict[str, Any], row: Row) -> list[str]:
+def _agree(run: Run, posed: Problem, calls: dict[str, Any], row: Row) -> list[str]:
     """Takes what fails, or differs from the truth, out of ``calls``; returns what is wrong with ours."""
     subset = posed.shape.B * posed.shape.kv * posed.shape.H * posed.shape.S > 1 << 28
     reference = None if subset else posed.truth()[0]
     problems = []
     for name in [n for n in calls if n not in OTHER_NUMBERS]:
+        run.at(name)
         try:
             got = calls[name]()
             if name in OURS:

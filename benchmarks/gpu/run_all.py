@@ -116,15 +116,16 @@ class Command:
         )  # fmt: skip
 
     def lost(self, section: str) -> frozenset[str]:
-        """Kernels that took processes down: one check of any run bars a timing, two of this run bar other checks."""
-        here = section in CHECKS
-        rows = self.store.rows(section if here else "correctness")
+        """Kernels that took processes down: two checks of this run bar other checks, one row of any run a timing."""
+        checks, timed = section in CHECKS, SECTIONS[section].timed
+        if not (checks or timed):
+            return frozenset()
+        rows = [*self.store.rows(section).items(), *(self.store.rows("correctness").items() if timed else ())]
         found = Counter(
-            common.kernel_of(key) for key, row in rows.items()
-            if (row["status"] == "died" or row.get("hung")) and (not here or row["run"] == self.store.run)
+            common.kernel_of(key, row) for key, row in rows
+            if (row["status"] == "died" or row.get("hung")) and (timed or row["run"] == self.store.run)
         )  # fmt: skip
-        timed = here or SECTIONS[section].timed
-        return frozenset(kernel for kernel, count in found.items() if timed and count >= 1 + here)
+        return frozenset(kernel for kernel, count in found.items() if kernel and count >= 1 + checks)
 
     def need(self, section: str, first: bool) -> float:
         """Seconds that the rows to do take, roughly; 0 for none."""

@@ -27,7 +27,7 @@ from typing import Any
 if not __package__:  # as a script: import from the checkout, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.gpu.common import ROOT, Case, Row, Run, SkipError, Store  # sets the environment, so before torch
+from benchmarks.gpu.common import DONE, ROOT, Case, Row, Run, SkipError, Store  # sets the environment, so before torch
 
 import torch  # isort: skip
 
@@ -152,6 +152,8 @@ def tune(run: Run) -> Iterator[Case]:
 
     def call(key: str, kind: str, rows: int, tile: Candidate) -> Row:
         checked = run.store.rows("tiles").get(key, {"status": "pending"})
+        if checked["status"] not in DONE:
+            return {"status": "unfinished", "error": f"its check is {checked['status']}"}
         if checked["status"] != "ok":
             raise SkipError(f"its check is {checked['status']}")
         batch, kv = (2, 70) if run.dry else (max(8, 4 * sms * 16 // max(16, rows) // 4), 4096)
