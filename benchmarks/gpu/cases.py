@@ -17,6 +17,7 @@ from torch import Tensor
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.plan import Device, Plan, plan
+from mla_compile.kernels.triton.steps import read_mask_bytes
 
 FP8 = torch.float8_e4m3fn
 # Scores have a standard deviation of 1, so that a wrong score is seen; values are small, as in FlashMLA's own test,
@@ -128,23 +129,35 @@ class Problem:
         return gathered[:, : self.shape.kv, None]
 
     def plan(self, kernel: str) -> Plan | None:
-        """The plan that the library makes when it may (``gluon``) or may not (``triton``) use the Hopper kernel.
+        """:func:`plan_of` this problem."""
+        return plan_of(self.shape, self.query.device, kernel, self.options)
 
-        ``gluon splits`` is the Hopper kernel with each request cut into splits, where the plan would have the batch cut
-        on the device. None where the plan would not do it.
-        """
-        s = self.shape
-        if kernel != "triton" and any(self.options.get(name) for name in ("softcap", "window")):
-            return None
-        made = plan(
-            B=s.B, S=s.S, H=s.H, L=s.L, R=s.R, T=s.kv if s.page is None else s.pages * s.page, query_dtype=s.dtype,
-            cache_dtype=s.cache_dtype, page_size=s.page, masked="mask" in self.options,
-            device=Device.of(self.query.device), splits=self.options.get("num_splits"),
-            deterministic=self.options.get("deterministic", False), gluon=kernel != "triton",
-        )  # fmt: skip
-        if kernel == "gluon splits":
-            return replace(made, scheduled=False) if made.scheduled else None
-        return made if made.kernel == kernel else None
+
+def plan_of(shape: Shape, device: torch.device, kernel: str, options: dict[str, Any]) -> Plan | None:
+    """The plan that the library makes when it may (``gluon``) or may not (``triton``) use the Hopper kernel.
+
+    ``gluon splits`` is the Hopper kernel with each request cut into splits, where the plan would have the batch cut
+    on the device. None where the plan would not do it. Of ``options`` the tensors may lie on any device.
+    """
+    if kernel != "triton" and any(options.get(name) for name in ("softcap", "window")):
+        return None
+    values, mask = options.get("values"), options.get("mask")
+    made = plan(
+        B=shape.B, S=shape.S, H=shape.H, L=shape.L, R=shape.R,
+        T=shape.kv if shape.page is None else shape.pages * shape.page, query_dtype=shape.dtype,
+        cache_dtype=shape.cache_dtype, page_size=shape.page, Lv=None if values is None else values.shape[-1],
+        masked=mask is not None, mask_bytes=read_mask_bytes(mask), device=Device.of(device),
+        splits=options.get("num_splits"), deterministic=options.get("deterministic", False), gluon=kernel != "triton",
+    )  # fmt: skip
+    if kernel == "gluon splits":
+        return replace(made, scheduled=False) if made.scheduled else None
+    return made if made.kernel == kernel else None
+
+
+def kernels_for(shape: Shape, device: torch.device, options: dict[str, Any]) -> dict[str, Plan]:
+    """The plans of the kernels that take such a call here, by the names of :func:`plan_of`, the portable one first."""
+    plans = {name: plan_of(shape, device, name, options) for name in ("triton", "gluon", "gluon splits")}
+    return {name: made for name, made in plans.items() if made is not None}
 
 
 def lengths(shape: Shape, how: str, generator: torch.Generator) -> Tensor:

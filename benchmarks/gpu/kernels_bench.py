@@ -8,25 +8,28 @@ except where the cache of one problem fits the L2 and was not flushed, which is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from benchmarks.common import table
 from benchmarks.gpu import timing
-from benchmarks.gpu.cases import Problem, Shape
+from benchmarks.gpu.cases import Problem, Shape, kernels_for
 from benchmarks.gpu.common import Case, Row, Run, SkipError, Store, _short
-from benchmarks.gpu.correctness import compare_out, kernels_for, seed_of
+from benchmarks.gpu.correctness import compare_out, not_replaced, seed_of
 from benchmarks.gpu.peers import OTHER_NUMBERS, PEERS, where_timed
 
 OURS = ("triton", "gluon", "gluon splits")
 ROUNDS = 30
 SECONDS = 0.6  # of timing per shape
 HEADS = ((16, 1), (32, 1), (64, 1), (128, 1), (128, 2))
-FIRST = (  # what the targets of the project speak of, and one shape for each regime
-    (128, 4096, 16, 1), (128, 4096, 128, 1), (64, 4096, 64, 1), (1, 32768, 128, 1),
-    (32, 4096, 32, 1), (1, 32768, 16, 1), (128, 8192, 128, 1), (32, 8192, 16, 1),
-    (128, 4096, 128, 2), (1, 4096, 128, 1), (8, 4096, 128, 1), (8, 4096, 16, 1),
+HEADLINE = (
+    (128, 8192, 16, 1), (128, 8192, 128, 1), (1, 8192, 16, 1), (1, 8192, 128, 1), (32, 8192, 16, 1), (32, 8192, 128, 1),
+)  # fmt: skip
+NEXT = (  # what the targets of the project speak of, and one shape for each regime
+    (128, 4096, 16, 1), (128, 4096, 128, 1), (64, 4096, 64, 1), (1, 32768, 128, 1), (32, 4096, 32, 1),
+    (1, 32768, 16, 1), (128, 4096, 128, 2), (1, 4096, 128, 1), (8, 4096, 128, 1), (8, 4096, 16, 1),
 )  # fmt: skip
 
 
@@ -45,28 +48,37 @@ def shapes(dry: bool) -> list[Shape]:
     if dry:
         return [Shape(B=2, kv=70, H=4), Shape(B=1, kv=70, H=2, S=2)]
     grid = [(b, kv, h, s) for kv in (4096, 1024, 8192, 32768, 131072) for b in (32, 1, 128, 8, 64) for h, s in HEADS]
-    return [Shape(B=b, kv=kv, H=h, S=s) for b, kv, h, s in dict.fromkeys([*FIRST, *grid])]
+    return [Shape(B=b, kv=kv, H=h, S=s) for b, kv, h, s in dict.fromkeys([*HEADLINE, *NEXT, *grid])]
 
 
 class Pool:
-    """One allocation of random pages for all shapes; requests own random ones of it."""
+    """The clock, and one allocation of random pages for all shapes; requests own random ones of it."""
 
     def __init__(self, run: Run, shapes: list[Shape]) -> None:
-        self.run = run
-        free = torch.cuda.mem_get_info()[0] if run.device.type == "cuda" else 1 << 22
-        wanted = max(s.B * s.pages for s in shapes)
-        self.pages = min(wanted, int(0.4 * free) // (64 * 576 * 2))
-        self.kv = torch.empty(self.pages, 64, 576, dtype=torch.bfloat16, device=run.device)
-        for part in self.kv.split(4096):  # float32 of all of it at once would be twice the memory
-            part.copy_(0.1 * torch.randn(part.shape, device=run.device, dtype=torch.bfloat16))
+        self.run, self.wanted = run, max(s.B * s.pages for s in shapes)
+
+    @cached_property
+    def clock(self) -> timing.Clock:
+        """Made by the first shape that is measured."""
+        return timing.Clock(self.run.device)
+
+    @cached_property
+    def kv(self) -> torch.Tensor:
+        """[pages,64,576], as many as are wanted or fit 0.4 of the free memory."""
+        free = torch.cuda.mem_get_info()[0] if self.run.device.type == "cuda" else 1 << 22
+        pages = min(self.wanted, int(0.4 * free) // (64 * 576 * 2))
+        made = torch.empty(pages, 64, 576, dtype=torch.bfloat16, device=self.run.device)
+        for part in made.split(4096):  # float32 of all of it at once would be twice the memory
+            part.copy_(0.1 * torch.randn(part.shape, device=self.run.device, dtype=torch.bfloat16))
+        return made
 
     def problem(self, shape: Shape, lens: tuple[int, ...] | None = None) -> Problem:
         """Requests of these lengths (None: all full) over random pages."""
         count = shape.B * shape.pages
-        if count > self.pages:
-            raise SkipError(f"needs {count} pages, {self.pages} fit in memory")
+        if count > len(self.kv):
+            raise SkipError(f"needs {count} pages, {len(self.kv)} fit in memory")
         generator = torch.Generator(self.run.device).manual_seed(seed_of(str(shape)))
-        order = torch.randperm(self.pages, generator=generator, device=self.run.device)[:count]
+        order = torch.randperm(len(self.kv), generator=generator, device=self.run.device)[:count]
         query = 10 * torch.randn(
             shape.B, shape.S, shape.H, 576, generator=generator, device=self.run.device, dtype=torch.float32
         )
@@ -75,17 +87,13 @@ class Pool:
         return Problem(shape, query.to(shape.dtype), self.kv, made, lengths, {"causal": shape.S > 1})
 
 
-def floors(run: Run) -> None:
+def floors(run: Run) -> Iterator[Case]:
     """What this card reaches: copy and read bandwidth, a bfloat16 product, and the time of an empty graph."""
-    clock = timing.Clock(run.device)
-    run.cases(
-        [
-            ("copy", lambda: timing.copy_bandwidth(clock)),
-            ("read", lambda: timing.read_bandwidth(clock)),
-            ("matmul bfloat16", lambda: timing.matmul_rate(clock)),
-            ("empty graph", lambda: timing.empty_graph(clock)),
-        ]
-    )
+    for key, measured in (
+        ("copy", timing.copy_bandwidth), ("read", timing.read_bandwidth), ("matmul bfloat16", timing.matmul_rate),
+        ("empty graph", timing.empty_graph),
+    ):  # fmt: skip
+        yield Case(key, lambda measured=measured: measured(timing.Clock(run.device)), 2.0, True)  # type: ignore[misc]
 
 
 def measured_floors(store: Store) -> tuple[float, float]:
@@ -94,28 +102,30 @@ def measured_floors(store: Store) -> tuple[float, float]:
     try:
         return rows["copy"]["bytes_per_s"], rows["matmul bfloat16"]["flop_per_s"]
     except KeyError:
-        raise SystemExit("the section floors has to run before this one: --sections floors,...") from None
+        raise SkipError("the floors of this card were not measured") from None
 
 
-def ours(posed: Problem) -> dict[str, Any]:
-    """Our kernels on this problem by name: ``triton``, and the forms of ``gluon`` that the plan takes."""
-    plans = {name: posed.plan(name) for name in reversed(kernels_for(posed.shape, posed.query.device))}
-    return {name: (lambda p=p: posed.ours(p)[0]) for name, p in plans.items()}
+def measure(run: Run, pool: Pool, shape: Shape, lens: tuple[int, ...] | None = None) -> Row:
+    """One shape: every variant's first output against the truth, then all of them in turns.
 
-
-def measure(
-    run: Run, clock: timing.Clock, pool: Pool, shape: Shape, blocked: set[str], lens: tuple[int, ...] | None = None
-) -> Row:
-    """One shape: every variant's first output against the truth, then all of them in turns."""
+    A variant of ours that does not compile, run or come out right makes the row failed; the others are still timed.
+    """
     bandwidth, rate = measured_floors(run.store)
-    posed = pool.problem(shape, lens)
+    clock, posed = pool.clock, pool.problem(shape, lens)
     moved, flops = shape.cost(sum(lens) if lens else None)
     floor = max(moved / bandwidth, flops / rate)
     row: Row = {"bytes": moved, "flops": flops, "floor_us": 1e6 * floor, "bound": "c" if flops / rate == floor else "m"}
-    calls = {name: call for name, call in ours(posed).items() if name.split()[0] not in blocked}
-    row["plan"] = {name: str(posed.plan(name)) for name in calls}
-    row["absent"] = dict.fromkeys(blocked, "failed its correctness check")
+    plans = kernels_for(shape, run.device, posed.options)
+    row["plan"] = {name: str(made) for name, made in plans.items()}
+    row["absent"] = dict.fromkeys(run.without, "hung or died in an earlier row")
+    calls: dict[str, Any] = {}
+    for name, made in plans.items():
+        if name.split()[0] not in run.without:
+            calls[name] = lambda made=made: posed.ours(made)[0]
     for name, make in PEERS.items():
+        if name in run.without:
+            continue
+        run.at(name)
         try:
             where_timed(name, shape)
             call = make(posed, run.peers.get(name))
@@ -125,12 +135,14 @@ def measure(
             row["absent"][name] = str(reason)
         except Exception as error:  # noqa: BLE001  (a peer that fails is left out, with the reason)
             row["absent"][name] = _short(error)
-    _agree(posed, calls, row)
+    problems = _agree(run, posed, calls, row)
     graphs = {}
     for name, call in calls.items():
+        run.at(name)
         graphs[name], captured = clock.captured(call)
         if not captured and clock.cuda:
             row.setdefault("not_captured", []).append(name)
+    run.at("")
     for name, seconds in clock.seconds(graphs, ROUNDS, 0.05 if run.dry else SECONDS).items():
         found = timing.spread(seconds)
         us = found["median"]
@@ -138,53 +150,52 @@ def measure(
             **found, "TBps": round(moved / us / 1e6, 3), "TFLOPs": round(flops / us / 1e6, 1),
             "over_floor": round(us / (1e6 * floor), 3),
         }  # fmt: skip
-    for name in ours(posed):
+    for name in plans:
         if name in calls and shape.B <= 8:
             row[name]["host_us"] = round(timing.host_cost(clock, calls[name]), 2)
-    return row
+    return {**row, "status": "failed", "error": "; ".join(problems)} if problems else row
 
 
-def _agree(posed: Problem, calls: dict[str, Any], row: Row) -> None:
-    """Ours must be right, or nothing is timed; a peer that disagrees is left out."""
+def _agree(run: Run, posed: Problem, calls: dict[str, Any], row: Row) -> list[str]:
+    """Takes what fails, or differs from the truth, out of ``calls``; returns what is wrong with ours."""
     subset = posed.shape.B * posed.shape.kv * posed.shape.H * posed.shape.S > 1 << 28
-    want = None if subset else posed.truth()
-    mine = next((n for n in OURS if n in calls), None)
-    reference = want[0] if want is not None else (calls[mine]().double() if mine else None)
-    for name in list(calls):
-        if name in OTHER_NUMBERS or reference is None:
-            continue
-        got = calls[name]()
-        found = compare_out(got, reference, posed.shape.dtype)
-        row.setdefault("error", {})[name] = found.get("out_relative", found.get("error"))
-        if found.get("status") == "failed":
+    reference = None if subset else posed.truth()[0]
+    problems = []
+    for name in [n for n in calls if n not in OTHER_NUMBERS]:
+        run.at(name)
+        try:
+            got = calls[name]()
             if name in OURS:
-                raise AssertionError(f"{name} is wrong: {found['error']}")
-            row["absent"][name] = f"disagrees: {found['error']}"
+                not_replaced(name)
+            reference = got.double() if reference is None else reference  # too large for the truth: each other
+            found = compare_out(got, reference, posed.shape.dtype)
+        except Exception as error:  # noqa: BLE001  (compilers and launches fail in many ways; the others are timed)
+            found = {"status": "failed", "error": _short(error)}
+        row.setdefault("error_of", {})[name] = found.get("out_relative", found.get("error"))
+        if found.get("status") == "failed":
+            row["absent"][name] = found["error"]
+            problems += [f"{name}: {found['error']}"] if name in OURS else []
             del calls[name]
+    return problems
 
 
-def section(run: Run, blocked: set[str]) -> None:
-    """The grid; ``blocked`` are kernels of ours that failed their correctness check."""
-    clock = timing.Clock(run.device)
+def cases(run: Run) -> Iterator[Case]:
+    """The headline shapes, the next ones, requests of uneven lengths, the grid."""
     wanted, uneven = shapes(run.dry), ragged(run.dry)
     pool = Pool(run, [*wanted, *(shape for shape, _ in uneven)])
-
-    def cases() -> Iterator[Case]:
-        first = len(FIRST)
-        for shape in wanted[:first]:
-            yield str(shape), lambda shape=shape: measure(run, clock, pool, shape, blocked)  # type: ignore[misc]
-        for shape, lens in uneven:
-            key = f"ragged {shape}"
-            yield key, lambda s=shape, n=lens: measure(run, clock, pool, s, blocked, n)  # type: ignore[misc]
-        for shape in wanted[first:]:
-            yield str(shape), lambda shape=shape: measure(run, clock, pool, shape, blocked)  # type: ignore[misc]
-
-    run.cases(cases())
+    listed: list[tuple[str, Shape, tuple[int, ...] | None]] = [(str(shape), shape, None) for shape in wanted]
+    place = len(HEADLINE) + len(NEXT)
+    listed[place:place] = [(f"ragged {shape}", shape, lens) for shape, lens in uneven]
+    for index, (key, shape, lens) in enumerate(listed):
+        first = index < (1 if run.dry else len(HEADLINE))
+        of = f"{kernels_for(shape, run.device, {})} {sorted(run.peers)}"
+        # The first ones compile their kernels.
+        yield Case(key, lambda s=shape, n=lens: measure(run, pool, s, n), 6.0 if first else 2.5, first, of)  # type: ignore[misc]
 
 
 def summary(store: Store) -> str:
     """A line per shape: the floor, microseconds (ratio to the floor) of each variant, and the rates of our best."""
-    rows = {key: row for key, row in store.rows("kernels").items() if row["status"] == "ok"}
+    rows = {key: row for key, row in store.rows("kernels").items() if "floor_us" in row}
     names = [n for n in (*OURS, *PEERS) if any(n in row for row in rows.values())]
     lines = []
     for key, row in rows.items():

@@ -33,6 +33,7 @@ from mla_compile.kernels.call import DecodeCall
 
 L, R, PAGE, NODES, ROUNDS = 512, 64, 64, 4, 30
 SCALE = 192**-0.5
+SOURCES = ("mla_compile", "kernels", "kernels/tuned.json", "passes", "benchmarks/gpu/onnx_native.py")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # largest error over the largest value
 SHAPES = ((1, 4096, 128), (1, 32768, 16), (8, 4096, 16), (32, 4096, 16), (32, 4096, 128), (1, 131072, 128))
 _TYPES = {torch.float32: 1, torch.int32: 6, torch.int64: 7, torch.bool: 9, torch.float16: 10, torch.bfloat16: 16}
@@ -276,9 +277,25 @@ def timed(shape: Shape, device: torch.device, registered: Path) -> Row:
     return row
 
 
-def cases(run: Run, registered: Path) -> Iterator[Case]:
-    """Every dtype, mask and feature once, then times."""
+def cases(run: Run) -> Iterator[Case]:
+    """The library, every dtype, mask and feature once, then times."""
     device = run.device
+
+    def built() -> Row:
+        providers(device, False)
+        try:
+            return {"library": str(library(device))}
+        except MlaCompileError as reason:
+            raise SkipError(str(reason)) from reason
+
+    def of_library(call: Callable[[Shape, torch.device, Path], Row], shape: Shape) -> Row:
+        found = run.store.rows(run.section)["library"]
+        if found["status"] != "ok":
+            raise SkipError(f"no library: {found.get('reason', found.get('error'))}")
+        built = Path(found["library"])  # of an earlier run, perhaps on a machine that is gone
+        return call(shape, device, built if built.exists() else library(device))
+
+    yield Case("library", built, 120.0)
     half = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     plain = Shape(3, 70 if run.dry else 1500, 4 if run.dry else 24, dtype=torch.float32)
     for dtype in (*half, torch.float32):
@@ -287,21 +304,10 @@ def cases(run: Run, registered: Path) -> Iterator[Case]:
             {"S": 2, "mask": "rows"}, {"S": 2, "mask": "added", "causal": True}, {"lens": True, "sinks": True},
         ):  # fmt: skip
             shape = Shape(**{**plain.__dict__, "dtype": dtype, **change})
-            yield f"correct: {shape}", lambda shape=shape: correct(shape, device, registered)
+            yield Case(f"correct: {shape}", lambda shape=shape: of_library(correct, shape))  # type: ignore[misc]
     for B, T, H in SHAPES if not run.dry else ((1, 128, 2),):
         shape = Shape(B, T, H, dtype=torch.float32 if run.dry else torch.bfloat16)
-        yield f"time: {shape}", lambda shape=shape: timed(shape, device, registered)
-
-
-def onnx_native(run: Run) -> None:
-    """The section."""
-    try:
-        providers(run.device, False)
-        registered = library(run.device)
-    except (SkipError, MlaCompileError) as reason:
-        run.store.close(run.section, "skipped", str(reason))
-        return
-    run.cases(cases(run, registered))
+        yield Case(f"time: {shape}", lambda shape=shape: of_library(timed, shape), 10.0)  # type: ignore[misc]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -314,15 +320,15 @@ def main(arguments: list[str] | None = None) -> int:
         print("there is no CUDA device; --dry-run goes through the script without one")
         return 2
     device = torch.device("cpu" if given.dry_run else "cuda", None if given.dry_run else 0)
-    store = Store(given.out, common.machine(device))
-    run = Run(store, "onnx_native", device, dry=given.dry_run)
-    onnx_native(run)
-    for key, row in store.rows("onnx_native").items():
+    store = Store(given.out)
+    store.data["about"] = {**common.machine(device), "run": store.run + 1}
+    run = Run(store, "onnx", device, dry=given.dry_run, sources=SOURCES)
+    run.cases(cases(run))
+    for key, row in store.rows("onnx").items():
         facts = {k: v for k, v in row.items() if k not in ("status", "traceback", "seconds")}
         print(f"{row['status']:8} {key}  {facts}")
-    section = store.section("onnx_native")
-    print(section["note"] or common.counted(section["rows"]))
-    return int(bool(store.failures("onnx_native")))
+    print(common.counted(store.rows("onnx")))
+    return int(bool(store.failures("onnx")))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Sweep tiles on the card at hand and rewrite kernels/tuned.json: which tile is fastest, and its t0 and t_tile.
+"""Which tile is fastest on the card at hand, its t0 and t_tile, and kernels/tuned.json rewritten from that.
 
-    python benchmarks/gpu/tune.py                       # every class of query rows and cache dtype, about 8 minutes
-    python benchmarks/gpu/tune.py --classes half-16 --write
-    python benchmarks/gpu/tune.py --dry-run             # no GPU: walks the code, writes nothing
+    python benchmarks/gpu/run_all.py --sections tiles,tune      # measures: the sections are here
+    python benchmarks/gpu/tune.py [RESULTS]                     # prints; writes a table beside the results
+    python benchmarks/gpu/tune.py [RESULTS] --write             # puts it in place of kernels/tuned.json
 
-A class is a cache dtype and a number of query rows. Its candidates are all tiles that fit shared memory; each has to be
-right before it is timed. They are compared on a full card (as many requests as make several waves); the fastest one's
-t0 and t_tile, of the formula in kernels/plan.py, are intercept and slope of a single block's time over several lengths.
-Rows of other GPU generations stay as they are. Without ``--write`` the new rows are only printed and kept in ``--out``.
+A class is a cache dtype, a number of query rows, and a cache in pages or in one piece. Its candidates are the tiles
+that fit shared memory and are nearest to the table's. ``tiles`` compiles each, on all cores, and holds its result
+against the truth; ``tune`` times those that are right, alone on a full card (as many requests as make several waves).
+The fastest one's t0 and t_tile, of the formula in kernels/plan.py, are intercept and slope of a single block's time
+over several lengths. Rows of other GPU generations stay as they are.
 """
 
 from __future__ import annotations
@@ -17,23 +18,22 @@ import itertools
 import json
 import math
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # as a script: import from the checkout, not from this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from benchmarks.gpu import common
+from benchmarks.gpu.common import DONE, ROOT, Case, Row, Run, SkipError, Store  # sets the environment, so before torch
 
-import torch  # isort: skip  # after common, which sets the environment
+import torch  # isort: skip
 
-from benchmarks.common import names, table
+from benchmarks.common import table
 from benchmarks.gpu import timing
 from benchmarks.gpu.cases import FP8, Problem, Shape, problem
-from benchmarks.gpu.common import ROOT, Row, Run, SkipError, Store
 from benchmarks.gpu.correctness import compare
 from mla_compile.errors import InputError
 from mla_compile.kernels import plan as planning
@@ -44,6 +44,8 @@ DTYPES = {"half": torch.bfloat16, "float8": FP8, "float32": torch.float32}
 CLASSES = {f"{kind}-{rows}": (kind, rows) for kind in DTYPES for rows in (16, 32, 128)}
 MAX_ROWS = {16: 16, 32: 32, 128: None}  # the query rows a class stands for, as tuned.json has them
 STAGES = (1, 2, 3, 4, 5, 7)
+MOST = 24  # candidates of a class
+FIRST = 4  # of them, the nearest to the table: of all classes before the others of any
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Candidate:
     num_warps: int
     num_stages: int
     paged: bool
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n} w{self.num_warps} s{self.num_stages}"
 
     def plan(self, splits: int = 1) -> Plan:
         """As a launch."""
@@ -106,41 +111,68 @@ def posed(kind: str, rows: int, batch: int, kv: int, paged: bool, device: torch.
     return made
 
 
-def sweep(run: Run, clock: timing.Clock, kind: str, rows: int, paged: bool) -> Row:
-    """The fastest tile of a class on a full card, and all that were tried."""
-    device = Device.of(run.device)
-    batch, kv = (2, 70) if run.dry else (max(8, 4 * device.sms * 16 // max(16, rows) // 4), 4096)
-    full = posed(kind, rows, batch, kv, paged, run.device)
-    small = posed(kind, rows, 2, 70 if run.dry else 300, paged, run.device)
-    want = small.truth()
-    tried: list[Row] = []
-    try:
-        tiles = list(candidates(kind, rows, paged, device))
-    except NoPlanError as error:
-        raise SkipError(str(error)) from None
-    for candidate in tiles:
-        if run.left <= 0 or (run.dry and len(tried) == 2):
-            break
-        found: Row = {"tile": asdict(candidate)}
-        tried.append(found)
+def _classes(run: Run) -> Iterator[tuple[int, str, str, int, Candidate]]:
+    """Rank, key, cache dtype and query rows of every candidate, and itself; the nearest ones of all classes first."""
+    device, found = Device.of(run.device), []
+    for (name, (kind, rows)), paged in itertools.product(CLASSES.items(), (True, False)):
         try:
-            found |= compare(small.ours(candidate.plan()), want, small.shape.dtype)
-            if found.get("status") != "failed":
-                plan = candidate.plan()
-                call, _ = clock.captured(lambda plan=plan: full.ours(plan))
-                found["us"] = 1e6 * clock.median(call, rounds=12, budget=0.15)
-        except Exception as error:  # noqa: BLE001  (a tile that does not compile or launch is a result of the sweep)
-            found["error"] = common._short(error)
-            torch.cuda.synchronize() if clock.cuda else None
-    timed = sorted((t for t in tried if "us" in t), key=lambda t: t["us"])
-    if not timed:
-        return {"status": "failed", "error": "no tile was right and ran", "tried": tried}
-    best = Candidate(**timed[0]["tile"])
-    moved, flops = full.shape.cost()
-    return {
-        "best": asdict(best), "us": timed[0]["us"], "TBps": moved / timed[0]["us"] / 1e6,
-        "TFLOPs": flops / timed[0]["us"] / 1e6, **line(run, clock, kind, rows, best), "tried": tried,
-    }  # fmt: skip
+            tiles = list(itertools.islice(candidates(kind, rows, paged, device), 2 if run.dry else MOST))
+        except NoPlanError:
+            continue
+        found += [(rank, f"{name} {_how(paged)} {tile}", kind, rows, tile) for rank, tile in enumerate(tiles)]
+    return iter(sorted(found, key=lambda entry: entry[0] >= FIRST))
+
+
+def _one(make: Callable[[], Problem], kept: dict[object, Any], key: object) -> Any:
+    """What ``make`` returns, kept until another key is asked for: one class at a time is in memory."""
+    if key not in kept:
+        kept.clear()
+        kept[key] = make()
+    return kept[key]
+
+
+def tiles(run: Run) -> Iterator[Case]:
+    """Every candidate against the truth, on few requests."""
+    kept: dict[object, Any] = {}
+
+    def call(kind: str, rows: int, tile: Candidate) -> Row:
+        kv = 70 if run.dry else 300
+        small = _one(lambda: posed(kind, rows, 2, kv, tile.paged, run.device), kept, (kind, rows, tile.paged))
+        return compare(small.ours(tile.plan()), small.truth(), small.shape.dtype)
+
+    for rank, key, kind, rows, tile in _classes(run):
+        yield Case(key, lambda k=kind, r=rows, t=tile: call(k, r, t), 3.0, rank < FIRST)  # type: ignore[misc]
+
+
+def tune(run: Run) -> Iterator[Case]:
+    """Every candidate that is right, timed; of the fastest so far of its class, t0 and t_tile too."""
+    kept: dict[object, Any] = {}
+    clock = cache(lambda: timing.Clock(run.device))
+    sms = Device.of(run.device).sms
+
+    def call(key: str, kind: str, rows: int, tile: Candidate) -> Row:
+        checked = run.store.rows("tiles").get(key, {"status": "pending"})
+        if checked["status"] not in DONE:
+            return {"status": "unfinished", "error": f"its check is {checked['status']}"}
+        if checked["status"] != "ok":
+            raise SkipError(f"its check is {checked['status']}")
+        batch, kv = (2, 70) if run.dry else (max(8, 4 * sms * 16 // max(16, rows) // 4), 4096)
+        full = _one(lambda: posed(kind, rows, batch, kv, tile.paged, run.device), kept, (kind, rows, tile.paged))
+        timed, _ = clock().captured(lambda: full.ours(tile.plan()))
+        us = 1e6 * clock().median(timed, rounds=12, budget=0.15)
+        moved, flops = full.shape.cost()
+        row = {"tile": asdict(tile), "us": us, "TBps": moved / us / 1e6, "TFLOPs": flops / us / 1e6}
+        before = best(run.store, key.removesuffix(f" {tile}"))
+        return row if before is not None and before["us"] <= us else {**row, **line(run, clock(), kind, rows, tile)}
+
+    for rank, key, kind, rows, tile in _classes(run):
+        yield Case(key, lambda a=key, k=kind, r=rows, t=tile: call(a, k, r, t), 1.0, rank < FIRST)  # type: ignore[misc]
+
+
+def best(store: Store, name: str) -> Row | None:
+    """The fastest row of a class; it has ``t0_us`` and ``tile_us``, since nothing before it was faster."""
+    found = [row for key, row in store.rows("tune").items() if key.startswith(f"{name} ") and row["status"] == "ok"]
+    return min((row for row in found if "t0_us" in row), key=lambda row: row["us"], default=None)
 
 
 def line(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) -> dict[str, float]:
@@ -156,18 +188,23 @@ def line(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) -
     return {"t0_us": round(max(0.1, mean_y - slope * mean_x), 2), "tile_us": round(max(0.01, slope), 3)}
 
 
-def rewritten(store: Store, device: Device, provenance: str) -> list[dict[str, Any]]:
-    """All rows of the table, those of this device and the measured classes replaced."""
+def rewritten(store: Store) -> list[dict[str, Any]]:
+    """All rows of the table, those of the device and the classes that were measured replaced."""
+    about = store.data["about"]
+    name, capability = "a CPU", [8, 0]  # what a dry run plans for
+    if about["gpu"] is not None:
+        name, capability = about["gpu"]["name"], about["gpu"]["capability"]
+    provenance = f"measured on {name}, torch {about['host']['torch']}, {about['host']['date'][:10]}"
     content = json.loads(tuned.TABLE.read_text())
     rows: list[dict[str, Any]] = content["rows"]
-    for (name, (kind, count)), paged in itertools.product(CLASSES.items(), (False, True)):
-        found = store.rows("tune").get(f"{name} {_how(paged)}")
-        if found is None or found["status"] != "ok":
+    for (group, (kind, count)), paged in itertools.product(CLASSES.items(), (False, True)):
+        found = best(store, f"{group} {_how(paged)}")
+        if found is None:
             continue
-        best = {k: v for k, v in found["best"].items() if k != "paged"}
+        tile = {k: v for k, v in found["tile"].items() if k != "paged"}
         made = {
-            "kernel": "triton", "capability": list(device.capability), "cache": kind, "max_rows": MAX_ROWS[count],
-            "max_width": 512, "paged": paged, **best, "occupancy": 2 if best["block_m"] < 64 else 1,
+            "kernel": "triton", "capability": capability, "cache": kind, "max_rows": MAX_ROWS[count],
+            "max_width": 512, "paged": paged, **tile, "occupancy": 2 if tile["block_m"] < 64 else 1,
             "t0_us": found["t0_us"], "tile_us": found["tile_us"], "tma": False, "pdl": False, "provenance": provenance,
         }  # fmt: skip
         rows = [part for row in rows for part in _without(made, row)] + [made]
@@ -195,45 +232,28 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when every class asked for has a tile, 1 when not, 2 without a GPU."""
+    """0 when a class was measured, 1 when none was."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--classes", type=names(list(CLASSES)), default=list(CLASSES), help=",".join(CLASSES))
-    parser.add_argument("--budget", type=float, default=500.0, help="seconds; a class gets an equal share")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_tune.json")
-    parser.add_argument("--resume", action="store_true", help="keep the classes that --out already has")
+    parser.add_argument("results", type=Path, nargs="?", default=ROOT / "benchmarks" / "results" / "gpu.json")
     parser.add_argument("--write", action="store_true", help="rewrite kernels/tuned.json")
-    parser.add_argument("--dry-run", action="store_true", help="no GPU: tiny sizes on the CPU")
     args = parser.parse_args(arguments)
-    if not args.dry_run and not torch.cuda.is_available():
-        print("no CUDA device: tiles are measured on one. --dry-run walks through the code on the CPU.")
-        return 2
-    device = torch.device("cpu" if args.dry_run else "cuda")
-    store = Store(args.out, common.machine(device), args.out if args.resume else None)
-    run = Run(store, "tune", device, args.dry_run)
-    clock, end = timing.Clock(device), time.monotonic() + args.budget
-    todo = [(name, how) for name in args.classes for how in ("paged", "contiguous")]
-    for index, (name, how) in enumerate(todo):
-        run.end = time.monotonic() + (end - time.monotonic()) / (len(todo) - index)
-        kind, rows = CLASSES[name]
-        run.cases(
-            [(f"{name} {how}", lambda kind=kind, rows=rows, how=how: sweep(run, clock, kind, rows, how == "paged"))]
-        )
-    found = Device.of(device)
-    provenance = f"measured on {found.name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    rows_ = rewritten(store, replace(found), provenance)
+    store = Store(args.results)
+    names = [f"{name} {_how(paged)}" for name, paged in itertools.product(CLASSES, (True, False))]
+    found = {name: row for name in names if (row := best(store, name)) is not None}
+    if not found:
+        print(f"{args.results} has no rows of the section tune: run_all.py --sections tiles,tune --out {args.results}")
+        return 1
     shown = [
-        [key, *(row["best"][k] for k in ("block_m", "block_n", "num_warps", "num_stages")), f"{row['us']:.1f}",
-         f"{row['TBps']:.2f}", f"{row['TFLOPs']:.0f}", row["t0_us"], row["tile_us"]]
-        for key, row in store.rows("tune").items() if row["status"] == "ok"
+        [name, str(Candidate(**row["tile"])), f"{row['us']:.1f}", f"{row['TBps']:.2f}", f"{row['TFLOPs']:.0f}",
+         row["t0_us"], row["tile_us"]]
+        for name, row in found.items()
     ]  # fmt: skip
-    print(table(shown, ["class", "M", "N", "warps", "stages", "us", "TB/s", "TFLOP/s", "t0 us", "tile us"]))
-    if args.write and not args.dry_run:
-        write(tuned.TABLE, rows_)
-        print(f"written to {tuned.TABLE}")
-    else:
-        write(args.out.with_name("tuned.json"), rows_)
-        print(f"the table would be {args.out.with_name('tuned.json')}; --write puts it in its place")
-    return int(bool(store.failures("tune")))
+    print(table(shown, ["class", "tile", "us", "TB/s", "TFLOP/s", "t0 us", "tile us"]))
+    dry = store.data["about"]["dry_run"]
+    place = tuned.TABLE if args.write and not dry else args.results.with_name("tuned.json")
+    write(place, rewritten(store))
+    print(f"written to {place}" if args.write else f"the table would be {place}; --write puts it in its place")
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ A page that lies past the length is never looked up: its box is aimed outside th
 
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
-source. That simulation models neither layouts nor what happens inside a warpgroup: the first run on a GPU should be
-under Triton's ConSan (``consan`` of kernels/hopper/runner.py).
+source; the fences and barriers inside a warpgroup, which it does not model, are read in the compiled PTX
+(benchmarks/gpu/ptx.py). Neither sees layouts: Triton's ConSan does, on a GPU (``consan`` of kernels/hopper/runner.py).
 """
 
 from triton.experimental import gluon

@@ -84,7 +84,7 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | N
 def consan() -> None:
     """From here on, in this process, the Hopper kernel is compiled with Triton's ConSan, which reports races.
 
-    For the first run on a GPU: it sees what the CPU simulation cannot (fences between proxies, single warps). Slow; an
+    It sees what the CPU simulation cannot (fences between proxies, single warps). Slow to compile and to run; an
     error is a device-side assertion, after which the process cannot use the GPU. Its scratch is taken from torch. Kinds
     of call that were launched before keep the kernel they have, until :func:`mla_compile.kernels.launch.clear`.
     """

@@ -181,9 +181,8 @@ def _lists(call: DecodeCall) -> int:
     return call.sizes.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
 
 
-def read_mask_bytes(call: DecodeCall) -> int:
-    """Bytes of the mask that the loop reads for each query row and token; 0 where its list of tiles says it all."""
-    mask = call.mask
+def read_mask_bytes(mask: Tensor | None) -> int:
+    """Bytes of a mask that the loop reads for each query row and token; 0 where its list of tiles says it all."""
     if mask is None or not (mask.dtype.is_floating_point or _stride(mask, 1) or _stride(mask, 2)):
         return 0
     return mask.dtype.itemsize

@@ -1,0 +1,93 @@
+"""Reads in PTX what the Hopper kernel's protocol rests on and no test on a CPU can see: its fences and barriers.
+
+A tile that threads store and the tensor cores read passes through three steps: the stores, a fence of each storing
+thread that makes them visible to the tensor cores' proxy, a barrier of the warpgroup. Then one thread arrives at the
+mbarrier for all. The compiler places the barrier before that single arrive; were it missing, or moved, the other side
+would read what slower threads have not written, or overwrite what they still read: a race that no result on a quiet
+GPU need show. :func:`protocol` follows every path through the control flow and names the instructions that break it.
+"""
+
+from __future__ import annotations
+
+import re
+
+_TILE_STORE = re.compile(r"st\.shared\.v4|stmatrix|mbarrier\.init")  # single words are statistics: threads read them
+_TOUCH = re.compile(r"(st|ld)\.shared|stmatrix|ldmatrix|wgmma\.wait_group")
+_BARRIER = re.compile(r"bar(rier)?\.sync")
+_ARRIVE = re.compile(r"mbarrier\.arrive\b")
+_BRANCH = re.compile(r"^(@!?%p\d+\s+)?bra(\.uni)?\s+(\S+);")
+# What is still owed on some path: the fence of a tile's stores, the barrier after a fence, the barrier after a touch.
+UNFENCED, UNMET, LOOSE = "stores without a fence", "a fence without a barrier", "no barrier since the last access"
+_FORBIDDEN = {"arrive": {UNFENCED, UNMET, LOOSE}, "product": {UNFENCED, UNMET}}
+
+
+def protocol(ptx: str) -> tuple[dict[str, int], list[str]]:
+    """How many arrives and products (wgmma) there are, and which of them some path reaches with a step missing."""
+    blocks = _blocks(ptx)
+    before: dict[int, frozenset[str]] = {0: frozenset()}
+    waiting = [0]
+    while waiting:  # a step that is owed on one path is owed: unions only grow, so this ends
+        index = waiting.pop()
+        owed = before[index]
+        lines, following = blocks[index]
+        for text in lines:
+            owed = _after(text, owed)
+        for successor in following:
+            met = before.get(successor)
+            joined = owed if met is None else met | owed
+            if joined != met:
+                before[successor] = joined
+                waiting.append(successor)
+    counts, wrong = dict.fromkeys(_FORBIDDEN, 0), []
+    for index, owed in sorted(before.items()):
+        for text in blocks[index][0]:
+            kind = _kind(text)
+            if kind:
+                counts[kind] += 1
+                wrong += [f"{kind} {counts[kind]}: {what}" for what in sorted(owed & _FORBIDDEN[kind])]
+            owed = _after(text, owed)
+    return counts, wrong
+
+
+def _kind(text: str) -> str | None:
+    if _ARRIVE.search(text):
+        return "arrive"
+    return "product" if "wgmma.mma_async" in text else None
+
+
+def _after(text: str, owed: frozenset[str]) -> frozenset[str]:
+    """What is owed after an instruction."""
+    if _BARRIER.search(text):
+        return owed - {UNMET, LOOSE}
+    if "fence.proxy.async" in text:
+        return owed - {UNFENCED} | {UNMET} if UNFENCED in owed else owed
+    if _TILE_STORE.search(text):
+        return owed | {UNFENCED, LOOSE}
+    return owed | {LOOSE} if _TOUCH.search(text) else owed
+
+
+def _blocks(ptx: str) -> list[tuple[list[str], list[int]]]:
+    """The basic blocks in order, each with its instructions and the blocks that may follow."""
+    starts: dict[str, int] = {}
+    found: list[tuple[list[str], str | None, bool]] = [([], None, True)]  # lines, target, whether it falls through
+    for line in ptx.splitlines():
+        text = line.strip()
+        label = re.match(r"(\$L\w+):", text)
+        if label:
+            found.append(([], None, True))
+            starts[label[1]] = len(found) - 1
+            continue
+        jump = _BRANCH.match(text)
+        if jump and jump[3].startswith("$L"):  # the loops inside inline assembly wait for one mbarrier and do no more
+            found[-1] = (found[-1][0], jump[3], bool(jump[1]))
+            found.append(([], None, True))
+        elif text.startswith("ret"):
+            found[-1] = (found[-1][0], None, False)
+            found.append(([], None, True))
+        else:
+            found[-1][0].append(text)
+    made = []
+    for index, (lines, target, falls) in enumerate(found):
+        following = [starts[target]] if target else []
+        made.append((lines, following + ([index + 1] if falls and index + 1 < len(found) else [])))
+    return made

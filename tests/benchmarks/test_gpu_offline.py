@@ -1,0 +1,77 @@
+"""What is read in PTX: the Hopper kernel's fences and barriers, as compiled, and with each of them taken out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.gpu import offline
+from benchmarks.gpu.ptx import protocol
+from mla_compile.kernels.launch import chosen_plan
+
+STORE, FENCE, BARRIER = "st.shared.v4.b32 [%r1], {%r2};", "fence.proxy.async.shared::cta;", "bar.sync 0, 128;"
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1};"
+ARRIVE = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
+
+
+def test_stores_a_fence_and_a_barrier_before_what_reads_them():
+    whole = [STORE, FENCE, BARRIER, ARRIVE, PRODUCT]
+    assert protocol("\n".join(whole)) == ({"arrive": 1, "product": 1}, [])
+    assert protocol("\n".join([STORE, BARRIER, PRODUCT]))[1] == ["product 1: stores without a fence"]
+    assert protocol("\n".join([STORE, FENCE, PRODUCT]))[1] == ["product 1: a fence without a barrier"]
+    assert protocol("\n".join(["ld.shared.b32 %r1, [%r2];", ARRIVE]))[1] == [
+        "arrive 1: no barrier since the last access"
+    ]
+
+
+def test_what_is_owed_on_one_path_is_owed():
+    branch = ["@%p1 bra \t$L__BB0_2;", STORE, FENCE, "$L__BB0_2:"]
+    assert protocol("\n".join([*branch, BARRIER, PRODUCT]))[1] == []
+    assert protocol("\n".join([*branch, PRODUCT]))[1] == ["product 1: a fence without a barrier"]
+    loop = ["$L__BB0_1:", PRODUCT, STORE, FENCE, BARRIER, "@%p1 bra \t$L__BB0_1;", "ret;"]
+    assert protocol("\n".join(loop))[1] == []
+    loop.remove(BARRIER)
+    assert protocol("\n".join(loop))[1] == ["product 1: a fence without a barrier"]
+    assert protocol("\n".join(["bra.uni \t$L__BB0_9;", STORE, "$L__BB0_9:", PRODUCT]))[1] == []
+
+
+@pytest.fixture(scope="module")
+def compiled() -> str:
+    pytest.importorskip("triton.experimental.gluon")
+    (case,) = (c for c in offline.cases() if c.label == "Hopper, bf16, page 64, scheduled")
+    text: str = offline.compiled(case, case.step()[0]).asm["ptx"]
+    return text
+
+
+def test_the_hopper_kernel_keeps_its_protocol(compiled):
+    counts, wrong = protocol(compiled)
+    assert wrong == []
+    assert counts == {"arrive": offline.ARRIVES, "product": sum(offline.SEESAW.values())}
+
+
+def test_every_fence_and_every_barrier_before_an_arrive_is_needed(compiled):
+    """Taken out one at a time: each is missed."""
+    lines = compiled.splitlines()
+    fences = [i for i, line in enumerate(lines) if "fence.proxy.async" in line]
+    arrives = [i for i, line in enumerate(lines) if re.search(r"@%p\d+ mbarrier\.arrive\.shared", line)]
+    barriers = [max(i for i in range(at) if "bar.sync" in lines[i]) for at in arrives]
+    assert len(fences) >= 9  # the barriers' own, the query, P and the zeroed rows of both consumers
+    assert len(barriers) == 12
+    for index in (*fences, *barriers):
+        assert protocol("\n".join(lines[:index] + lines[index + 1 :]))[1], f"{index + 1}: {lines[index]}"
+
+
+def test_cases_are_planned_as_a_launch_plans_them():
+    every = list(offline.cases())
+    assert len({(case.arch, case.label) for case in every}) == len(every)
+    (masked,) = (c for c in every if (c.arch, c.label) == ("sm_90", "bf16, 128 rows, mask"))
+    call, found = masked.call(), masked.step()[1]
+    assert found == chosen_plan(call, offline.DEVICES["sm_90"], gluon=False)
+    assert (found.block_m, found.block_n) == (64, 64)  # a mask of tokens alone is not read in the loop
+
+
+def test_amd_tiles_fit_its_lds():
+    for case in offline.cases():
+        if case.arch in offline.AMD and case.cache != "float32":
+            assert case.step()[1].smem <= case.device.smem
