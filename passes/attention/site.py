@@ -118,6 +118,7 @@ class Visible:
         causal: t <= T - S + s; never beside lengths.
         window: t > T - S + s - window, where it is not 0; never beside lengths.
         always: every query sees a key, whatever the tensors hold.
+        left: why each of ``masks`` is left over, where masks were looked at.
     """
 
     masks: tuple[MaskTerm, ...] = ()
@@ -126,6 +127,7 @@ class Visible:
     causal: bool = False
     window: int = 0
     always: bool = True
+    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ is only explained where every query is known to see a key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -36,7 +36,7 @@ from mla_compile.passes.attention.affine import (
 )
 from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, AttentionSite, MaskTerm, Visible
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
-from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import Size, same
 
@@ -47,13 +47,13 @@ def visible(site: AttentionSite, batch: Axis) -> Visible:
     """What the masks of ``site`` let through; ``batch``: the atoms that a length may differ along."""
     reader = _Masks()
     read: list[tuple[MaskTerm, list[_Part]]] = []
-    left: list[MaskTerm] = []
+    left: list[tuple[MaskTerm, str]] = []
     finite = False
     for term in site.masks:
         try:
             parts, fill = reader.term(term)
         except OpaqueError:
-            left.append(term)
+            left.append((term, _said(term.operand.node)))
             continue
         read.append((term, parts))
         finite = finite or fill > float("-inf")
@@ -62,10 +62,14 @@ def visible(site: AttentionSite, batch: Axis) -> Visible:
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
         # A part that is no boolean of its own stays as the mask that it is read from.
-        left += [part.mask() for part in unexplained] if all(p.named for p in unexplained) else [term]
-    found = explained.visible(tuple(left))
-    if len(rest) == sum(len(parts) for _, parts in read) or (finite and not found.always):
-        return Visible(site.masks, causal=site.causal, always=not site.masks)
+        named = all(p.named for p in unexplained)
+        left += [(part.mask() if named else term, part.why) for part in unexplained[: None if named else 1]]
+    found = explained.visible(left)
+    if finite and not found.always:
+        why = "fills in a finite number, and a query may see no key"
+        return Visible(site.masks, causal=site.causal, always=False, left=(why,))
+    if len(rest) == sum(len(parts) for _, parts in read):
+        return Visible(site.masks, causal=site.causal, always=not site.masks, left=found.left)
     return found
 
 
@@ -81,6 +85,13 @@ class _Part:
     def mask(self) -> MaskTerm:
         """What is left of a mask of which only this part was not explained. Raises :class:`OpaqueError`."""
         return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place))
+
+    @property
+    def why(self) -> str:
+        """Why it is left over."""
+        if self.bound is None:
+            return _said(self.node)
+        return f"{operator_name(self.node)} is no length, and no diagonal that ends at the last key"
 
     @property
     def named(self) -> bool:
@@ -215,6 +226,13 @@ _BOOLEAN: dict[object, Callable[[_Masks, fx.Node, Place, bool], list[_Part]]] = 
 }
 
 
+def _said(node: fx.Node) -> str:
+    """What a mask is that is no comparison of positions."""
+    if node.op == "call_function":
+        return f"{operator_name(node)} compares no positions"
+    return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
+
+
 class _Explained:
     """What the parts that were understood so far say."""
 
@@ -235,10 +253,12 @@ class _Explained:
             ]
         return parts
 
-    def visible(self, masks: tuple[MaskTerm, ...]) -> Visible:
-        always = not masks and not self.lengths and (not self.causal or _at_least(self.T, self.S))
+    def visible(self, left: Sequence[tuple[MaskTerm, str]]) -> Visible:
+        always = not left and not self.lengths and (not self.causal or _at_least(self.T, self.S))
         numbers = tuple(self.numbers.items())
-        return Visible(masks, tuple(self.lengths), numbers, self.causal, self.window, always)
+        masks = tuple(mask for mask, _ in left)
+        why = tuple(dict.fromkeys(why for _, why in left))
+        return Visible(masks, tuple(self.lengths), numbers, self.causal, self.window, always, why)
 
     def _within(self, bound: Affine) -> bool:
         """Whether it is of this query, this key and this batch entry only."""
@@ -256,14 +276,14 @@ class _Explained:
         return not bound.terms and _at_least(least, 0)
 
     def _diagonal(self, bound: Affine) -> bool:
-        """T <= p + s."""
+        """Whether it is ``t <= p + s``."""
         if self._step(bound) != (1, -1) or bound.terms or not same(bound.const + self.S, self.T):
             return False
         self.causal = True
         return True
 
     def _length(self, bound: Affine) -> bool:
-        """T <= p."""
+        """Whether it is ``t <= p``."""
         # Beside a diagonal a length would move it.
         if self._step(bound) != (0, -1) or self.causal:
             return False
@@ -275,7 +295,7 @@ class _Explained:
         return True
 
     def _start(self, bound: Affine) -> bool:
-        """T >= s - c, or t >= f for the one query there is: as many keys back from the last of all."""
+        """Whether it is ``t >= s - c``, or ``t >= f`` for the one query there is: so many keys back from the last."""
         along = (-1, 1) if self.queries else (0, 1)
         # A window is counted from a length, and what a length of more than T counts as is not what the mask meant.
         if self._step(bound) != along or self.lengths or not (self.causal or same(self.S, 1)):

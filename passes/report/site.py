@@ -24,6 +24,7 @@ def site_report(
     """What became of one attention, with the numbers where its sizes are known."""
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += verdict.notes
+    notes += [] if verdict.plan is None else _masks(verdict.plan)
     notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
         index=index,
@@ -57,6 +58,19 @@ def site_report(
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
     )
+
+
+def _masks(plan: AbsorbPlan) -> list[str]:
+    """What the operator is told in place of masks, and what is left over."""
+    seen = plan.visible
+    if not plan.whole or not plan.site.masks:
+        return []
+    names = {operand.node.name for length in seen.lengths for operand in length.terms}
+    of = f" ({', '.join(sorted(names))})" if names else ""
+    told = ["a diagonal"] * seen.causal + [f"a length{of}"] * bool(seen.lengths)
+    told += [f"a window of {seen.window} keys"] * bool(seen.window)
+    left = [f"left as a mask: {why}" for why in seen.left]
+    return [f"mask: {'; '.join([*told, *left]) or 'hides nothing'}"]
 
 
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:
