@@ -11,6 +11,7 @@ from mla_compile.codes import CODES, Code
 from mla_compile.core.records import SiteReport
 from mla_compile.passes.decide import cost
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
+from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stop import Stop
@@ -69,7 +70,9 @@ def _masks(plan: AbsorbPlan) -> list[str]:
     of = f" ({', '.join(sorted(names))})" if names else ""
     told = ["a diagonal"] * seen.causal + [f"a length{of}"] * bool(seen.lengths)
     told += [f"a window of {seen.window} keys"] * bool(seen.window)
-    left = [f"left as a mask: {why}" for why in seen.left]
+    rows = {*plan.heads, *plan.site.queries}
+    of_keys = all(m.kind != "add" and not rows & set(flatten(m.operand.axes)) for m in seen.masks)
+    left = [f"left as a mask{' of keys' * of_keys}: {why}" for why in seen.left]
     return [f"mask: {'; '.join([*told, *left]) or 'hides nothing'}"]
 
 
