@@ -190,6 +190,24 @@ def support() -> str:
     return "\n\n".join([table(("family", *ways), rows), *(["\n".join(notes)] if notes else []), about_line])
 
 
+def step_masks() -> str:
+    """What a step of each family is told in place of its masks, and how many of these calls the Hopper kernel takes."""
+    about = data("step_masks")
+    ways = {"sdpa": "", "eager": ", eager"}
+    cells: dict[str, dict[str, str]] = {}
+    taken = 0
+    for row in about["rows"]:
+        way = f"{row['cache']}{', padded' * row['padded']}{ways[row['attn']]}"
+        parts = [re.sub(r" \(.*", "", part) for part in row["told"].split("; ")]
+        parts = [re.sub(r"left as (a mask[^:]*): .*", r"\1", part) for part in parts]
+        cells.setdefault(row["family"], {})[way] = " and ".join(dict.fromkeys(parts))
+        taken += "a mask" not in parts
+    columns = list(dict.fromkeys(w for row in cells.values() for w in row))
+    rows = [[f"`{family}`", *(row.get(w, "") for w in columns)] for family, row in cells.items()]
+    line = f"Masks of keys, lengths and diagonals reach the Hopper kernel: {taken} of {len(about['rows'])} calls."
+    return "\n\n".join([table(("family", *columns), rows), f"{line} {where(about)}."])
+
+
 def _note(c: Mapping[str, Any]) -> str:
     if c["failed"]:
         return f"{c['verdict']}, {c['failed']}"
@@ -209,6 +227,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "folds": folds,
     "sites": sites,
     "support": support,
+    "step_masks": step_masks,
 }
 
 
