@@ -12,6 +12,7 @@ import torch
 
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.merge import merge
 from mla_compile.kernels.triton import schedule
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Descriptor, Pointer, round_to
@@ -67,17 +68,10 @@ def expected(query, cache, table, lens, causal, sinks, scale):
 
 def merged(part, part_lse, sinks):
     """Results of one request from its pieces: part [pieces,M,512], part_lse [pieces,M] in base 2, sinks [M] or None."""
-    live = part_lse > -np.inf
-    top = np.where(live, part_lse, -1e30).max(0)
-    weight = np.where(live, np.exp2(part_lse - top), 0.0)
-    total = weight.sum(0)
-    out = np.where(live[..., None], part, 0.0) * weight[..., None]
-    out = out.sum(0) / np.where(total > 0, total, 1)[:, None]
-    with np.errstate(divide="ignore"):
-        lse = np.where(total > 0, (top + np.log2(total)) * math.log(2), -np.inf)
-    if sinks is not None:
-        out *= (np.exp(lse) / (np.exp(lse) + np.exp(sinks)))[:, None]
-    return out, lse
+    pieces, natural = torch.from_numpy(part).double(), torch.from_numpy(part_lse).double() * math.log(2)
+    sink = None if sinks is None else torch.from_numpy(sinks)
+    out, lse = merge(pieces[:, None, None], natural[:, None, None], sinks=sink)
+    return out[0, 0].numpy(), lse[0, 0].numpy()
 
 
 def simulate(
