@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import subprocess
 import sys
 import time
@@ -12,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import cases, common, correctness, peers, run_all, timing, tune
+from benchmarks.gpu import cases, common, correctness, fit, peers, run_all, timing, tune
 from benchmarks.gpu.cases import Shape, problem
 from benchmarks.gpu.common import OutOfTimeError, Run, SkipError, Store, counted
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels import tuned
-from mla_compile.kernels.devices import PRESETS
+from mla_compile.kernels.devices import PRESETS, Pace
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -259,6 +260,63 @@ def test_candidates_fit_and_begin_with_the_present_table():
         assert (found[0].block_m, found[0].block_n) in {(r.block_m, r.block_n) for r in known}
         for tile in found:
             planning.check(tile.plan(), L=512, R=64, cache_dtype=torch.bfloat16, device=device, paged=True)
+
+
+def measured(of: Pace, units: float, noise: float, seed: int = 0) -> list[fit.Tile]:
+    """Tiles as the formula has them, some of which the SM's units hold up."""
+    draw = random.Random(seed)
+    tiles = []
+    for links in (37, 38, 40, 44, 20):
+        for depth in (1, 2, 3):
+            lone = max(links * of.link + of.step, of.latency / depth, units) * draw.uniform(1 - noise, 1 + noise)
+            tiles.append(fit.Tile(links, depth, lone, max(0.7 * lone, units)))
+    return tiles
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("want", [Pace(1.9, 0.021, 0.6), Pace(3.1, 0.03, 0.4)], ids=str)
+def test_a_pace_is_fitted_to_what_was_measured(want: Pace, noise: float):
+    found, error = fit.pace(measured(want, 0.3, noise), PRESETS["sm_90"].pace)
+    assert error <= noise + 1e-3
+    for t in measured(want, 0.3, 0.0):
+        times = [max(t.links * p.link + p.step, p.latency / t.depth) for p in (found, want)]
+        assert times[0] == pytest.approx(times[1], rel=1e-3 + 2 * noise)
+    if not noise:
+        assert found == pytest.approx(want, rel=2e-2)
+
+
+def test_what_was_not_measured_stays():
+    now = Pace(1.0, 0.0188, 0.54)
+    chained = [fit.Tile(38, depth, 1.4, 0.9) for depth in (1, 2)]
+    found, error = fit.pace(chained, now)
+    assert found == pytest.approx((1.0, 0.0188, 1.4 - 38 * 0.0188), abs=1e-3)
+    assert error < 1e-3
+    with pytest.raises(ValueError, match="none tells how long a block waits"):
+        fit.pace([fit.Tile(40, 1, 3.5, 3.5)], now)
+
+
+def test_the_least_rows_of_the_hopper_kernel():
+    def row(gluon: float, triton: float) -> dict[str, float]:
+        return {"gluon_us": gluon, "triton_us": triton}
+
+    found = {8: row(9, 5), 16: row(6, 7), 24: row(8, 7), 32: row(6, 7), 64: row(6, 9)}
+    assert tune.least_rows(found) == 32  # not 16: at 24 the portable one is faster
+    assert tune.least_rows({64: row(9, 8)}) is None
+    assert tune.least_rows({}) is None
+
+
+def test_measured_times_go_into_the_table(tmp_path):
+    store = common.Store(tmp_path / "tune.json")
+    best = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "paged": True}
+    store.record("tune", "half-16 paged", {"status": "ok", "best": best, "t0_us": 2.5, "lone_us": 1.4, "full_us": 0.9})
+    store.record("hopper", "24", {"status": "ok", "gluon_us": 5.0, "triton_us": 6.0})
+    store.record("hopper", "16", {"status": "skipped", "reason": "no time"})
+    rows = tune.rewritten(store, PRESETS["sm_90"], "measured on a test")
+    (new,) = (r for r in rows if r.get("provenance") == "measured on a test")
+    assert (new["block_n"], new["tile_us"], new["paged"]) == (64, 0.9, True)
+    assert [r["min_rows"] for r in rows if r["kernel"] == "gluon"] == [24]
+    tune.write(tmp_path / "tuned.json", rows)
+    assert any(r.min_rows == 24 for r in tuned.table(tmp_path / "tuned.json"))
 
 
 def test_timing_with_events_and_graphs(monkeypatch):
