@@ -11,6 +11,9 @@ rows. The float32 output, 64 x 512, is half of an SM's registers, so it is cut i
 * Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the
   latent block that is there already. A consumer takes its own ``P_j`` from registers and the other's from shared
   memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
+* A consumer that reads what TMA has brought has waited for its barrier itself. The other one's ``P_j`` says as much,
+  for it is made of the same block; the second wait finds the barrier passed, and nothing has to be argued about whose
+  writes become visible to whom through whom.
 
 Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length; a stage's barrier phase is
 therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
@@ -164,6 +167,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limi
         # The product with block 2t-1, which the other consumer scored. The first trip has none and multiplies the query
         # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
+        mbarrier.wait(bars.index(3), ((used1 + t) & 1) ^ 1, pred=older)  # the first trip's phase may have passed twice
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
@@ -191,6 +195,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limi
         mbarrier.arrive(bars.index(FREE))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
+        mbarrier.wait(bars.index(3), (used1 + n // 2 + 1) & 1)
         a1 = stats.index(ALPHA + 1).load(R_S)
         m = stats.index(1).load(R_S)
         sums = sums * a1
@@ -217,6 +222,7 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit
         zero = t >> 29  # see _even_blocks
         s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
+        mbarrier.wait(bars.index(1), (used0 + t) & 1)
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
@@ -242,10 +248,10 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit
         mbarrier.arrive(bars.index(FREE + 3))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
+        mbarrier.wait(bars.index(1), (used0 + n // 2) & 1)
         a0 = stats.index(ALPHA).load(R_S)
         m = stats.index(0).load(R_S)
         sums = sums * a0
-        mbarrier.wait(bars.index(1), (used0 + n // 2) & 1)
         if n - 1 == last:
             _zero_rows(tiles.index(TILE + 1), length % BN)
         acc = _scaled(acc, a0, O_L)

@@ -127,6 +127,8 @@ CASES = {
     "one row": {"lens": [1], "H": 64},
     "empty and full block": {"lens": [0, 64], "H": 16, "page": 64},
     "ragged": {"lens": [65, 128], "H": 12},
+    "17 rows": {"lens": [129, 64], "H": 17, "page": 64},
+    "33 rows of three tokens": {"lens": [2, 150, 0], "H": 11, "S": 3, "partitions": 2, "page": 64, "sinks": True},
     "two row blocks": {"lens": [129, 192], "H": 128, "page": 64},
     "causal, rows of two tokens": {"lens": [447], "H": 20, "S": 2, "page": 128},
     "shorter than the query": {"lens": [1, 2], "H": 8, "S": 3, "page": 64, "splits": 2},

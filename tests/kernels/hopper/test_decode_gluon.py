@@ -41,6 +41,8 @@ ZERO_ODD_TAIL = "        if n - 1 == last:\n            _zero_rows(tiles.index(T
 FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
+OTHERS = "        mbarrier.wait(bars.index({}), {})\n"  # of what TMA brought for a block that the other consumer scored
+EVEN_WAIT = "mbarrier.wait(bars.index(3), ((used1 + t) & 1) ^ 1"
 TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
 LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
@@ -53,7 +55,17 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "one product too few waited for": ("wait(3, deps=[acc_t])", "wait(4, deps=[acc_t])", SPLIT),
     "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
     "P read before it is there": (WAIT_P0, "", SPLIT),
-    "half freed that was never taken": (", pred=older)", ")", SPLIT),
+    "even: the other's block not waited for": (f"        {EVEN_WAIT}", "        #", SPLIT),
+    "even: a block waited for that there is not": (f"{EVEN_WAIT}, pred=older)", f"{EVEN_WAIT})", SPLIT),
+    "even: the last block not waited for": (OTHERS.format(3, "(used1 + n // 2 + 1) & 1"), "", CASES["ragged"]),
+    "even: the last block's phase is wrong": (
+        OTHERS.format(3, "(used1 + n // 2 + 1) & 1"),
+        OTHERS.format(3, "(used1 + n // 2) & 1"),
+        CASES["ragged"],
+    ),
+    "odd: the other's block not waited for": (OTHERS.format(1, "(used0 + t) & 1"), "", SPLIT),
+    "odd: the last block not waited for": (OTHERS.format(1, "(used0 + n // 2) & 1"), "", TAIL),
+    "half freed that was never taken": ("(bars.index(FREE + 2), pred=older)", "(bars.index(FREE + 2))", SPLIT),
     "tail not zeroed, own block": (ZERO_EVEN, "", TAIL),
     "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "", TAIL),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
