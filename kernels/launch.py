@@ -146,7 +146,7 @@ def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gl
     """The plan of a call: the caller's own, verified, or the planner's."""
     z = call.sizes
     width = None if call.values is None else z.V
-    masked, mask_bytes = call.mask is not None, steps.read_mask_bytes(call)
+    masked, mask_bytes = call.mask is not None, steps.read_mask_bytes(call.mask)
     if own is not None:
         return check(
             own,

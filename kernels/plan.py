@@ -127,10 +127,10 @@ def _hopper_suits(
     widths: tuple[int, int, int | None],
     dtypes: tuple[torch.dtype, torch.dtype],
     page: int | None,
-    masked: bool,
+    mask_bytes: int,
     device: Device,
 ) -> bool:
-    """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, and no mask.
+    """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, no mask to read.
 
     What else it needs (strides, no soft-cap, no window) the launch checks; it then asks again with ``gluon=False``.
     """
@@ -141,7 +141,7 @@ def _hopper_suits(
         and dtypes[1] in _HALF
         and (dtypes[0] == dtypes[1] or dtypes == (torch.float32, torch.bfloat16))
         and any(r.min_rows <= rows for r in table() if r.kernel == "gluon")  # enough to pad them to a block
-        and not masked
+        and mask_bytes == 0
         and (page or HOPPER_PAGE) % HOPPER_PAGE == 0
     )
 
@@ -250,7 +250,7 @@ def plan(
     )
     rows, kind = S * H, _cache_kind(cache_dtype)
     layout = _layout(L, R, Lv, cache_dtype, page_size is not None, _mask_bytes(masked, mask_bytes))
-    if gluon and _hopper_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, masked, device):
+    if gluon and _hopper_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, layout.mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
         row, smem = fitted(starting_row(kind, rows, layout, device, "triton"), layout, device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.plan import Device, Plan, plan
+from mla_compile.kernels.triton.steps import read_mask_bytes
 
 FP8 = torch.float8_e4m3fn
 # Scores have a standard deviation of 1, so that a wrong score is seen; values are small, as in FlashMLA's own test,
@@ -139,8 +140,9 @@ class Problem:
         made = plan(
             B=s.B, S=s.S, H=s.H, L=s.L, R=s.R, T=s.kv if s.page is None else s.pages * s.page, query_dtype=s.dtype,
             cache_dtype=s.cache_dtype, page_size=s.page, masked="mask" in self.options,
-            device=Device.of(self.query.device), splits=self.options.get("num_splits"),
-            deterministic=self.options.get("deterministic", False), gluon=kernel != "triton",
+            mask_bytes=read_mask_bytes(self.options.get("mask")), device=Device.of(self.query.device),
+            splits=self.options.get("num_splits"), deterministic=self.options.get("deterministic", False),
+            gluon=kernel != "triton",
         )  # fmt: skip
         if kernel == "gluon splits":
             return replace(made, scheduled=False) if made.scheduled else None

@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import FP8, Problem, Shape, poisoned, problem
 from benchmarks.gpu.common import Case, Row, Run, SkipError
 from mla_compile.kernels.plan import Device, plan
+from mla_compile.kernels.triton.steps import read_mask_bytes
 
 # Output: absolute, relative, cosine difference; LSE: absolute, relative.
 TOLERANCE = {
@@ -112,7 +113,8 @@ def kernels_for(shape: Shape, device: torch.device, **options: Any) -> list[str]
     """``triton``, and the forms of ``gluon`` (see :meth:`Problem.plan`) that the plan would take on this device."""
     found = plan(
         B=shape.B, S=shape.S, H=shape.H, L=shape.L, R=shape.R, T=shape.kv, query_dtype=shape.dtype,
-        cache_dtype=shape.cache_dtype, page_size=shape.page, masked="mask" in options, device=Device.of(device),
+        cache_dtype=shape.cache_dtype, page_size=shape.page, masked="mask" in options,
+        mask_bytes=read_mask_bytes(options.get("mask")), device=Device.of(device),
     )  # fmt: skip
     if found.kernel == "triton" or options.get("softcap") or options.get("window"):
         return ["triton"]

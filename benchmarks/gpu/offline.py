@@ -39,7 +39,7 @@ from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
 from mla_compile.kernels.plan import Plan, plan
-from mla_compile.kernels.triton.steps import Step, steps
+from mla_compile.kernels.triton.steps import Step, read_mask_bytes, steps
 from mla_compile.kernels.tuned import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +77,8 @@ class Case:
             return 16  # 3.6 keeps three scalars of the block table outside the registers
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.cache == "float8":
             return 384  # the converted tile beside 64 x 512 sums; 32 rows would not, and read twice
+        if self.arch == "sm_90" and self.kernel == "attend" and self.mask:
+            return 16  # the bits of a listed tile beside 64 x 512 sums; the Hopper kernel takes such calls
         return 0
 
     def call(self) -> DecodeCall:
@@ -106,7 +108,8 @@ class Case:
         call, device = self.call(), PRESETS[self.arch]
         found = plan(
             B=B, S=1, H=self.rows, L=512, R=64, T=T, query_dtype=call.query.dtype, cache_dtype=call.latent.dtype,
-            device=device, page_size=self.page or None, masked=self.mask, splits=self.splits, gluon=self.hopper,
+            device=device, page_size=self.page or None, masked=self.mask, mask_bytes=read_mask_bytes(call.mask),
+            splits=self.splits, gluon=self.hopper,
         )  # fmt: skip
         found = replace(found, scheduled=self.scheduled)
         every = hopper_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
@@ -133,6 +136,8 @@ def cases() -> Iterator[Case]:
     yield replace(hopper, label="Hopper, bf16, 1 split", splits=1)
     yield replace(hopper, label="Hopper, bf16")
     yield replace(hopper, label="Hopper, bf16, fp32 query", query="float32")
+    yield replace(hopper, label="Hopper, bf16, mask", mask=True)
+    yield replace(hopper, label="Hopper, bf16, mask, 1 split", mask=True, splits=1)
     for page in (16, 32, 64):
         yield replace(hopper, label=f"Hopper, bf16, page {page}", page=page)
         yield replace(hopper, label=f"Hopper, bf16, page {page}, scheduled", page=page, scheduled=True)

@@ -205,6 +205,7 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         padded = make(**suits, S=S, H=H)
         assert (padded.kernel, padded.row_blocks(S * H)) == ("gluon", 1), (S, H)
     assert make(**suits, query_dtype=FLOAT).kernel == "gluon"
+    assert make(gluon=True, masked=True, mask_bytes=0).kernel == "gluon"  # its list of tiles says all of it
     assert [make(**suits, B=B).scheduled for B in (1, 4)] == [False, True]
     assert not make(**suits, B=4, deterministic=True).scheduled
     assert not make(**suits, B=4, splits=3).scheduled

@@ -36,8 +36,12 @@ def test_random_batches():
 
 WAIT_P0 = "        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)\n"
 RETIRE_U = "        acc = warpgroup_mma_wait(0, deps=[acc_u])\n"
-ZERO_EVEN = "        if 2 * t == last:\n            _zero_rows(tiles.index(TILE), length % BN)\n"
-ZERO_ODD_TAIL = "        if n - 1 == last:\n            _zero_rows(tiles.index(TILE + 1), length % BN)\n"
+ZERO = "_zero_rows(tiles.index({}), {}, {}, MASKED)"
+ZERO_EVEN, ZERO_ODD = (ZERO.format(at, "length % BN", "low, high") for at in ("TILE", "TILE + 3"))
+ZERO_EVEN_TAIL, ZERO_ODD_TAIL = (
+    f"    {ZERO.format(at, 'length % BN', 'low, high')}" for at in ("TILE + 2", "TILE + 1")
+)
+ZERO_OTHERS = {"even": ZERO.format("TILE + 2", 0, "low1, high1"), "odd": ZERO.format("TILE + 1", 0, "low0, high0")}
 FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
@@ -48,6 +52,7 @@ LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
 CUT = CASES["schedule, one long request"]
 TAIL = {"lens": [130], "H": 8, "page": 64}
+MASK = {"lens": [447, 380, 64], "H": 12, "mask": "each"}
 SCHEDULED = {"lens": LENGTHS, "H": 12, "page": 64, "partitions": 3}
 
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
@@ -66,8 +71,15 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "odd: the other's block not waited for": (OTHERS.format(1, "(used0 + t) & 1"), "", SPLIT),
     "odd: the last block not waited for": (OTHERS.format(1, "(used0 + n // 2) & 1"), "", TAIL),
     "half freed that was never taken": ("(bars.index(FREE + 2), pred=older)", "(bars.index(FREE + 2))", SPLIT),
-    "tail not zeroed, own block": (ZERO_EVEN, "", TAIL),
-    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "", TAIL),
+    "tail not zeroed, own block": (ZERO_EVEN, "pass", TAIL),
+    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "    pass", TAIL),
+    "even: hidden keys of the other's block not zeroed": (ZERO_OTHERS["even"], "pass", MASK),
+    "odd: hidden keys of the other's block not zeroed": (ZERO_OTHERS["odd"], "pass", MASK),
+    "odd: hidden keys of its own block not zeroed": (ZERO_ODD, "pass", MASK),
+    "even: hidden keys of the last block not zeroed": (ZERO_EVEN_TAIL, "    pass", MASK),
+    "hidden keys scored": ("visible = visible & gl.expand_dims(_bits", "_ = gl.expand_dims(_bits", MASK),
+    "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
+    "list of the wrong request": ("return work + 2 * b.to(gl.int64) * work_b", "return work", MASK),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
     "no fence after zeroing": ("    fence_async_shared()\n\n\n", "\n\n", TAIL),
     "no fence after storing the query": ("            fence_async_shared()\n", "", SPLIT),
