@@ -78,7 +78,7 @@ class Case:
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.cache == "float8":
             return 384  # the converted tile beside 64 x 512 sums; 32 rows would not, and read twice
         if self.arch == "sm_90" and self.kernel == "attend" and self.mask:
-            return 16  # the bits of a listed tile beside 64 x 512 sums; the Hopper kernel takes such calls
+            return 20  # the bits of a listed tile beside 64 x 512 sums; the Hopper kernel takes such calls
         return 0
 
     def call(self) -> DecodeCall:

@@ -52,7 +52,6 @@ from mla_compile.kernels.hopper.producer_gluon import (
     TILE,
     blocks_of,
     length_of,
-    list_of,
     place_of,
     producer,
     requests_of,
@@ -333,7 +332,9 @@ def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, l
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
-        listed = list_of(work, work_b, b)
+        listed = work
+        if work is not None:
+            listed = work + 2 * b.to(gl.int64) * work_b
         lo, hi, blocks = blocks_of(items, listed, plane, length, b, b0, t0, b1, t1, least)
         n = hi - lo
         whole = n == blocks

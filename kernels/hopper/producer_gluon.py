@@ -48,17 +48,8 @@ def requests_of(items, B):
 
 
 @gluon.jit
-def list_of(work, work_b, b):
-    """Request b's list of visible tiles; int32, the low half of each entry first. ``work_b`` counts entries."""
-    if work is None:
-        return work
-    else:
-        return work + 2 * b.to(gl.int64) * work_b
-
-
-@gluon.jit
 def place_of(work, plane, i):
-    """The tile that is block i of a request: the i-th one, or the i-th of its list."""
+    """The tile that is block i of a request: the i-th one, or the i-th of its list (low half of each entry first)."""
     if work is None:
         return i
     else:
@@ -125,7 +116,9 @@ def producer(latent, rope, table, seq_lens, items, work, table_stride, work_b, p
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
-        listed = list_of(work, work_b, b)
+        listed = work
+        if work is not None:
+            listed = work + 2 * b.to(gl.int64) * work_b
         lo, hi, _ = blocks_of(items, listed, plane, length, b, b0, t0, b1, t1, least)
         table_row = table
         if PAGE > 0:

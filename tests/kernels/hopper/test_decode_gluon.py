@@ -79,7 +79,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "even: hidden keys of the last block not zeroed": (ZERO_EVEN_TAIL, "    pass", MASK),
     "hidden keys scored": ("visible = visible & gl.expand_dims(_bits", "_ = gl.expand_dims(_bits", MASK),
     "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
-    "list of the wrong request": ("return work + 2 * b.to(gl.int64) * work_b", "return work", MASK),
+    "list of the wrong request": ("n = hi - lo\n", "n = hi - lo\n        listed = work\n", MASK),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
     "no fence after zeroing": ("    fence_async_shared()\n\n\n", "\n\n", TAIL),
     "no fence after storing the query": ("            fence_async_shared()\n", "", SPLIT),
