@@ -53,8 +53,8 @@ class Device:
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. Multiprocessors and bandwidth:
 # the vendors' datasheets, except for the H200's bandwidth, which a copy reached on one. Paces: estimates, to be fitted
-# by benchmarks/gpu/tune.py. A microsecond until a tile is there on a busy memory (0.5 to 0.6 idle); 33 cycles for
-# mma.sync m16n8k16 and 940 for the rest of a tile, counted from the instructions, at the cards' boost clocks.
+# by benchmarks/gpu/tune.py. A microsecond until a tile is there; 33 cycles for an mma.sync m16n8k16 that waits for
+# the one before, and 940 for the rest of a tile, counted from the instructions, at the cards' boost clocks.
 # mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.
 PRESETS = {
     "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12, Pace(1.0, 0.0234, 0.67)),

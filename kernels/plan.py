@@ -292,6 +292,10 @@ def check(
     ):  # fmt: skip
         message = f"{name} is {size}, expected a power of two, at least {least}"
         _require(size >= least and size & (size - 1) == 0, message)
+    _require(
+        chosen.kernel == "triton" or (chosen.block_m, chosen.block_n) == (HOPPER_BLOCK, HOPPER_BLOCK),
+        f"the tile is {chosen.block_m}x{chosen.block_n}, the Hopper kernel has one of {HOPPER_BLOCK}x{HOPPER_BLOCK}",
+    )
     _require(chosen.num_stages >= 1, f"num_stages is {chosen.num_stages}, expected at least 1")
     _require(1 <= chosen.splits <= GRID_LIMIT, f"splits is {chosen.splits}, expected 1 to {GRID_LIMIT}")
     _require(

@@ -113,8 +113,8 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
-    """Whether work is shared out over (request, block): the plan says so, and there are lengths to share it out by."""
-    return plan.scheduled and call.seq_lens is not None and schedule.suits(call.sizes.B)
+    """Whether work is shared out over (request, block): the plan says so, and lengths alone say how much there is."""
+    return plan.scheduled and call.seq_lens is not None and call.mask is None and schedule.suits(call.sizes.B)
 
 
 def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

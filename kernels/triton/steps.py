@@ -176,7 +176,7 @@ def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
 
 
 def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
-    """``(planes, lists, tiles)`` of a mask's lists; one list for all requests where mask and lengths are theirs too."""
+    """``(planes, lists, tiles)`` of a mask's lists; one list where all requests have the same mask and length."""
     assert call.mask is not None
     z = call.sizes
     lists = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1

@@ -16,8 +16,10 @@ def random_case(seed):
     lens = [int(n) for n in rng.choice([0, 1, 63, 64, 65, 100, 128, 129, 200, 257], rng.integers(1, 5))]
     lens[0] = max(1, lens[0])
     case = {"lens": lens, "H": int(rng.choice([8, 12, 20, 64])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
-    case |= {"page": int(rng.choice([0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
+    case |= {"page": int(rng.choice([0, 0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
     how = rng.integers(3)
+    if not case["page"] and how != 1:  # a schedule knows lengths alone
+        case["mask"] = (None, "each", "all")[rng.integers(3)]
     return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
 
 

@@ -138,3 +138,4 @@ def test_a_mask_is_listed_first():
         assert hopper_steps.scratch(given, chosen, H200)["work"] == ((6, lists, 4), torch.int64)
         assert (attention.scalars["work_b"], attention.scalars["plane"]) == (4 if lists > 1 else 0, 4 * lists)
         assert attention.buffers["work"] == "work"
+        assert not hopper_steps.scheduled(given, replace(chosen, scheduled=True))  # lengths do not say what is visible
