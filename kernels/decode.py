@@ -3,7 +3,7 @@
 :func:`decode_attention` reads a contiguous (or strided) cache, :func:`paged_decode_attention` one of pages. On a GPU
 from sm_80 on they run the Triton kernels (on Hopper the Gluon one where it fits), elsewhere a CPU kernel or the
 reference. Both return ``(out, lse)``: ``lse`` is the natural logarithm of the sum of the exponentials of the scores, so
-that partial results over disjoint keys can be merged.
+that results over disjoint keys can be put together, which :func:`merge` does.
 
 They never wait for the device, allocate by shapes only and launch on the current stream: a call can be captured in a
 CUDA graph after one call of the same shapes outside of it. Wrong arguments raise :class:`InputError` before any launch.
@@ -25,9 +25,10 @@ from mla_compile.errors import InputError
 from mla_compile.kernels import checks, launch, reference
 from mla_compile.kernels.call import PAGED, DecodeCall
 from mla_compile.kernels.cpu import decode as cpu
+from mla_compile.kernels.merge import merge
 from mla_compile.kernels.plan import Plan
 
-__all__ = ["Plan", "decode_attention", "paged_decode_attention"]
+__all__ = ["Plan", "decode_attention", "merge", "paged_decode_attention"]
 
 
 def decode_attention(

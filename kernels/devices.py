@@ -1,25 +1,47 @@
-"""What a launch plan has to know about a GPU, read once per device, and presets for planning without one."""
+"""What a launch plan has to know about a GPU, read once per device, and presets for planning without one.
+
+Every number of the plan's formula that belongs to a card stands here, with its source.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 _KB = 1024
 
 
+class Pace(NamedTuple):
+    """What one block waits for, whatever runs beside it, in microseconds.
+
+    latency  from the request for a tile to its last byte, while the memory is busy. With the bandwidth it says how many
+             bytes have to be under way for the memory to be busy at all (Little's law): 4.3 MB for an H200, 33 KB for
+             each SM
+    link     a matrix product of 16 columns whose sum the next one continues
+    step     the rest of a tile: softmax, exchanges between warps, barriers
+    """
+
+    latency: float
+    link: float
+    step: float
+
+
 @dataclass(frozen=True)
 class Device:
-    """``smem`` is the most dynamic shared memory of one block, in bytes; ``bandwidth`` the memory's, in bytes/s."""
+    """``smem`` is the most dynamic shared memory of one block, in bytes; ``bandwidth`` the memory's, in bytes/s.
+
+    ``bandwidth`` and ``pace`` are None where they are not known: those of the preset count.
+    """
 
     name: str
     capability: tuple[int, int]
     sms: int
     smem: int
     bandwidth: float | None = None
+    pace: Pace | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
@@ -30,14 +52,17 @@ class Device:
 
 
 # Shared memory: CUDA programming guide, technical specifications per compute capability. Multiprocessors and bandwidth:
-# the vendors' datasheets, except for the H200's bandwidth, which a copy reached on one.
+# the vendors' datasheets, except for the H200's bandwidth, which a copy reached on one. Paces: estimates, to be fitted
+# by benchmarks/gpu/tune.py. A microsecond until a tile is there; 33 cycles for an mma.sync m16n8k16 that waits for
+# the one before, and 940 for the rest of a tile, counted from the instructions, at the cards' boost clocks.
+# mla_compile/onnx/csrc/plan.c has the same bandwidths and paces.
 PRESETS = {
-    "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12),
-    "sm_86": Device("NVIDIA A10", (8, 6), 72, 99 * _KB, 0.6e12),
-    "sm_89": Device("NVIDIA L40S", (8, 9), 142, 99 * _KB, 0.86e12),
-    "sm_90": Device("NVIDIA H200", (9, 0), 132, 227 * _KB, 4.3e12),
-    "sm_100": Device("NVIDIA B200", (10, 0), 148, 227 * _KB, 8.0e12),
-    "sm_120": Device("NVIDIA GeForce RTX 5090", (12, 0), 170, 99 * _KB, 1.8e12),
+    "sm_80": Device("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * _KB, 2.0e12, Pace(1.0, 0.0234, 0.67)),
+    "sm_86": Device("NVIDIA A10", (8, 6), 72, 99 * _KB, 0.6e12, Pace(1.0, 0.0195, 0.55)),
+    "sm_89": Device("NVIDIA L40S", (8, 9), 142, 99 * _KB, 0.86e12, Pace(1.0, 0.0131, 0.37)),
+    "sm_90": Device("NVIDIA H200", (9, 0), 132, 227 * _KB, 4.3e12, Pace(1.0, 0.0188, 0.54)),
+    "sm_100": Device("NVIDIA B200", (10, 0), 148, 227 * _KB, 8.0e12, Pace(1.0, 0.0178, 0.51)),
+    "sm_120": Device("NVIDIA GeForce RTX 5090", (12, 0), 170, 99 * _KB, 1.8e12, Pace(1.0, 0.0137, 0.39)),
 }
 
 

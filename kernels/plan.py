@@ -4,15 +4,23 @@ A pure function of shapes, dtypes and a description of the device. It reads no t
 and may run while a CUDA graph is captured; equal arguments are answered from a cache.
 
 The tile comes from kernels/tiles.py. The tokens of a request are divided into *splits* that run side by side. With
-``C = B * row_blocks * splits`` blocks over ``slots = SMs * blocks per SM``, each walking ``tiles = ceil(ceil(T /
-block_n) / splits)``, the splits chosen are those with the least
+``C = B * row_blocks * splits`` blocks over ``slots = SMs * blocks per SM``, of which ``active = min(C, slots)`` run at
+the same time, ``beside = ceil(active / SMs)`` on one SM, each walking ``tiles = ceil(ceil(T / block_n) / splits)``, the
+splits chosen are those with the least
 
-    microseconds = ceil(C / slots) * (t0 + tiles * max(t_tile, bytes of a tile * readers / bandwidth)) + combine
-    readers      = min(C, slots) / row_blocks       the row blocks of one split share the tile through the L2 cache
+    microseconds = ceil(C / slots) * (t0 + tiles * tile) + combine
+    tile         = max(memory, units, chain, latency / depth)
+    memory       = bytes of a tile * active / row_blocks / bandwidth    row blocks share the tile through the L2 cache
+    units        = beside * t_tile                                      blocks beside each other share an SM's units
+    chain        = (columns of a row + block_n) / 16 * link + step      products that wait for each other
     combine      = 0 for one split, else launch + 8 * B * M * splits * Lv / L2 rate     float32 partials, out and in
 
 and a split has at least 256 tokens, because below that writing its partial result costs as much as reading its tile.
-``t0`` and ``t_tile`` are in ``tuned.json``.
+``t0`` and ``t_tile`` are in ``tuned.json``; bandwidth, ``latency``, ``link`` and ``step`` in kernels/devices.py.
+
+The last two terms do not depend on how many blocks there are, so a memory that one block on each SM leaves idle is
+filled by splits: each tile of 16 rows is a chain of 36 products for the scores, one after the other, and 2 for the sum.
+``depth`` tiles are under way at a time, and a block cannot have them sooner than ``latency`` after it has asked.
 
 With ``deterministic`` every request is cut every ``CHUNK`` tokens, whatever the batch and the device: its result does
 not depend on what else is in the batch.
@@ -27,9 +35,19 @@ from functools import lru_cache
 import torch
 
 from mla_compile.errors import InputError
-from mla_compile.kernels.devices import Device, preset
-from mla_compile.kernels.tiles import KB, LEAST, Layout, NoPlanError, fitted, padded, shared_memory, starting_row
-from mla_compile.kernels.tuned import WIDTH, Kernel, Row
+from mla_compile.kernels.devices import Device, Pace, preset
+from mla_compile.kernels.tiles import (
+    KB,
+    LEAST,
+    Layout,
+    NoPlanError,
+    depth,
+    fitted,
+    padded,
+    shared_memory,
+    starting_row,
+)
+from mla_compile.kernels.tuned import WIDTH, Kernel, Row, table
 
 # The numbers of the formula, and its limits. None was measured on a GPU yet; mla_compile/onnx/csrc/plan.c has the same.
 CHUNK = 1024  # tokens of a split with deterministic=True: a multiple of every block_n; 128 Ki tokens are 128 splits
@@ -109,10 +127,10 @@ def _hopper_suits(
     widths: tuple[int, int, int | None],
     dtypes: tuple[torch.dtype, torch.dtype],
     page: int | None,
-    masked: bool,
+    mask_bytes: int,
     device: Device,
 ) -> bool:
-    """Whether the Hopper kernel is for calls of these sizes: half precision rows of its widths, and no mask.
+    """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, no mask to read.
 
     What else it needs (strides, no soft-cap, no window) the launch checks; it then asks again with ``gluon=False``.
     """
@@ -122,8 +140,8 @@ def _hopper_suits(
         and widths == (*HOPPER_WIDTHS, None)
         and dtypes[1] in _HALF
         and (dtypes[0] == dtypes[1] or dtypes == (torch.float32, torch.bfloat16))
-        and rows > HOPPER_BLOCK // 2  # below, padding to a whole block is all it would add
-        and not masked
+        and any(r.min_rows <= rows for r in table() if r.kernel == "gluon")  # enough to pad them to a block
+        and mask_bytes == 0
         and (page or HOPPER_PAGE) % HOPPER_PAGE == 0
     )
 
@@ -137,16 +155,33 @@ def _microseconds(
     per_sm = max(1, min(row.occupancy, (device.smem + KB) // (smem + KB)))  # a block also takes 1 KB of the SM's
     slots = device.sms * per_sm
     blocks = batch * row_blocks * splits
+    active = min(blocks, slots)
+    beside = -(-active // device.sms)
     columns = layout.latent + layout.rope + layout.values
-    readers = min(blocks, slots) / row_blocks
-    bandwidth = device.bandwidth or preset(device.capability).bandwidth
-    assert bandwidth is not None  # every preset has one
-    read = 1e6 * row.block_n * columns * layout.cache_bytes * readers / bandwidth
+    usual = preset(device.capability)
+    bandwidth, pace = device.bandwidth or usual.bandwidth, device.pace or usual.pace
+    assert bandwidth is not None  # every preset has both
+    assert pace is not None
+    tile = max(
+        1e6 * row.block_n * columns * layout.cache_bytes * (active / row_blocks) / bandwidth,
+        beside * row.tile_us * columns / WIDTH,
+        chain_us(layout, row.block_n, pace),
+        pace.latency / depth(row.num_stages, layout.paged),
+    )
     combine = 0.0
     if splits > 1:
         combine = COMBINE_US + 1e6 * 8 * batch * rows * splits * layout.out / L2_RATE
-    tile = max(row.tile_us * columns / WIDTH, read)
     return math.ceil(blocks / slots) * (row.t0_us + math.ceil(tiles / splits) * tile) + combine
+
+
+def chain_us(layout: Layout, block_n: int, pace: Pace) -> float:
+    """Microseconds of a tile's dependent products and of what lies between them, in a block that is alone."""
+    return links(layout, block_n) * pace.link + pace.step
+
+
+def links(layout: Layout, block_n: int) -> int:
+    """Products of 16 columns that wait for each other: along a row for the scores, along the tokens for the sum."""
+    return (layout.latent + layout.rope + block_n) // LEAST
 
 
 @lru_cache(maxsize=4096)
@@ -215,7 +250,7 @@ def plan(
     )
     rows, kind = S * H, _cache_kind(cache_dtype)
     layout = _layout(L, R, Lv, cache_dtype, page_size is not None, _mask_bytes(masked, mask_bytes))
-    if gluon and _hopper_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, masked, device):
+    if gluon and _hopper_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, layout.mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
         row, smem = fitted(starting_row(kind, rows, layout, device, "triton"), layout, device)
@@ -257,6 +292,10 @@ def check(
     ):  # fmt: skip
         message = f"{name} is {size}, expected a power of two, at least {least}"
         _require(size >= least and size & (size - 1) == 0, message)
+    _require(
+        chosen.kernel == "triton" or (chosen.block_m, chosen.block_n) == (HOPPER_BLOCK, HOPPER_BLOCK),
+        f"the tile is {chosen.block_m}x{chosen.block_n}, the Hopper kernel has one of {HOPPER_BLOCK}x{HOPPER_BLOCK}",
+    )
     _require(chosen.num_stages >= 1, f"num_stages is {chosen.num_stages}, expected at least 1")
     _require(1 <= chosen.splits <= GRID_LIMIT, f"splits is {chosen.splits}, expected 1 to {GRID_LIMIT}")
     _require(

@@ -70,11 +70,18 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(score, dim=-1)  # [B,H,S]; minus infinity where nothing is visible
     nothing = lse == -torch.inf
     weight = torch.softmax(score, dim=-1).masked_fill(nothing[..., None], 0.0)
+    out, lse = torch.einsum("bhst,btv->bshv", weight, v), lse.transpose(1, 2)
     if call.sinks is not None:
-        share = torch.sigmoid(lse - call.sinks.to(dtype)[:, None]).masked_fill(nothing, 0.0)
-        weight = weight * share[..., None]
-    out = torch.einsum("bhst,btv->bshv", weight, v)
-    return out.to(call.query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+        out = out * sink_share(lse, call.sinks)[..., None]
+    return out.to(call.query.dtype).contiguous(), lse.contiguous()
+
+
+def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """``exp(lse) / (exp(lse) + exp(sinks))`` [...,H], the share that a sink leaves to the keys; 0 where there are none.
+
+    ``lse`` is [...,H], ``sinks`` [H].
+    """
+    return torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, 0.0)
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:

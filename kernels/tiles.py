@@ -48,22 +48,26 @@ def padded(width: int) -> int:
     return 0 if width == 0 else max(LEAST, 1 << (width - 1).bit_length())
 
 
+def depth(num_stages: int, paged: bool) -> int:
+    """Tiles that are on their way while one is worked on; a paged tile's address is loaded a stage earlier."""
+    return max(1, (num_stages - 1) // 2) if paged else max(1, num_stages - 1)
+
+
 def shared_memory(
     layout: Layout, block_m: int, block_n: int, num_warps: int, num_stages: int, capability: tuple[int, int]
 ) -> int:
     """An upper bound of the bytes that Triton's compiler takes for one block of the attention kernel.
 
-    The queries and a ring of tiles; the softmax weights where the product reads them from shared memory. A paged tile
-    has half the depth, since its address is loaded a stage earlier. Products of Hopper's warpgroups read the tile where
-    it lies while the next one arrives, so they hold one more; Blackwell's (64 rows or more) need the tile twice, once
-    as values. An fp8 tile is held as it came and converted on the way into a product, through shared memory. A float32
-    query is held as two parts, whose products add up to a float32 one.
+    The queries and a ring of tiles; the softmax weights where the product reads them from shared memory. Products of
+    Hopper's warpgroups read the tile where it lies while the next one arrives, so they hold one more; Blackwell's (64
+    rows or more) need the tile twice, once as values. An fp8 tile is held as it came and converted on the way into a
+    product, through shared memory. A float32 query is held as two parts, whose products add up to a float32 one.
     """
     # From 64 rows on, products take the instructions of the generation: wgmma (one warpgroup is 4 warps), tcgen05.
     warpgroup = capability[0] == 9 and block_m >= 64 and num_warps >= 4 and layout.dot_bytes == 2
     tensor_memory = capability[0] == 10 and block_m >= 64 and layout.dot_bytes == 2
-    depth = max(1, (num_stages - 1) // 2) if layout.paged else max(1, num_stages - 1)
-    buffers = depth + (warpgroup or (tensor_memory and num_stages > 1))
+    under_way = depth(num_stages, layout.paged)
+    buffers = under_way + (warpgroup or (tensor_memory and num_stages > 1))
     queries = block_m * (layout.latent + layout.rope) * layout.dot_bytes * (2 if layout.dot_bytes == 4 else 1)
     columns = layout.latent + layout.rope + layout.values
     converted = 0
@@ -77,7 +81,7 @@ def shared_memory(
     weights = 0 if warpgroup else block_m * block_n * layout.dot_bytes
     # A mask goes from the layout it is loaded in to that of the scores, as two bytes at least. Beside a latent of up to
     # 256 columns the compiler was seen to hold one more copy (tests/kernels/test_tiles.py has what it took).
-    copies = depth + (1 if warpgroup and layout.latent <= 256 else 0)
+    copies = under_way + (1 if warpgroup and layout.latent <= 256 else 0)
     mask = block_m * block_n * max(layout.mask_bytes, 2) * copies if layout.mask_bytes else 0
     return queries + block_n * (ring + converted) + weights + mask + SLACK
 

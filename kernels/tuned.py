@@ -17,10 +17,11 @@ WIDTH = 576  # columns of the rows that the table's times are of: 512 of the lat
 class Row:
     """One row of ``tuned.json``: a tile and what is known about its speed.
 
-    It is for devices from this ``capability`` up to the next one in the table, for at most ``max_rows`` query rows and
-    ``max_width`` columns of output, and for a cache that is ``paged`` or not; None is any.
+    It is for devices from this ``capability`` up to the next one in the table, for ``min_rows`` to ``max_rows`` query
+    rows, at most ``max_width`` columns of output, and for a cache that is ``paged`` or not; None is any.
 
-    Times are microseconds of one block, for rows of ``WIDTH`` columns.
+    Times are microseconds, for rows of ``WIDTH`` columns: ``t0_us`` of a block without tiles, ``tile_us`` that an SM's
+    units need for a tile.
     """
 
     kernel: Kernel
@@ -38,6 +39,7 @@ class Row:
     tile_us: float
     tma: bool = False
     pdl: bool = False
+    min_rows: int = 1
     provenance: str = field(default="", compare=False)
 
     @classmethod
@@ -47,7 +49,8 @@ class Row:
 
     def suits(self, rows: int, paged: bool) -> bool:
         """Whether the row is meant for this many query rows and this loop."""
-        return (self.max_rows is None or rows <= self.max_rows) and self.paged in (None, paged)
+        few_enough = self.max_rows is None or rows <= self.max_rows
+        return self.min_rows <= rows and few_enough and self.paged in (None, paged)
 
 
 @lru_cache(maxsize=8)

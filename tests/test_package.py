@@ -49,7 +49,7 @@ def test_public_names_are_pinned_and_importable():
         ("backend", ("mla", "reports")),
         ("codes", ("CODES", "Code", "section")),
         ("errors", ("MlaCompileError",)),
-        ("kernels.decode", ("decode_attention", "paged_decode_attention")),
+        ("kernels.decode", ("decode_attention", "merge", "paged_decode_attention")),
         ("onnx", ("Session", "export_onnx", "generate")),
         ("ops", ("decode_attention", "paged_decode_attention")),
         ("options", ("Options",)),
@@ -171,6 +171,7 @@ ROOMS = {
     "kernels.tuned": "",
     "kernels.reference": "kernels.call",
     "kernels.checks": "errors kernels.call",
+    "kernels.merge": "errors kernels.checks kernels.reference",
     "kernels.tiles": "errors kernels.devices kernels.tuned",
     "kernels.plan": "errors kernels.devices kernels.tiles kernels.tuned",
     "kernels.cpu": "kernels.call kernels.reference",
@@ -178,8 +179,8 @@ ROOMS = {
     "kernels.hopper": "kernels.call kernels.devices kernels.plan kernels.triton",
     "kernels.launch": """kernels.call kernels.checks kernels.devices kernels.hopper kernels.plan kernels.reference
         kernels.triton""",
-    "kernels.decode": """errors kernels.call kernels.checks kernels.cpu kernels.launch kernels.plan
-        kernels.reference""",
+    "kernels.decode": """errors kernels.call kernels.checks kernels.cpu kernels.launch kernels.merge
+        kernels.plan kernels.reference""",
     "ops": "kernels.call kernels.checks kernels.decode kernels.reference",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",

@@ -6,7 +6,7 @@ pages) is NaN and unused slots of the block table are -1, so that whatever reads
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,6 +158,12 @@ def kernels_for(shape: Shape, device: torch.device, options: dict[str, Any]) -> 
     """The plans of the kernels that take such a call here, by the names of :func:`plan_of`, the portable one first."""
     plans = {name: plan_of(shape, device, name, options) for name in ("triton", "gluon", "gluon splits")}
     return {name: made for name, made in plans.items() if made is not None}
+
+
+def left_padded(lens: Sequence[int], kv: int, device: torch.device) -> Tensor:
+    """A boolean mask [B,1,1,kv] that shows the last ``lens[b]`` tokens of request b."""
+    first = kv - torch.tensor(lens, device=device)[:, None, None, None]
+    return torch.arange(kv, device=device) >= first
 
 
 def lengths(shape: Shape, how: str, generator: torch.Generator) -> Tensor:

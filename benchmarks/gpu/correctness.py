@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.cases import FP8, Problem, Shape, kernels_for, poisoned, problem
+from benchmarks.gpu.cases import FP8, Problem, Shape, kernels_for, left_padded, poisoned, problem
 from benchmarks.gpu.common import Case, Row, Run, SkipError
 from mla_compile.kernels.tuned import TABLE
 
@@ -130,10 +130,20 @@ def matrix(run: Run) -> Iterator[Case]:
 Options = Callable[[Shape, torch.device], dict[str, Any]]
 
 
+def _none(shape: Shape, device: torch.device) -> dict[str, Any]:
+    return {}
+
+
 def _left_padding(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """A boolean mask that hides b * 7 first tokens of request b, so that whole tiles are hidden."""
-    first = torch.arange(shape.B, device=device)[:, None, None, None] * 70
-    return {"mask": (torch.arange(shape.kv, device=device) >= first).expand(shape.B, 1, 1, shape.kv)}
+    """A boolean mask that hides b * 70 first tokens of request b, so that whole tiles are hidden."""
+    return {"mask": left_padded([shape.kv - 70 * b for b in range(shape.B)], shape.kv, device)}
+
+
+def _holes(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """A boolean mask, the same for all query rows, with holes in its tiles and three of four tiles hidden."""
+    generator = torch.Generator(device).manual_seed(7)
+    mask = torch.rand((shape.B, 1, 1, shape.kv), generator=generator, device=device) < 0.7
+    return {"mask": mask & (torch.arange(shape.kv, device=device) // 64 % 4 == 0)}
 
 
 def _additive(shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -157,16 +167,15 @@ def features(run: Run) -> Iterator[Case]:
     """One case for each feature and layout, for few and for many query rows."""
     kv = 70 if run.dry else 1500
     base = Shape(B=3, kv=kv, H=16, S=2)
-    none: Options = lambda shape, device: {}  # noqa: E731
     sinks: Options = lambda shape, device: {"sinks": torch.linspace(-2, 3, shape.H, device=device)}  # noqa: E731
     one_scale: Options = lambda shape, device: {"kv_scale": torch.tensor(0.13, device=device)}  # noqa: E731
     wanted: list[tuple[str, dict[str, Any], Options]] = [
-        *((f"page {page}", {"page": page}, none) for page in (1, 16, 32, 128)),
-        *((f"{L}+{R}", {"L": L, "R": R}, none) for L, R in ((256, 32), (256, 64), (512, 0), (320, 24), (63, 17))),
-        ("contiguous", {"page": None}, none),
-        ("float16", {"dtype": torch.float16}, none),
-        ("float32", {"dtype": torch.float32}, none),
-        ("float32 contiguous", {"dtype": torch.float32, "page": None}, none),
+        *((f"page {page}", {"page": page}, _none) for page in (1, 16, 32, 128)),
+        *((f"{L}+{R}", {"L": L, "R": R}, _none) for L, R in ((256, 32), (256, 64), (512, 0), (320, 24), (63, 17))),
+        ("contiguous", {"page": None}, _none),
+        ("float16", {"dtype": torch.float16}, _none),
+        ("float32", {"dtype": torch.float32}, _none),
+        ("float32 contiguous", {"dtype": torch.float32, "page": None}, _none),
         ("fp8, one scale", {"cache": FP8}, one_scale),
         ("fp8, scale per token", {"cache": FP8}, _scales),
         ("fp8 contiguous, scale per token", {"cache": FP8, "page": None}, _scales),
@@ -174,6 +183,7 @@ def features(run: Run) -> Iterator[Case]:
         ("softcap", {}, lambda *_: {"softcap": 2.5}),
         ("window", {}, lambda *_: {"window": 33}),
         ("left padding", {"page": None}, _left_padding),
+        ("mask with holes", {"page": None}, _holes),
         ("additive mask", {"page": None}, _additive),
         ("many splits", {}, lambda *_: {"num_splits": 100}),
         ("one split", {}, lambda *_: {"num_splits": 1}),
@@ -189,10 +199,18 @@ def features(run: Run) -> Iterator[Case]:
             def call(shape: Shape = shape, options: Options = options, kernel: str = kernel, key: str = key) -> Row:
                 made = options(shape, run.device)
                 how = "full" if "mask" in made else "zeros"
-                causal = shape.S > 1
-                return checked(problem(shape, run.device, seed_of(key), how=how, causal=causal, **made), kernel)
+                posed = problem(shape, run.device, seed_of(key), how=how, causal=shape.S > 1, **made)
+                return checked(hidden_rows_of_nan(posed), kernel)
 
             yield Case(key, call, COMPILED, of=str(made))
+
+
+def hidden_rows_of_nan(posed: Problem) -> Problem:
+    """The same, with NaN in the rows that a boolean mask hides from all queries."""
+    mask = posed.options.get("mask")
+    if mask is not None and mask.dtype == torch.bool:
+        posed.kv[~mask[:, 0, 0]] = float("nan")
+    return posed
 
 
 def separate_values(run: Run) -> Row:
@@ -306,7 +324,7 @@ def repeated(run: Run, kernel: str) -> Row:
 def consan(run: Run) -> Iterator[Case]:
     """The Hopper kernel under Triton's concurrency sanitizer, which stops at a race; small sizes."""
 
-    def call(shape: Shape, key: str) -> Row:
+    def call(shape: Shape, options: Options, key: str) -> Row:
         if run.device.type != "cuda":
             raise SkipError("the sanitizer runs on a GPU only")
         from mla_compile.kernels import launch
@@ -314,12 +332,18 @@ def consan(run: Run) -> Iterator[Case]:
 
         runner.consan()
         launch.clear()
-        return checked(problem(shape, run.device, seed_of(key), how="varied", causal=shape.S > 1), "gluon")
+        made = options(shape, run.device)
+        posed = problem(shape, run.device, seed_of(key), how="varied", causal=shape.S > 1, **made)
+        return checked(hidden_rows_of_nan(posed), "gluon")
 
-    for shape in (Shape(B=1, kv=64, H=64), Shape(B=2, kv=200, H=64, S=2), Shape(B=1, kv=513, H=128)):
-        key = f"gluon under ConSan: {shape}"
-        made = kernels_for(shape, run.device, {}).get("gluon")
-        yield Case(key, lambda shape=shape, key=key: call(shape, key), SANITIZED, of=str(made))  # type: ignore[misc]
+    plain = (Shape(B=1, kv=64, H=64), Shape(B=2, kv=200, H=64, S=2), Shape(B=1, kv=513, H=128))
+    wanted: list[tuple[str, Shape, Options]] = [(str(shape), shape, _none) for shape in plain]
+    few = Shape(B=2, kv=513, H=20, page=None)
+    wanted.append((f"{few}, mask with holes", few, _holes))
+    for name, shape, options in wanted:
+        key = f"gluon under ConSan: {name}"
+        made = kernels_for(shape, run.device, options(shape, torch.device("cpu"))).get("gluon")
+        yield Case(key, lambda s=shape, o=options, k=key: call(s, o, k), SANITIZED, of=str(made))  # type: ignore[misc]
 
 
 def cases(run: Run) -> Iterator[Case]:

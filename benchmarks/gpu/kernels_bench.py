@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import table
 from benchmarks.gpu import timing
-from benchmarks.gpu.cases import Problem, Shape, kernels_for
+from benchmarks.gpu.cases import Problem, Shape, kernels_for, left_padded
 from benchmarks.gpu.common import Case, Row, Run, SkipError, Store, _short
 from benchmarks.gpu.correctness import compare_out, not_replaced, seed_of
 from benchmarks.gpu.peers import OTHER_NUMBERS, PEERS, where_timed
@@ -37,10 +38,16 @@ NEXT = (  # what the targets of the project speak of, and one shape for each reg
 RAGGED = ((16, 4, (4641, 45118, 1730, 1696)), (128, 1, tuple(512 << (i % 7) for i in range(32))))
 
 
-def ragged(dry: bool) -> list[tuple[Shape, tuple[int, ...]]]:
-    """What splits by request are bad at, and a batch cut into equal amounts of work is made for."""
-    wanted = RAGGED if not dry else ((4, 1, (70, 3)),)
-    return [(Shape(B=len(lens), kv=max(lens), H=H, S=S), lens) for H, S, lens in wanted]
+LEFT_PADDED = tuple((H, 1, tuple(4096 - 96 * i for i in range(32))) for H in (32, 128))  # as generate() pads prompts
+PAGE = 64
+
+
+def uneven(dry: bool) -> list[tuple[str, Shape, tuple[int, ...]]]:
+    """What splits by request are bad at, and a batch cut into equal amounts of work is made for; then masked caches."""
+    pages, masked = (RAGGED, LEFT_PADDED) if not dry else (((4, 1, (70, 3)),), ((4, 1, (128, 50)),))
+    made = [("ragged", Shape(B=len(lens), kv=max(lens), H=H, S=S, page=PAGE), lens) for H, S, lens in pages]
+    made += [("left-padded", Shape(B=len(lens), kv=max(lens), H=H, S=S, page=None), lens) for H, S, lens in masked]
+    return [(f"{name} {shape}", shape, lens) for name, shape, lens in made]
 
 
 def shapes(dry: bool) -> list[Shape]:
@@ -51,11 +58,20 @@ def shapes(dry: bool) -> list[Shape]:
     return [Shape(B=b, kv=kv, H=h, S=s) for b, kv, h, s in dict.fromkeys([*HEADLINE, *NEXT, *grid])]
 
 
+def _pages(shape: Shape) -> int:
+    return shape.B * -(-shape.kv // PAGE)
+
+
+def masks(shape: Shape, lens: tuple[int, ...] | None, device: torch.device) -> dict[str, Tensor]:
+    """The option that says which tokens of a cache in one piece are read; over pages the lengths say it."""
+    return {} if shape.page is not None or lens is None else {"mask": left_padded(lens, shape.kv, device)}
+
+
 class Pool:
     """The clock, and one allocation of random pages for all shapes; requests own random ones of it."""
 
     def __init__(self, run: Run, shapes: list[Shape]) -> None:
-        self.run, self.wanted = run, max(s.B * s.pages for s in shapes)
+        self.run, self.wanted = run, max(map(_pages, shapes))
 
     @cached_property
     def clock(self) -> timing.Clock:
@@ -73,8 +89,8 @@ class Pool:
         return made
 
     def problem(self, shape: Shape, lens: tuple[int, ...] | None = None) -> Problem:
-        """Requests of these lengths (None: all full) over random pages."""
-        count = shape.B * shape.pages
+        """Requests of these lengths (None: all full) over random pages, or left-padded to them in one piece."""
+        count = _pages(shape)
         if count > len(self.kv):
             raise SkipError(f"needs {count} pages, {len(self.kv)} fit in memory")
         generator = torch.Generator(self.run.device).manual_seed(seed_of(str(shape)))
@@ -82,9 +98,14 @@ class Pool:
         query = 10 * torch.randn(
             shape.B, shape.S, shape.H, 576, generator=generator, device=self.run.device, dtype=torch.float32
         )
+        options = {"causal": shape.S > 1, **masks(shape, lens, self.run.device)}
+        if shape.page is None:
+            full = torch.full((shape.B,), shape.kv, dtype=torch.int32, device=self.run.device)
+            whole = self.kv[:count].view(shape.B, -1, 576)[:, : shape.kv]
+            return Problem(shape, query.to(shape.dtype), whole, None, full, options)
         lengths = torch.tensor(lens or [shape.kv] * shape.B, dtype=torch.int32, device=self.run.device)
         made = order.int().reshape(shape.B, shape.pages)
-        return Problem(shape, query.to(shape.dtype), self.kv, made, lengths, {"causal": shape.S > 1})
+        return Problem(shape, query.to(shape.dtype), self.kv, made, lengths, options)
 
 
 def floors(run: Run) -> Iterator[Case]:
@@ -181,14 +202,13 @@ def _agree(run: Run, posed: Problem, calls: dict[str, Any], row: Row) -> list[st
 
 def cases(run: Run) -> Iterator[Case]:
     """The headline shapes, the next ones, requests of uneven lengths, the grid."""
-    wanted, uneven = shapes(run.dry), ragged(run.dry)
-    pool = Pool(run, [*wanted, *(shape for shape, _ in uneven)])
-    listed: list[tuple[str, Shape, tuple[int, ...] | None]] = [(str(shape), shape, None) for shape in wanted]
+    listed: list[tuple[str, Shape, tuple[int, ...] | None]] = [(str(shape), shape, None) for shape in shapes(run.dry)]
     place = len(HEADLINE) + len(NEXT)
-    listed[place:place] = [(f"ragged {shape}", shape, lens) for shape, lens in uneven]
+    listed[place:place] = uneven(run.dry)
+    pool = Pool(run, [shape for _, shape, _ in listed])
     for index, (key, shape, lens) in enumerate(listed):
         first = index < (1 if run.dry else len(HEADLINE))
-        of = f"{kernels_for(shape, run.device, {})} {sorted(run.peers)}"
+        of = f"{kernels_for(shape, run.device, masks(shape, lens, torch.device('cpu')))} {sorted(run.peers)}"
         # The first ones compile their kernels.
         yield Case(key, lambda s=shape, n=lens: measure(run, pool, s, n), 6.0 if first else 2.5, first, of)  # type: ignore[misc]
 

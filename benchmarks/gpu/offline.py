@@ -87,8 +87,9 @@ class Case:
             return 16  # 3.6 keeps three scalars of the block table outside the registers
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.cache == "float8":
             return 384  # the converted tile beside 64 x 512 sums; 32 rows would not, and read twice
-        if self.arch == "sm_90" and self.rows > 32 and self.mask:
-            return 64  # the tile's list, and of an added mask its place, beside 64 x 512 sums
+        if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
+            # A listed tile's bits beside 64 x 512 sums (the Hopper kernel takes such calls), an added mask's place.
+            return 20 if self.mask == torch.bool else 64
         return 0
 
     def call(self) -> DecodeCall:
@@ -147,6 +148,9 @@ def cases() -> Iterator[Case]:
     yield replace(hopper, label="Hopper, bf16, 1 split", splits=1)
     yield replace(hopper, label="Hopper, bf16")
     yield replace(hopper, label="Hopper, bf16, fp32 query", query="float32")
+    yield replace(hopper, label="Hopper, bf16, mask", mask=torch.bool)
+    yield replace(hopper, label="Hopper, bf16, mask, 1 split", mask=torch.bool, splits=1)
+    yield replace(hopper, label="Hopper, bf16, 17 rows", rows=17)
     for page in (16, 32, 64):
         yield replace(hopper, label=f"Hopper, bf16, page {page}", page=page)
         yield replace(hopper, label=f"Hopper, bf16, page {page}, scheduled", page=page, splits=0)

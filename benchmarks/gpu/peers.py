@@ -271,7 +271,8 @@ FLEX_SHAPES = ((8, 4096, 128, 1), (1, 32768, 16, 1))  # each is compiled anew, w
 
 
 def where_timed(name: str, shape: Shape) -> None:
-    """Raises :class:`SkipError` for a peer that is worth a few shapes only."""
+    """Raises :class:`SkipError` for a peer that is worth a few shapes only; a cache in one piece comes with a mask."""
+    _needs(shape.page is not None, "timed over pages, without a mask")
     if name == "sdpa":
         _needs(shape.B * shape.kv <= 65536, "timed where B * kv is at most 65536")
     if name == "flex":

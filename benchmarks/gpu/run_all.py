@@ -77,7 +77,7 @@ SECTIONS = {
     "onnx": Section(onnx_native.cases, onnx_native.SOURCES, 300.0),
     "tests": Section(suite.cases, ("kernels", "kernels/tuned.json", "passes", "mla_compile", "tests"), 300.0),
     "tiles": Section(tune.tiles, (*CHECK, "benchmarks/gpu/tune.py"), workers=PARALLEL),
-    "tune": Section(tune.tune, (*TIMING, "benchmarks/gpu/tune.py"), needs="tiles", timed=True),
+    "tune": Section(tune.tune, (*TIMING, "benchmarks/gpu/tune.py", "benchmarks/gpu/fit.py"), needs="tiles", timed=True),
     "consan": Section(correctness.consan, CHECK, 1e6),  # only its time ends it: its compilation takes minutes
 }  # fmt: skip
 STANDING = [name for name in SECTIONS if name not in ("tiles", "tune")]  # without --sections

@@ -1,4 +1,4 @@
-"""Which tile is fastest on the card at hand, its t0 and t_tile, and kernels/tuned.json rewritten from that.
+"""Which tile is fastest on the card at hand, the times of its plan, and kernels/tuned.json rewritten from that.
 
     python benchmarks/gpu/run_all.py --sections tiles,tune      # measures: the sections are here
     python benchmarks/gpu/tune.py [RESULTS]                     # prints; writes a table beside the results
@@ -6,9 +6,12 @@
 
 A class is a cache dtype, a number of query rows, and a cache in pages or in one piece. Its candidates are the tiles
 that fit shared memory and are nearest to the table's. ``tiles`` compiles each, on all cores, and holds its result
-against the truth; ``tune`` times those that are right, alone on a full card (as many requests as make several waves).
-The fastest one's t0 and t_tile, of the formula in kernels/plan.py, are intercept and slope of a single block's time
-over several lengths. Rows of other GPU generations stay as they are.
+against the truth; ``tune`` times those that are right, alone on a full card (several blocks for every SM). Of the
+fastest one, t0 and what a tile takes a lone block are intercept and slope of a single block's time over several
+lengths; t_tile of the formula in kernels/plan.py is the smaller of that and an SM's time for a tile on the full card.
+From both, of all tiles that have them, benchmarks/gpu/fit.py fits how long a block waits; that line is printed, and
+goes into kernels/devices.py by hand. On a Hopper card both sections also hold its kernel against the portable one by
+the number of query rows, which is where ``min_rows`` comes from. Rows of other GPU generations stay as they are.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import argparse
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,19 +36,23 @@ from benchmarks.gpu.common import DONE, ROOT, Case, Row, Run, SkipError, Store  
 import torch  # isort: skip
 
 from benchmarks.common import table
-from benchmarks.gpu import timing
-from benchmarks.gpu.cases import FP8, Problem, Shape, problem
-from benchmarks.gpu.correctness import compare
+from benchmarks.gpu import fit, timing
+from benchmarks.gpu.cases import FP8, Problem, Shape, plan_of, problem
+from benchmarks.gpu.correctness import compare, not_replaced
 from mla_compile.errors import InputError
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels import tuned
-from mla_compile.kernels.plan import Device, NoPlanError, Plan, check
+from mla_compile.kernels.devices import preset
+from mla_compile.kernels.plan import HOPPER_BLOCK, Device, NoPlanError, Plan, check
+from mla_compile.kernels.tiles import Layout, depth
 
 DTYPES = {"half": torch.bfloat16, "float8": FP8, "float32": torch.float32}
 CLASSES = {f"{kind}-{rows}": (kind, rows) for kind in DTYPES for rows in (16, 32, 128)}
 MAX_ROWS = {16: 16, 32: 32, 128: None}  # the query rows a class stands for, as tuned.json has them
 STAGES = (1, 2, 3, 4, 5, 7)
+BESIDE = "gluon: "  # what the keys begin with where the Hopper kernel is held against the portable one
 MOST = 24  # candidates of a class
+HOPPER_ROWS = (4, 8, 12, 16, 20, 24, 32, 48, 64)  # query rows at which the two kernels are compared
 FIRST = 4  # of them, the nearest to the table: of all classes before the others of any
 
 
@@ -131,8 +139,25 @@ def _one(make: Callable[[], Problem], kept: dict[object, Any], key: object) -> A
     return kept[key]
 
 
+def _both(rows: int, batch: int, kv: int, device: torch.device) -> tuple[Shape, dict[str, Plan]]:
+    """A paged shape of this many query rows and both kernels' plans; no plans where the Hopper kernel is not for it."""
+    shape = Shape(batch, kv, rows)
+    # Up to 64 rows are one block of its rows, whatever their number: the plan of 64 is theirs, whatever min_rows says.
+    hopper = plan_of(replace(shape, H=HOPPER_BLOCK), device, "gluon", {})
+    portable = plan_of(shape, device, "triton", {})
+    return shape, {} if hopper is None or portable is None else {"gluon": hopper, "triton": portable}
+
+
+def _beside(run: Run, batch: int, kv: int) -> Iterator[tuple[str, Shape, dict[str, Plan]]]:
+    """Key, shape and plans of each comparison of the two kernels."""
+    for rows in HOPPER_ROWS:
+        shape, plans = _both(rows, batch, kv, run.device)
+        if plans:
+            yield f"{BESIDE}{rows} rows", shape, plans
+
+
 def tiles(run: Run) -> Iterator[Case]:
-    """Every candidate against the truth, on few requests."""
+    """Every candidate against the truth, on few requests; the Hopper kernel and the portable one too, by query rows."""
     kept: dict[object, Any] = {}
 
     def call(kind: str, rows: int, tile: Candidate) -> Row:
@@ -142,58 +167,129 @@ def tiles(run: Run) -> Iterator[Case]:
 
     for rank, key, kind, rows, tile in _classes(run):
         yield Case(key, lambda k=kind, r=rows, t=tile: call(k, r, t), 3.0, rank < FIRST)  # type: ignore[misc]
+    for key, shape, plans in _beside(run, 2, 70 if run.dry else 300):
+        yield Case(key, lambda s=shape, p=plans: _both_right(run, s, p), 3.0, True, str(plans))  # type: ignore[misc]
+
+
+def _both_right(run: Run, shape: Shape, plans: dict[str, Plan]) -> Row:
+    posed = problem(shape, run.device, seed=shape.H)
+    want, row = posed.truth(), Row()
+    for name, made in plans.items():
+        row = compare(posed.ours(made), want, shape.dtype)
+        not_replaced(name)
+        if row.get("status") == "failed":
+            return {**row, "error": f"{name}: {row['error']}"}
+    return row
 
 
 def tune(run: Run) -> Iterator[Case]:
-    """Every candidate that is right, timed; of the fastest so far of its class, t0 and t_tile too."""
+    """Every candidate that is right, timed; of the fastest so far of its class, the times of its plan too."""
     kept: dict[object, Any] = {}
     clock = cache(lambda: timing.Clock(run.device))
     sms = Device.of(run.device).sms
 
     def call(key: str, kind: str, rows: int, tile: Candidate) -> Row:
-        checked = run.store.rows("tiles").get(key, {"status": "pending"})
-        if checked["status"] not in DONE:
-            return {"status": "unfinished", "error": f"its check is {checked['status']}"}
-        if checked["status"] != "ok":
-            raise SkipError(f"its check is {checked['status']}")
-        batch, kv = (2, 70) if run.dry else (max(8, 4 * sms * 16 // max(16, rows) // 4), 4096)
+        if (why := _unchecked(run.store, key)) is not None:
+            return why
+        batch, kv = (2, 70) if run.dry else (4 * sms * 16 // min(64, max(16, rows)), 4096)
         full = _one(lambda: posed(kind, rows, batch, kv, tile.paged, run.device), kept, (kind, rows, tile.paged))
         timed, _ = clock().captured(lambda: full.ours(tile.plan()))
         us = 1e6 * clock().median(timed, rounds=12, budget=0.15)
         moved, flops = full.shape.cost()
         row = {"tile": asdict(tile), "us": us, "TBps": moved / us / 1e6, "TFLOPs": flops / us / 1e6}
         before = best(run.store, key.removesuffix(f" {tile}"))
-        return row if before is not None and before["us"] <= us else {**row, **line(run, clock(), kind, rows, tile)}
+        if before is not None and before["us"] <= us:
+            return row
+        blocks = batch * -(-rows // tile.block_m)
+        shared = us * min(sms, blocks) / (blocks * -(-kv // tile.block_n))
+        return {**row, **alone(run, clock(), kind, rows, tile), "full_us": round(shared, 3)}
+
+    def beside(key: str, shape: Shape, plans: dict[str, Plan]) -> Row:
+        if (why := _unchecked(run.store, key)) is not None:
+            return why
+        posed = problem(shape, run.device, seed=shape.H)
+        calls = {name: clock().captured(lambda made=made: posed.ours(made))[0] for name, made in plans.items()}
+        times = clock().seconds(calls, rounds=12, budget=0.5)
+        return {f"{name}_us": 1e6 * statistics.median(of) for name, of in times.items()}
 
     for rank, key, kind, rows, tile in _classes(run):
         yield Case(key, lambda a=key, k=kind, r=rows, t=tile: call(a, k, r, t), 1.0, rank < FIRST)  # type: ignore[misc]
+    for key, shape, plans in _beside(run, *((2, 70) if run.dry else (128, 4096))):
+        yield Case(key, lambda a=key, s=shape, p=plans: beside(a, s, p), 1.5, True, str(plans))  # type: ignore[misc]
+
+
+def _unchecked(store: Store, key: str) -> Row | None:
+    """Why something may not be timed yet, as a row; raises :class:`SkipError` where its check went wrong."""
+    status = store.rows("tiles").get(key, {"status": "pending"})["status"]
+    if status not in DONE:
+        return {"status": "unfinished", "error": f"its check is {status}"}
+    if status != "ok":
+        raise SkipError(f"its check is {status}")
+    return None
 
 
 def best(store: Store, name: str) -> Row | None:
-    """The fastest row of a class; it has ``t0_us`` and ``tile_us``, since nothing before it was faster."""
+    """The fastest row of a class; it has the times of :func:`alone`, since nothing before it was faster."""
     found = [row for key, row in store.rows("tune").items() if key.startswith(f"{name} ") and row["status"] == "ok"]
     return min((row for row in found if "t0_us" in row), key=lambda row: row["us"], default=None)
 
 
-def line(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) -> dict[str, float]:
-    """``t0_us`` and ``tile_us``: intercept and slope of one block's time over its tiles (least squares)."""
+def alone(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) -> dict[str, float]:
+    """``t0_us`` and ``lone_us``, intercept and slope of one block's time over its tiles, and the formula's counts."""
     points = []
     for kv in (64, 128) if run.dry else (512, 1024, 2048, 4096):
         lone = posed(kind, min(rows, best.block_m), 1, kv, best.paged, run.device)
         call, _ = clock.captured(lambda lone=lone: lone.ours(best.plan()))
         points.append((-(-kv // best.block_n), 1e6 * clock.median(call, rounds=12, budget=0.1)))
-    n, mean_x, mean_y = len(points), *(sum(p[i] for p in points) / len(points) for i in (0, 1))
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    assert n > 1
-    return {"t0_us": round(max(0.1, mean_y - slope * mean_x), 2), "tile_us": round(max(0.01, slope), 3)}
+    start, slope = fit.line(points)
+    bytes_ = DTYPES[kind].itemsize
+    return {
+        "t0_us": round(max(0.1, start), 2), "lone_us": round(max(0.01, slope), 3),
+        "links": planning.links(Layout(512, 64, 0, bytes_, max(2, bytes_), best.paged), best.block_n),
+        "depth": depth(best.num_stages, best.paged),
+    }  # fmt: skip
+
+
+def compared(store: Store) -> dict[int, Row]:
+    """What the two kernels took, by query rows."""
+    rows = {key: row for key, row in store.rows("tune").items() if key.startswith(BESIDE) and row["status"] == "ok"}
+    return {int(key.removeprefix(BESIDE).split()[0]): row for key, row in rows.items()}
+
+
+def least_rows(found: dict[int, Row]) -> int | None:
+    """From how many query rows on the Hopper kernel is the faster one, of those measured; None where it never is."""
+    least = None
+    for rows in sorted(found, reverse=True):
+        if found[rows]["gluon_us"] >= found[rows]["triton_us"]:
+            break
+        least = rows
+    return least
+
+
+def fitted(store: Store) -> str:
+    """What the measured tiles say about waiting, as kernels/devices.py has it, beside what stands there."""
+    rows = [row for row in store.rows("tune").values() if "lone_us" in row]
+    now = preset(_card(store)[1]).pace
+    assert now is not None  # every preset has one
+    try:
+        found, error = fit.pace([fit.Tile(r["links"], r["depth"], r["lone_us"], r["full_us"]) for r in rows], now)
+    except ValueError as reason:
+        return f"{now} stays: {reason}"
+    return f"{found} fits with an error of {error:.1%}; kernels/devices.py has {now}"
+
+
+def _card(store: Store) -> tuple[str, tuple[int, int]]:
+    """Name and capability of what was measured."""
+    gpu = store.data["about"]["gpu"]
+    if gpu is None:
+        return "a CPU", (8, 0)  # what a dry run plans for
+    major, minor = gpu["capability"]
+    return gpu["name"], (major, minor)
 
 
 def rewritten(store: Store) -> list[dict[str, Any]]:
     """All rows of the table, those of the device and the classes that were measured replaced."""
-    about = store.data["about"]
-    name, capability = "a CPU", [8, 0]  # what a dry run plans for
-    if about["gpu"] is not None:
-        name, capability = about["gpu"]["name"], about["gpu"]["capability"]
+    about, (name, capability) = store.data["about"], _card(store)
     provenance = f"measured on {name}, torch {about['host']['torch']}, {about['host']['date'][:10]}"
     content = json.loads(tuned.TABLE.read_text())
     rows: list[dict[str, Any]] = content["rows"]
@@ -203,11 +299,14 @@ def rewritten(store: Store) -> list[dict[str, Any]]:
             continue
         tile = {k: v for k, v in found["tile"].items() if k != "paged"}
         made = {
-            "kernel": "triton", "capability": capability, "cache": kind, "max_rows": MAX_ROWS[count],
+            "kernel": "triton", "capability": list(capability), "cache": kind, "max_rows": MAX_ROWS[count],
             "max_width": 512, "paged": paged, **tile, "occupancy": 2 if tile["block_m"] < 64 else 1,
-            "t0_us": found["t0_us"], "tile_us": found["tile_us"], "tma": False, "pdl": False, "provenance": provenance,
+            "t0_us": found["t0_us"], "tile_us": min(found["lone_us"], found["full_us"]), "tma": False, "pdl": False,
+            "provenance": provenance,
         }  # fmt: skip
         rows = [part for row in rows for part in _without(made, row)] + [made]
+    if (least := least_rows(compared(store))) is not None:
+        rows = [row | {"min_rows": least} if row["kernel"] == "gluon" else row for row in rows]
     return sorted(rows, key=lambda r: (r["capability"], r["kernel"] != "triton", r["max_rows"] or 1 << 30))
 
 
@@ -232,7 +331,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 when a class was measured, 1 when none was."""
+    """0 when a class, or the Hopper kernel beside the portable one, was measured, 1 when neither was."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path, nargs="?", default=ROOT / "benchmarks" / "results" / "gpu.json")
     parser.add_argument("--write", action="store_true", help="rewrite kernels/tuned.json")
@@ -240,15 +339,23 @@ def main(arguments: list[str] | None = None) -> int:
     store = Store(args.results)
     names = [f"{name} {_how(paged)}" for name, paged in itertools.product(CLASSES, (True, False))]
     found = {name: row for name in names if (row := best(store, name)) is not None}
-    if not found:
+    beside = compared(store)
+    if not found and not beside:
         print(f"{args.results} has no rows of the section tune: run_all.py --sections tiles,tune --out {args.results}")
         return 1
     shown = [
         [name, str(Candidate(**row["tile"])), f"{row['us']:.1f}", f"{row['TBps']:.2f}", f"{row['TFLOPs']:.0f}",
-         row["t0_us"], row["tile_us"]]
+         row["t0_us"], row["lone_us"], row["full_us"]]
         for name, row in found.items()
     ]  # fmt: skip
-    print(table(shown, ["class", "tile", "us", "TB/s", "TFLOP/s", "t0 us", "tile us"]))
+    if found:
+        print(table(shown, ["class", "tile", "us", "TB/s", "TFLOP/s", "t0 us", "alone us", "full us"]))
+        print(fitted(store))
+    for count, row in sorted(beside.items()):
+        print(f"{count:3} query rows: Hopper kernel {row['gluon_us']:.1f} us, portable {row['triton_us']:.1f} us")
+    if beside:
+        why = f"stays: at {max(beside)} query rows it is not the faster one"
+        print(f"min_rows of the Hopper kernel: {least_rows(beside) or why}")
     dry = store.data["about"]["dry_run"]
     place = tuned.TABLE if args.write and not dry else args.results.with_name("tuned.json")
     write(place, rewritten(store))

@@ -11,6 +11,9 @@ rows. The float32 output, 64 x 512, is half of an SM's registers, so it is cut i
 * Both consumers apply every block, in order, to their half: ``O = O * alpha_j + P_j V_j``, where ``V_j`` is the
   latent block that is there already. A consumer takes its own ``P_j`` from registers and the other's from shared
   memory. Consumer 0 issues the scores of the next block before it waits for the product with the previous one.
+* A consumer that reads what TMA has brought has waited for its barrier itself. The other one's ``P_j`` says as much,
+  for it is made of the same block; the second wait finds the barrier passed, and nothing has to be argued about whose
+  writes become visible to whom through whom.
 
 Blocks 0, 2, 4... of an item use stage 0, the others stage 1, whatever the item's length; a stage's barrier phase is
 therefore counted per stage over the whole life of the CTA (``used0``, ``used1``). An *item* is a run of blocks of one
@@ -19,6 +22,10 @@ request: one per CTA on the split grid, several when a schedule (kernels/triton/
 Rows past a request's length: TMA fills rows outside the tensor with zeros, scores are masked, and the rows of the last
 block that hold other data are zeroed in shared memory before they are read as values, because ``0 * NaN`` is NaN.
 A page that lies past the length is never looked up: its box is aimed outside the tensor.
+
+A boolean mask that shows all query rows the same keys comes as a list of the tiles with a visible one, and 64 bits for
+each (``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody
+sees are treated as those past the length, in any block.
 
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
@@ -39,11 +46,13 @@ from mla_compile.kernels.hopper.producer_gluon import (
     BN,
     FREE,
     HALF,
+    LIST_WORD,
     NARROW,
     ROPE,
     TILE,
     blocks_of,
     length_of,
+    place_of,
     producer,
     requests_of,
 )
@@ -88,24 +97,55 @@ def _scores(tiles, narrow, bars, zero, stage, phase, S_L: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, m_before, limit, n0, scale_log2, S_L: gl.constexpr):
+def _keys(work, plane, i):
+    """The 64 keys of block i as bits: 0..31, 32..63; without a list all of them."""
+    if work is None:
+        return -1, -1
+    else:
+        entry = work + 2 * (LIST_WORD * plane.to(gl.int64) + i)
+        return gl.load(entry), gl.load(entry + 1)
+
+
+@gluon.jit
+def _bits(low, high, n):
+    """Which of the keys n of a block are visible."""
+    return (gl.where(n < 32, low, high) >> (n & 31)) & 1 != 0
+
+
+@gluon.jit
+def _softmax(s, m_before, limit, n0, low, high, scale_log2, MASKED: gl.constexpr, S_L: gl.constexpr):
     """P (unnormalised, base 2) of a block from row n0 on, the rescaling of what was summed before, the maximum."""
-    n = n0 + gl.arange(0, BN, gl.SliceLayout(0, S_L))
-    s = gl.where(gl.expand_dims(n, 0) < gl.expand_dims(limit, 1), s * scale_log2, float("-inf"))
+    column = gl.arange(0, BN, gl.SliceLayout(0, S_L))
+    visible = gl.expand_dims(n0 + column, 0) < gl.expand_dims(limit, 1)
+    if MASKED:
+        visible = visible & gl.expand_dims(_bits(low, high, column), 0)
+    s = gl.where(visible, s * scale_log2, float("-inf"))
     m = gl.maximum(m_before, gl.max(s, 1))
     return gl.exp2(s - gl.expand_dims(m, 1)), gl.exp2(m_before - m), m
 
 
 @gluon.jit
-def _zero_rows(tile, first):
-    """Zeroes rows first.. of a [64,256] half: they lie past the length and 0 * NaN is NaN."""
+def _zero_rows(tile, first, low, high, MASKED: gl.constexpr):
+    """Zeroes the rows of a [64,256] half that are not to be read: from first on, or those that the bits leave out."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
+    keep = r < first
+    if MASKED:
+        keep = _bits(low, high, r)
     for c in gl.static_range(HALF // 64):
         part = tile.slice(c * 64, 64, 1)
         v = part.load(L)
-        part.store(gl.where(gl.expand_dims(r, 1) < first, v, 0.0).to(tile.dtype))
+        part.store(gl.where(gl.expand_dims(keep, 1), v, 0.0).to(tile.dtype))
     fence_async_shared()
+
+
+@gluon.jit
+def _ragged(is_last, low, high, MASKED: gl.constexpr):
+    """Whether a block has rows that are not to be read as values."""
+    if MASKED:
+        return (low & high) != -1
+    else:
+        return is_last
 
 
 @gluon.jit
@@ -147,8 +187,8 @@ def _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, 
 
 
 @gluon.jit
-def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit, scale_log2):
-    """Consumer 0's part of an item of n blocks: scores blocks 0, 2, ..., sums all blocks for columns 0..255."""
+def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2):
+    """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
@@ -156,17 +196,27 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limi
     acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
     sums = gl.zeros([ROWS], gl.float32, R_S)
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
-    last = (length - base) // BN  # the block with rows past the length, counted from base; n or more: none here
+    MASKED: gl.constexpr = work is not None
+    last = length // BN - lo  # without a list: the block with rows past the length, counted from lo; n or more: none
     for t in range((n + 1) // 2):
         # Always 0, but not for LLVM, which would otherwise hoist 72 wgmma descriptors out of the loop and spill them.
         zero = t >> 29
         older = t > 0
+        # Before the waits, for these loads take as long as a wait.
+        first = place_of(work, plane, lo + 2 * t) * BN
+        low, high = _keys(work, plane, lo + 2 * t)
+        low1, high1 = _keys(work, plane, gl.maximum(lo + 2 * t - 1, 0))
         # The product with block 2t-1, which the other consumer scored. The first trip has none and multiplies the query
         # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
+        # Not in the first trip: its block may be there already, which looks like a phase that is not over yet.
+        mbarrier.wait(bars.index(3), ((used1 + t) & 1) ^ 1, pred=older)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
+        if MASKED:  # noqa: SIM102  decided by the compiler
+            if older & ((low1 & high1) != -1):
+                _zero_rows(tiles.index(TILE + 2), 0, low1, high1, MASKED)
         acc = _scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
         acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
@@ -174,7 +224,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limi
         acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
-        p, a, m = _softmax(s, m1, limit, base + 2 * t * BN, scale_log2, S_L)
+        p, a, m = _softmax(s, m1, limit, first, low, high, scale_log2, MASKED, S_L)
         stats.index(0).store(m)
         p16 = p.to(narrow.dtype)
         narrow.index(NARROW).store(p16)
@@ -183,19 +233,21 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limi
         mbarrier.arrive(bars.index(P_READY))
         sums = sums * a + gl.sum(p, 1)
         p_own = gl.convert_layout(p16, P_L)
-        if 2 * t == last:
-            _zero_rows(tiles.index(TILE), length % BN)
+        if _ragged(2 * t == last, low, high, MASKED):
+            _zero_rows(tiles.index(TILE), length % BN, low, high, MASKED)
         acc = _scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE), acc, use_acc=older, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
         mbarrier.arrive(bars.index(FREE))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
+        mbarrier.wait(bars.index(3), (used1 + n // 2 + 1) & 1)
         a1 = stats.index(ALPHA + 1).load(R_S)
         m = stats.index(1).load(R_S)
         sums = sums * a1
-        if n - 1 == last:
-            _zero_rows(tiles.index(TILE + 2), length % BN)
+        low, high = _keys(work, plane, lo + n - 1)
+        if _ragged(n - 1 == last, low, high, MASKED):
+            _zero_rows(tiles.index(TILE + 2), length % BN, low, high, MASKED)
         acc = _scaled(acc, a1, O_L)
         acc = warpgroup_mma(narrow.index(NARROW + 1), tiles.index(TILE + 2), acc, is_async=False)
         mbarrier.arrive(bars.index(FREE + 2))
@@ -203,8 +255,8 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limi
 
 
 @gluon.jit
-def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit, scale_log2):
-    """Consumer 1's part of an item of n blocks: scores blocks 1, 3, ..., sums all blocks for columns 256..511."""
+def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2):
+    """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
@@ -212,18 +264,26 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit
     acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
     sums = gl.zeros([ROWS], gl.float32, R_S)
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
-    last = (length - base) // BN
+    MASKED: gl.constexpr = work is not None
+    last = length // BN - lo
     for t in range(n // 2):
         zero = t >> 29  # see _even_blocks
+        first = place_of(work, plane, lo + 2 * t + 1) * BN
+        low, high = _keys(work, plane, lo + 2 * t + 1)
+        low0, high0 = _keys(work, plane, lo + 2 * t)
         s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
+        mbarrier.wait(bars.index(1), (used0 + t) & 1)
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
+        if MASKED:  # noqa: SIM102  decided by the compiler
+            if (low0 & high0) != -1:
+                _zero_rows(tiles.index(TILE + 1), 0, low0, high0, MASKED)
         acc = _scaled(acc, a0, O_L)
         acc_t = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_t])
-        p, a, m = _softmax(s, m0, limit, base + (2 * t + 1) * BN, scale_log2, S_L)
+        p, a, m = _softmax(s, m0, limit, first, low, high, scale_log2, MASKED, S_L)
         stats.index(1).store(m)
         p16 = p.to(narrow.dtype)
         narrow.index(NARROW + 1).store(p16)
@@ -234,20 +294,21 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit
         p_own = gl.convert_layout(p16, P_L)
         acc = warpgroup_mma_wait(0, deps=[acc_t])
         mbarrier.arrive(bars.index(FREE + 1))
-        if 2 * t + 1 == last:
-            _zero_rows(tiles.index(TILE + 3), length % BN)
+        if _ragged(2 * t + 1 == last, low, high, MASKED):
+            _zero_rows(tiles.index(TILE + 3), length % BN, low, high, MASKED)
         acc = _scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE + 3), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
         mbarrier.arrive(bars.index(FREE + 3))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
+        mbarrier.wait(bars.index(1), (used0 + n // 2) & 1)
         a0 = stats.index(ALPHA).load(R_S)
         m = stats.index(0).load(R_S)
         sums = sums * a0
-        mbarrier.wait(bars.index(1), (used0 + n // 2) & 1)
-        if n - 1 == last:
-            _zero_rows(tiles.index(TILE + 1), length % BN)
+        low, high = _keys(work, plane, lo + n - 1)
+        if _ragged(n - 1 == last, low, high, MASKED):
+            _zero_rows(tiles.index(TILE + 1), length % BN, low, high, MASKED)
         acc = _scaled(acc, a0, O_L)
         acc = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=False)
         mbarrier.arrive(bars.index(FREE + 1))
@@ -255,9 +316,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, base, length, limit
 
 
 @gluon.jit
-def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
-              stride_qs, stride_qh, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL: gl.constexpr,
-              PARTIAL: gl.constexpr):  # fmt: skip
+def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2,
+              stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars,
+              CAUSAL: gl.constexpr, PARTIAL: gl.constexpr):  # fmt: skip
     """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -271,7 +332,10 @@ def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, o_part, lse_par
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
-        lo, hi, blocks = blocks_of(items, length, b, b0, t0, b1, t1, least)
+        listed = work
+        if work is not None:
+            listed = work + 2 * b.to(gl.int64) * work_b
+        lo, hi, blocks = blocks_of(items, listed, plane, length, b, b0, t0, b1, t1, least)
         n = hi - lo
         whole = n == blocks
         if (PARTIAL < 2) | (n > 0) | whole:
@@ -293,11 +357,11 @@ def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, o_part, lse_par
                 limit = limit - S + 1 + (first_row + gl.arange(0, ROWS, R_S)) // H
             if W == 0:
                 acc, sums, m = _even_blocks(
-                    tiles, narrow, stats, bars, used0, used1, n, lo * BN, length, limit, scale_log2
+                    tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length, limit, scale_log2
                 )
             else:
                 acc, sums, m = _odd_blocks(
-                    tiles, narrow, stats, bars, used0, used1, n, lo * BN, length, limit, scale_log2
+                    tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length, limit, scale_log2
                 )
 
             stats.index(SUMS + W).store(sums)
@@ -324,9 +388,9 @@ def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, o_part, lse_par
 
 
 @gluon.jit(do_not_specialize=["T", "B", "S", "H", "least"])
-def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
-               stride_qs, stride_qh, table_stride, T, B, S, H, least, PAGE: gl.constexpr, BOX: gl.constexpr,
-               CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, REGS: gl.constexpr):  # fmt: skip
+def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2,
+               stride_qb, stride_qs, stride_qh, table_stride, work_b, plane, T, B, S, H, least, PAGE: gl.constexpr,
+               BOX: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, REGS: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer; grid (blocks of 64 rows, splits or partitions, B or 1).
 
     q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] where
@@ -334,7 +398,8 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, o_part, ls
     sinks float32 [H] or None. On the split grid a request's blocks are divided evenly, at least ``least`` to a split
     (the rule of kernels/triton/decode_triton.py). With a schedule, ``items`` int32 [partitions+1,2] holds each
     partition's first (request, block) and ``slots`` int32 [B] the first scratch slot of a request minus its first
-    partition.
+    partition. Beside a mask, ``work`` int32 [6,lists,entries,2] are its lists of visible tiles: ``plane`` entries for
+    each of the 6, ``work_b`` from one request to the next (0: one list for all).
 
     Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
     lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.
@@ -352,12 +417,14 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, o_part, ls
     # Making a consumer the default partition costs 400 bytes of spills.
     gl.warp_specialize(
         [
-            (producer, (latent, rope, table, seq_lens, items, table_stride, T, B, least, tiles, narrow, bars, PAGE,
-                        BOX)),
-            (_consumer, (0, q, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                         stride_qs, stride_qh, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL, PARTIAL)),
-            (_consumer, (1, q, seq_lens, sinks, items, slots, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                         stride_qs, stride_qh, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL, PARTIAL)),
+            (producer, (latent, rope, table, seq_lens, items, work, table_stride, work_b, plane, T, B, least, tiles,
+                        narrow, bars, PAGE, BOX)),
+            (_consumer, (0, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
+                         stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
+                         PARTIAL)),
+            (_consumer, (1, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
+                         stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
+                         PARTIAL)),
         ],
         [4, 4],
         [REGS, REGS],

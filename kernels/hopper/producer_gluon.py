@@ -1,8 +1,10 @@
 """The producer of the Hopper kernel (decode_gluon.py): which blocks a CTA walks, and the TMA copies that bring them.
 
 An *item* is a run of blocks of one request: one per CTA on the split grid, several when a schedule
-(kernels/triton/schedule.py) is given. Rows past a request's length: TMA fills rows outside the tensor with zeros, and a
-page that lies past the length is never looked up, its box is aimed outside the tensor.
+(kernels/triton/schedule.py) is given. Beside a mask, the blocks of a request are those that its list of visible tiles
+names (kernels/triton/tiles_triton.py): the others are never fetched. Rows past a request's length: TMA fills rows
+outside the tensor with zeros, and a page that lies past the length is never looked up, its box is aimed outside the
+tensor.
 """
 
 from triton.experimental import gluon
@@ -16,6 +18,10 @@ ROPE = gl.constexpr(64)
 # Wide tiles [64,256]: 0, 1 the query, 2 + 2 * stage + half the cache. Narrow ones [64,64]: 0 the query, 1 + stage.
 TILE = gl.constexpr(2)
 NARROW = gl.constexpr(1)
+# Planes of a mask's list, as kernels/triton/tiles_triton.py writes them: a tile's number, its visible keys, how many.
+LIST_TILE = gl.constexpr(3)
+LIST_WORD = gl.constexpr(4)
+LIST_COUNT = gl.constexpr(5)
 # Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
 FREE = gl.constexpr(6)
 
@@ -42,9 +48,21 @@ def requests_of(items, B):
 
 
 @gluon.jit
-def blocks_of(items, length, b, b0, t0, b1, t1, least):
+def place_of(work, plane, i):
+    """The tile that is block i of a request: the i-th one, or the i-th of its list (low half of each entry first)."""
+    if work is None:
+        return i
+    else:
+        return gl.load(work + 2 * (LIST_TILE * plane.to(gl.int64) + i))
+
+
+@gluon.jit
+def blocks_of(items, work, plane, length, b, b0, t0, b1, t1, least):
     """Blocks lo..hi of request b for this CTA, and the request's number of blocks."""
-    blocks = (length + BN - 1) // BN
+    if work is None:
+        blocks = (length + BN - 1) // BN
+    else:
+        blocks = gl.load(work + 2 * LIST_COUNT * plane.to(gl.int64))
     if items is None:
         per = gl.maximum((blocks + gl.num_programs(1) - 1) // gl.num_programs(1), least)
         lo = gl.minimum(gl.program_id(1) * per, blocks)
@@ -90,7 +108,7 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
 
 
 @gluon.jit
-def producer(latent, rope, table, seq_lens, items, table_stride, T, B, least, tiles, narrow, bars,
+def producer(latent, rope, table, seq_lens, items, work, table_stride, work_b, plane, T, B, least, tiles, narrow, bars,
               PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
     """Fills the stages with the blocks of this CTA's items, in order."""
     used0 = 0
@@ -98,12 +116,16 @@ def producer(latent, rope, table, seq_lens, items, table_stride, T, B, least, ti
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
-        lo, hi, _ = blocks_of(items, length, b, b0, t0, b1, t1, least)
+        listed = work
+        if work is not None:
+            listed = work + 2 * b.to(gl.int64) * work_b
+        lo, hi, _ = blocks_of(items, listed, plane, length, b, b0, t0, b1, t1, least)
         table_row = table
         if PAGE > 0:
             table_row = table + b.to(gl.int64) * table_stride
-        for i in range(lo, hi):
-            stage = (i - lo) % 2
+        for block in range(lo, hi):
+            i = place_of(listed, plane, block)
+            stage = (block - lo) % 2
             # A fresh barrier lets a wait for the phase before its first one pass: the first loads find the stage free.
             phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
             page = b

@@ -26,7 +26,16 @@ from mla_compile.kernels.plan import (
     Plan,
 )
 from mla_compile.kernels.triton import schedule
-from mla_compile.kernels.triton.steps import COMBINE_COLUMNS, COMBINE_SPLITS, TYPES, Step, combine_step
+from mla_compile.kernels.triton.steps import (
+    COMBINE_COLUMNS,
+    COMBINE_SPLITS,
+    TYPES,
+    Step,
+    combine_step,
+    list_shape,
+    list_steps,
+    read_mask_bytes,
+)
 
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
@@ -56,10 +65,11 @@ def suits(call: DecodeCall, device: Device) -> bool:
     """Whether the Hopper kernel takes this call: dtypes, widths, features and strides. Pure; sizes are not judged here.
 
     Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
-    rows that TMA can address. A float32 query goes with a bfloat16 cache only: for float16 it would have to be scaled.
+    rows that TMA can address; a boolean mask that shows all query rows the same keys, because a list of tiles says all
+    of it. A float32 query goes with a bfloat16 cache only: for float16 it would have to be scaled.
     """
     z, rope = call.sizes, call.rope
-    if rope is None or call.values is not None or call.mask is not None or call.kv_scale is not None:
+    if rope is None or call.values is not None or call.kv_scale is not None or read_mask_bytes(call.mask):
         return False
     dtype = call.latent.dtype
     query = call.query.dtype == dtype or (dtype == torch.bfloat16 and call.query.dtype == torch.float32)
@@ -103,8 +113,8 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
-    """Whether work is shared out over (request, block): the plan says so, and there are lengths to share it out by."""
-    return plan.scheduled and call.seq_lens is not None and schedule.suits(call.sizes.B)
+    """Whether work is shared out over (request, block): the plan says so, and lengths alone say how much there is."""
+    return plan.scheduled and call.seq_lens is not None and call.mask is None and schedule.suits(call.sizes.B)
 
 
 def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -121,6 +131,8 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tup
         pieces = (max(1, schedule.slots(parts, z.B)),)
         found["items"] = ((parts + 1, 2), torch.int32)
         found |= dict.fromkeys(("shift", "first", "count"), ((z.B,), torch.int32))
+    if call.mask is not None:
+        found["work"] = (list_shape(call, plan), torch.int64)
     if ragged or plan.splits > 1:
         found["part"] = ((*pieces, M, LATENT), torch.float32)
         found["part_lse"] = ((*pieces, M), torch.float32)
@@ -128,7 +140,7 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tup
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches in order: (cut the batch,) attention, (combine).
+    """The launches in order: (cut the batch, or list the mask's tiles,) attention, (combine).
 
     ``least`` is the tokens that a split has at least (default: the plan's chunk, else MIN_SPLIT).
     """
@@ -136,11 +148,12 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     attention = _attention(call, plan, device, max(1, tokens // BLOCK))
     if scheduled(call, plan):
         return _cut(call, device), attention, _combine_slots(call, plan)
+    before = [] if call.mask is None else list_steps(call, plan)
     if plan.splits == 1:
-        return (attention,)
+        return *before, attention
     import mla_compile.kernels.triton.combine_triton as combine_kernels
 
-    return attention, combine_step(call, plan, combine_kernels.combine)
+    return *before, attention, combine_step(call, plan, combine_kernels.combine)
 
 
 def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> GluonStep:
@@ -166,6 +179,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> Gluo
     for name, tensor in (("table", call.block_table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
         optional[name] = None if tensor is None else TYPES[tensor.dtype]
     optional |= dict.fromkeys(("items", "slots"), "*i32" if ragged else None)
+    optional["work"] = None if call.mask is None else "*i32"  # the halves of its int64
     optional |= dict.fromkeys(("o_part", "lse_part"), None if whole else "*fp32")
     final = ragged or whole
     optional |= {"out": TYPES[call.query.dtype] if final else None, "lse": "*fp32" if final else None}
@@ -181,6 +195,11 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> Gluo
         "T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least,
     }  # fmt: skip
     constants: dict[str, Any] = {name: None for name, of in optional.items() if of is None}
+    if call.mask is None:
+        constants |= {"work_b": 0, "plane": 0}
+    else:
+        _, lists, entries = list_shape(call, plan)
+        scalars |= {"work_b": entries if lists > 1 else 0, "plane": entries * lists}
     constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1, "REGS": REGISTERS}
     constants["PARTIAL"] = 2 if ragged else int(not whole)
     aligned = {name for name, stride in strides.items() if stride % 16 == 0}

@@ -150,7 +150,7 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tup
     if _staged(call, plan, device):
         found["staged"] = ((z.B, z.S * z.H, z.L + z.R), dot_dtype(call))
     if call.mask is not None:
-        found["work"] = ((6, _lists(call), max(1, -(-z.T // plan.block_n))), torch.int64)
+        found["work"] = (list_shape(call, plan), torch.int64)
     return found
 
 
@@ -162,7 +162,7 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     import mla_compile.kernels.triton.combine_triton as combine_kernels
     import mla_compile.kernels.triton.decode_triton as decode_kernels
 
-    found = [] if call.mask is None else _list_steps(call, plan)
+    found = [] if call.mask is None else list_steps(call, plan)
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
     found.append(_attention(call, plan, device, decode_kernels.attend, max(1, tokens // plan.block_n)))
     if plan.splits > 1:
@@ -175,10 +175,12 @@ def _staged(call: DecodeCall, plan: Plan, device: Device) -> bool:
     return device.capability >= (9, 0) and plan.block_m >= 64 and call.query.dtype != dot_dtype(call)
 
 
-def _lists(call: DecodeCall) -> int:
-    """How many lists of tiles: one for all requests where the mask and the lengths are the same for all."""
+def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
+    """``(planes, lists, tiles)`` of a mask's lists; one list where all requests have the same mask and length."""
     assert call.mask is not None
-    return call.sizes.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
+    z = call.sizes
+    lists = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
+    return 6, lists, max(1, -(-z.T // plan.block_n))
 
 
 def read_mask_bytes(mask: Tensor | None) -> int:
@@ -197,7 +199,8 @@ def _mask_strides(mask: Tensor) -> dict[str, int]:
     return {f"mask_{letter}": _stride(mask, axis) for axis, letter in enumerate("bhst")}
 
 
-def _list_steps(call: DecodeCall, plan: Plan) -> list[Step]:
+def list_steps(call: DecodeCall, plan: Plan) -> list[Step]:
+    """The launches that make a mask's lists of tiles of plan.block_n keys."""
     import mla_compile.kernels.triton.tiles_triton as kernels
 
     assert call.mask is not None
@@ -206,7 +209,7 @@ def _list_steps(call: DecodeCall, plan: Plan) -> list[Step]:
             f"plan: block_n is {plan.block_n}, expected at most {WORD_BITS} beside a mask; make it smaller"
         )
     z, mask = call.sizes, call.mask
-    capacity, lists = max(1, -(-z.T // plan.block_n)), _lists(call)
+    _, lists, capacity = list_shape(call, plan)
     scan = _Arguments()
     scan.pointer("mask", mask)
     scan.pointer("lengths", call.seq_lens)
@@ -278,7 +281,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         to.strides({"work_b": 0, "work_plane": 0})
     else:
         to.scratch("work", "work", "*i64")
-        capacity, lists = max(1, -(-z.T // plan.block_n)), _lists(call)
+        _, lists, capacity = list_shape(call, plan)
         to.scalars |= {"work_b": capacity if lists > 1 else 0, "work_plane": capacity * lists}
         wide |= z.T * _stride(mask, 3) >= _I32
     read_mask = mask if mask is not None and (by_row or mask.dtype.is_floating_point) else None  # else: all in work

@@ -26,6 +26,7 @@ from typing import Any
 from mla_compile.errors import ExportError, MlaCompileError, ModelFileError, OptionError, nearest
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.plan import NoPlanError
+from mla_compile.kernels.tiles import depth
 from mla_compile.onnx import cubins
 from mla_compile.onnx.cubins import Cubin
 from mla_compile.onnx.manifest import OP_VERSION
@@ -178,6 +179,7 @@ def _row(variant: Variant, cubin: Cubin, offset: int, number: int) -> str:
         fields |= {"max_rows": str(tile.max_rows) if variant.step == "attend" else "ANY", "smem": str(tile.smem)}
         fields |= {"block_m": str(row.block_m), "block_n": str(row.block_n), "occupancy": str(row.occupancy)}
         fields |= {"t0_us": repr(row.t0_us), "tile_us": repr(row.tile_us)}
+        fields |= {"depth": str(depth(row.num_stages, paged=False))}
     fields |= {"name": json.dumps(cubin.name), "offset": str(offset), "bytes": str(len(cubin.image))}
     fields |= {"shared": str(cubin.shared), "threads": str(cubin.threads), "spilled": str(cubin.spilled)}
     fields |= {"count": str(len(variant.arguments())), "arguments": f"arguments_{number}"}

@@ -36,10 +36,10 @@ def test_what_is_owed_on_one_path_is_owed():
     assert protocol("\n".join(["bra.uni \t$L__BB0_9;", STORE, "$L__BB0_9:", PRODUCT]))[1] == []
 
 
-@pytest.fixture(scope="module")
-def compiled() -> str:
+@pytest.fixture(scope="module", params=["Hopper, bf16, page 64, scheduled", "Hopper, bf16, mask"])
+def compiled(request) -> str:
     pytest.importorskip("triton.experimental.gluon")
-    (case,) = (c for c in offline.cases() if c.label == "Hopper, bf16, page 64, scheduled")
+    (case,) = (c for c in offline.cases() if c.label == request.param)
     text: str = offline.compiled(case, case.step()[0]).asm["ptx"]
     return text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import cases, common, kernels_bench, peers, run_all, timing, tune
+from benchmarks.gpu import cases, common, fit, kernels_bench, peers, run_all, timing, tune
 from benchmarks.gpu.cases import Shape, problem
 from benchmarks.gpu.common import Case, OutOfTimeError, Run, SkipError, Store, counted
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels import tiles, tuned
-from mla_compile.kernels.devices import PRESETS
+from mla_compile.kernels.devices import PRESETS, Pace
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -416,6 +417,116 @@ def test_candidates_fit_and_begin_with_the_present_table():
         assert (found[0].block_m, found[0].block_n) in {(r.block_m, r.block_n) for r in known}
         for tile in found:
             planning.check(tile.plan(), L=512, R=64, cache_dtype=torch.bfloat16, device=device, paged=True)
+
+
+def measured(of: Pace, units: float, noise: float, seed: int = 0) -> list[fit.Tile]:
+    """Tiles as the formula has them, some of which the SM's units hold up."""
+    draw = random.Random(seed)
+    tiles = []
+    for links in (37, 38, 40, 44, 20):
+        for depth in (1, 2, 3):
+            lone = max(links * of.link + of.step, of.latency / depth, units) * draw.uniform(1 - noise, 1 + noise)
+            tiles.append(fit.Tile(links, depth, lone, max(0.7 * lone, units)))
+    return tiles
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("want", [Pace(1.9, 0.021, 0.6), Pace(3.1, 0.03, 0.4)], ids=str)
+def test_a_pace_is_fitted_to_what_was_measured(want: Pace, noise: float):
+    found, error = fit.pace(measured(want, 0.3, noise), PRESETS["sm_90"].pace)
+    assert error <= noise + 1e-3
+    for t in measured(want, 0.3, 0.0):
+        times = [max(t.links * p.link + p.step, p.latency / t.depth) for p in (found, want)]
+        assert times[0] == pytest.approx(times[1], rel=1e-3 + 2 * noise)
+    if not noise:
+        assert found == pytest.approx(want, rel=2e-2)
+
+
+def test_what_was_not_measured_stays():
+    now = Pace(1.0, 0.0188, 0.54)
+    chained = [fit.Tile(38, depth, 1.4, 0.9) for depth in (1, 2)]
+    found, error = fit.pace(chained, now)
+    assert found == pytest.approx((1.0, 0.0188, 1.4 - 38 * 0.0188), abs=1e-3)
+    assert error < 1e-3
+    with pytest.raises(ValueError, match="none tells how long a block waits"):
+        fit.pace([fit.Tile(40, 1, 3.5, 3.5)], now)
+
+
+def test_the_least_rows_of_the_hopper_kernel():
+    def row(gluon: float, triton: float) -> dict[str, float]:
+        return {"gluon_us": gluon, "triton_us": triton}
+
+    found = {8: row(9, 5), 16: row(6, 7), 24: row(8, 7), 32: row(6, 7), 64: row(6, 9)}
+    assert tune.least_rows(found) == 32  # not 16: at 24 the portable one is faster
+    assert tune.least_rows({64: row(9, 8)}) is None
+    assert tune.least_rows({}) is None
+
+
+def h200(path: Path) -> Store:
+    store = Store(path)
+    gpu = {"name": "NVIDIA H200", "capability": [9, 0]}
+    store.data["about"] = {"gpu": gpu, "host": {"torch": "2", "date": "2026-01-02"}, "dry_run": False, "run": 1}
+    return store
+
+
+def test_measured_times_go_into_the_table(tmp_path):
+    store = h200(tmp_path / "r.json")
+    tile = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3, "paged": True}
+    times = {"us": 9.0, "t0_us": 2.5, "lone_us": 1.4, "full_us": 0.9}
+    store.record("tune", "half-16 paged 16x64 w4 s3", {"status": "ok", "tile": tile, **times})
+    store.record("tune", "gluon: 24 rows", {"status": "ok", "gluon_us": 5.0, "triton_us": 6.0})
+    store.record("tune", "gluon: 16 rows", {"status": "skipped", "reason": "no time"})
+    rows = tune.rewritten(store)
+    (new,) = (r for r in rows if r.get("provenance", "").startswith("measured on NVIDIA H200"))
+    assert (new["block_n"], new["tile_us"], new["paged"]) == (64, 0.9, True)
+    assert [r["min_rows"] for r in rows if r["kernel"] == "gluon"] == [24]
+    tune.write(tmp_path / "tuned.json", rows)
+    assert any(r.min_rows == 24 for r in tuned.table(tmp_path / "tuned.json"))
+
+
+def test_what_tune_prints_has_the_fit_and_the_threshold(tmp_path, capsys):
+    store = h200(tmp_path / "r.json")
+    want = Pace(1.9, 0.021, 0.6)
+    for index, tile in enumerate(measured(want, 0.3, 0.0)):
+        row = {"tile": {"block_m": 16, "block_n": 32, "num_warps": 4, "num_stages": 3, "paged": True}, "TBps": 1.0}
+        row |= {"us": 9.0 + index, "TFLOPs": 1.0, "t0_us": 1.0, "links": tile.links, "depth": tile.depth}
+        row |= {"status": "ok", "lone_us": tile.lone, "full_us": tile.full}
+        store.record("tune", f"half-16 paged {index}", row)
+    store.record("tune", "half-16 paged slower", {"status": "ok", "us": 99.0})  # was never the fastest: no such times
+    for rows, gluon in ((16, 7.0), (20, 5.0), (64, 5.0)):
+        store.record("tune", f"gluon: {rows} rows", {"status": "ok", "gluon_us": gluon, "triton_us": 6.0})
+    assert tune.main([str(store.path)]) == 0
+    said = capsys.readouterr().out
+    assert "Pace(latency=1.9" in said
+    assert "fits with an error of 0.0%" in said
+    assert "min_rows of the Hopper kernel: 20" in said
+
+
+def test_both_kernels_are_checked_then_timed_by_query_rows(tmp_path, monkeypatch):
+    """As on an H200, over the reference: only rows whose check is right are timed."""
+    assert not any(case.key.startswith(tune.BESIDE) for case in tune.tiles(run_of(tmp_path / "r.json", dry=True)))
+    monkeypatch.setattr(planning.Device, "of", staticmethod(lambda device: PRESETS["sm_90"]))
+    monkeypatch.setattr(tune, "not_replaced", lambda kernel: None)
+    store = h200(tmp_path / "r.json")
+    for section in (tune.tiles, tune.tune):
+        run = Run(store, section.__name__, CPU, dry=True)
+        listed = [case for case in section(run) if case.key.startswith(tune.BESIDE)]
+        assert [case.key for case in listed] == [f"gluon: {rows} rows" for rows in tune.HOPPER_ROWS]
+        assert all(common.kernel_of(case.key) == "gluon" and "kernel='triton'" in case.of for case in listed)
+        run.cases(listed[:2])
+        store.rows("tiles")["gluon: 8 rows"]["status"] = "failed"
+    assert set(tune.compared(store)) == {4}
+    assert store.rows("tune")["gluon: 8 rows"]["reason"] == "its check is failed"
+
+
+def test_a_left_padded_cache_is_a_masked_call_for_both_kernels(monkeypatch):
+    monkeypatch.setattr(planning.Device, "of", staticmethod(lambda device: PRESETS["sm_90"]))
+    masked = [(shape, lens) for name, shape, lens in kernels_bench.uneven(False) if name.startswith("left-padded")]
+    assert masked
+    for shape, lens in masked:
+        option = kernels_bench.masks(shape, lens, CPU)
+        assert option["mask"].flatten(1).sum(1).tolist() == list(lens)
+        assert set(cases.kernels_for(shape, CPU, option)) == {"triton", "gluon"}
 
 
 def test_timing_with_events_and_graphs(monkeypatch):

@@ -35,3 +35,13 @@ def test_device_of_cuda_is_read_once_and_falls_back_where_torch_reports_less(mon
     assert more.smem == 232448
     assert more.bandwidth == pytest.approx(4.917e12, rel=1e-3)
     assert Device.of(torch.device("cpu")) is PRESETS["sm_80"]
+
+
+@pytest.mark.parametrize("device", PRESETS.values(), ids=PRESETS)
+def test_what_a_preset_has_is_what_the_plan_needs(device):
+    """A lone block on each SM nearly keeps the memory busy: were it far off, the paces or the bandwidth were wrong."""
+    assert device.bandwidth
+    under_way = device.bandwidth / device.sms * 1e-6 * device.pace.latency  # bytes for each SM, Little's law
+    assert 5 * KB < under_way < 64 * KB
+    assert 0.2 < 38 * device.pace.link + device.pace.step < 2.0
+    assert devices.preset((device.capability[0], device.capability[1] + 9)).pace

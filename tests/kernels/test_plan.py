@@ -12,7 +12,7 @@ import torch
 
 from mla_compile.errors import InputError
 from mla_compile.kernels import plan as planning
-from mla_compile.kernels.devices import PRESETS, Device
+from mla_compile.kernels.devices import PRESETS, Device, Pace
 from mla_compile.kernels.plan import CHUNK, check, plan
 from mla_compile.kernels.tiles import Layout, NoPlanError, padded
 from mla_compile.kernels.tuned import table
@@ -67,7 +67,7 @@ def test_rows_are_heads_times_query_tokens():
     assert replace(make(S=4, H=8), splits=1) == replace(make(S=1, H=32), splits=1)
 
 
-# triton.md, section 6: what the formula found for H200-like numbers.
+# Few heads: a block is a chain of small products, so two blocks on each SM are wanted. Many: one block fills its SM.
 @pytest.mark.parametrize(
     ("B", "H", "splits"),
     [
@@ -77,9 +77,12 @@ def test_rows_are_heads_times_query_tokens():
         (32, 128, (2, 2, 2, 2)),
         (64, 128, (1, 1, 1, 1)),
         (128, 128, (1, 1, 1, 1)),
-        (1, 16, (4, 16, 64, 114)),
-        (64, 16, (2, 2, 2, 2)),
-        (128, 16, (1, 1, 1, 1)),
+        (1, 16, (4, 16, 64, 128)),
+        (8, 16, (4, 16, 32, 29)),
+        (32, 16, (4, 8, 8, 7)),
+        (64, 16, (4, 4, 4, 4)),
+        (128, 16, (2, 2, 2, 2)),
+        (256, 16, (1, 1, 1, 1)),
     ],
 )
 def test_the_formula_reproduces_sensible_splits(B, H, splits):
@@ -98,6 +101,38 @@ def test_the_splits_chosen_cost_least_by_the_documented_formula():
     partials = planning.COMBINE_US + 1e6 * 8 * 3 * 128 * 2 * 512 / planning.L2_RATE
     per = -(-tiles // 2)
     assert cost[2] == pytest.approx(row.t0_us + per * max(row.tile_us, 1e6 * 64 * 1152 * 6 / H200.bandwidth) + partials)
+
+
+SMALL = next(r for r in table() if r.capability == (9, 0) and r.cache == "half" and r.max_rows == 16 and r.paged)
+BESIDE = Layout(512, 64, 0, 2, 2, True)
+TILE_BYTES = 32 * 1152
+
+
+@pytest.mark.parametrize(
+    ("change", "splits", "tile"),
+    [
+        ({}, 1, 38 * H200.pace.link + H200.pace.step),  # a chain of 36 products for the scores and 2 for the sum
+        ({}, 2, 1e6 * TILE_BYTES * 256 / 4.3e12),  # what the memory gives 256 blocks
+        ({"pace": Pace(5.0, 0.0, 0.0)}, 1, 5.0 / 2),  # two tiles are under way: 5 stages, and addresses a stage earlier
+        ({"pace": Pace(0.0, 0.0, 0.0)}, 1, 1e6 * TILE_BYTES * 128 / 4.3e12),
+        ({"pace": Pace(0.0, 0.0, 0.0), "bandwidth": 1e15}, 1, 0.95),  # one block on an SM
+        ({"pace": Pace(0.0, 0.0, 0.0), "bandwidth": 1e15}, 2, 2 * 0.95),  # two, which share its units
+    ],
+)
+def test_what_holds_a_tile_up(change, splits, tile):
+    device, tiles = replace(H200, **change), 256
+    got = planning._microseconds(SMALL, make(H=16, page_size=64).smem, BESIDE, device, (128, 16, tiles), splits)
+    combine = planning.COMBINE_US + 1e6 * 8 * 128 * 16 * 2 * 512 / planning.L2_RATE if splits > 1 else 0
+    assert got == pytest.approx(SMALL.t0_us + tiles / splits * tile + combine)
+
+
+@pytest.mark.parametrize("T", [4096, 8192, 32768])
+def test_blocks_that_wait_share_an_sm(T):
+    """128 requests of 16 rows are one block for each of 132 SMs, whose chain of products is slower than the memory."""
+    few = {"B": 128, "H": 16, "T": T, "page_size": 64}
+    assert -(-128 * make(**few).splits // H200.sms) >= 2
+    assert make(**few, device=replace(H200, pace=Pace(0.0, 0.0, 0.0))).splits == 1  # nothing to wait for
+    assert make(**few, device=replace(H200, bandwidth=2e12)).splits == 1  # a memory that one block each keeps busy
 
 
 def test_deterministic_boundaries_depend_on_neither_batch_nor_capacity():
@@ -137,6 +172,7 @@ def test_a_callers_plan_is_checked():
         ({"num_stages": 0}, "num_stages is 0"),
         ({"splits": 0}, "splits is 0"),
         ({"chunk": 100}, "chunk is 100, expected a multiple of block_n = 64"),
+        ({"kernel": "gluon", "block_n": 32}, "the tile is 64x32, the Hopper kernel has one of 64x64"),
     ):
         with pytest.raises(InputError, match=message):
             check(replace(good, **change), L=512, R=64, cache_dtype=HALF, device=H200)
@@ -166,13 +202,17 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
     got = make(**suits)
     assert (got.kernel, got.block_m, got.block_n, got.tma) == ("gluon", 64, 64, True)
     assert make(gluon=True).kernel == "gluon"  # contiguous
+    for S, H in ((1, 17), (2, 9), (1, 32), (3, 20), (1, 64)):
+        padded = make(**suits, S=S, H=H)
+        assert (padded.kernel, padded.row_blocks(S * H)) == ("gluon", 1), (S, H)
     assert make(**suits, query_dtype=FLOAT).kernel == "gluon"
+    assert make(gluon=True, masked=True, mask_bytes=0).kernel == "gluon"  # its list of tiles says all of it
     assert [make(**suits, B=B).scheduled for B in (1, 4)] == [False, True]
     assert not make(**suits, B=4, deterministic=True).scheduled
     assert not make(**suits, B=4, splits=3).scheduled
     for change in (
         {"gluon": False},
-        {"H": 32},
+        {"H": 16},
         {"L": 256},
         {"R": 0},
         {"masked": True},

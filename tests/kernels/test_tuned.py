@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.tuned import TABLE, table
@@ -25,3 +26,8 @@ def test_the_table_says_where_it_comes_from_and_every_row_is_used_as_it_stands()
             )  # fmt: skip
             shape = (got.block_m, got.block_n, got.num_warps, got.num_stages)
             assert shape == (row.block_m, row.block_n, row.num_warps, row.num_stages), row
+
+
+def test_rows_are_for_so_many_query_rows():
+    row = replace(table()[0], min_rows=17, max_rows=64, paged=None)
+    assert [row.suits(rows, True) for rows in (16, 17, 64, 65)] == [False, True, True, False]

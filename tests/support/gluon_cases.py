@@ -12,6 +12,7 @@ import torch
 
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.merge import merge
 from mla_compile.kernels.triton import schedule
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Descriptor, Pointer, round_to
@@ -47,7 +48,31 @@ def problem(lens, H, S, page=0, dtype="bf16", seed=0, T=None):
     return query, cache, table
 
 
-def expected(query, cache, table, lens, causal, sinks, scale):
+def random_mask(lens, T, kind, seed):
+    """bool [B,T] or [1,T]: runs of keys, with whole tiles that nobody sees, and one request that sees nothing."""
+    rng = np.random.default_rng(seed)
+    mask = np.repeat(rng.random((len(lens) if kind == "each" else 1, -(-T // 16))) < 0.5, 16, axis=1)[:, :T]
+    mask &= np.repeat(rng.random((len(mask), -(-T // 64))) < 0.7, 64, axis=1)[:, :T]
+    mask[:, :1] = True
+    if kind == "each":
+        mask[-1] = len(lens) == 1
+    return mask
+
+
+def tiles_of(mask, lens):
+    """What kernels/triton/tiles_triton.py leaves of a mask, as int32: planes [6,lists,tiles,2] of tiles of 64 keys."""
+    shown = np.stack([mask[b % len(mask)] & (np.arange(mask.shape[1]) < n) for b, n in enumerate(lens)])
+    tiles = -(-shown.shape[1] // 64)
+    shown = np.pad(shown, ((0, 0), (0, tiles * 64 - shown.shape[1]))).reshape(len(lens), tiles, 64)
+    work = np.full((6, len(lens), tiles), -(10**9), np.int64)  # what is not read names no tile
+    words = np.packbits(shown, axis=-1, bitorder="little").view(np.int64)[..., 0]
+    for b, word in enumerate(words):
+        (seen,) = word.nonzero()
+        work[3, b, : len(seen)], work[4, b, : len(seen)], work[5, b, 0] = seen, word[seen], len(seen)
+    return work
+
+
+def expected(query, cache, table, lens, causal, sinks, scale, mask):
     """out [B,S,H,512] and lse [B,S,H] by the reference, one request at a time."""
     B, S, H, _ = query.shape
     out, lse = np.zeros((B, S, H, 512)), np.full((B, S, H), -np.inf)
@@ -56,7 +81,8 @@ def expected(query, cache, table, lens, causal, sinks, scale):
             rows = cache[b] if table is None else cache[table[b, : -(-n // cache.shape[1])]].reshape(-1, 576)
             rows = torch.from_numpy(rows[None, :n].astype(np.float64))
             q = torch.from_numpy(query[b : b + 1].astype(np.float64))
-            call = DecodeCall(q, rows[..., :512], rows[..., 512:], scale=scale, causal=causal)
+            shown = None if mask is None else torch.from_numpy(mask[b % len(mask), :n])[None, None, None]
+            call = DecodeCall(q, rows[..., :512], rows[..., 512:], mask=shown, scale=scale, causal=causal)
             o, one = reference.decode_attention(call)
             out[b], lse[b] = o[0].numpy(), one[0].numpy()
     if sinks is not None:
@@ -67,27 +93,25 @@ def expected(query, cache, table, lens, causal, sinks, scale):
 
 def merged(part, part_lse, sinks):
     """Results of one request from its pieces: part [pieces,M,512], part_lse [pieces,M] in base 2, sinks [M] or None."""
-    live = part_lse > -np.inf
-    top = np.where(live, part_lse, -1e30).max(0)
-    weight = np.where(live, np.exp2(part_lse - top), 0.0)
-    total = weight.sum(0)
-    out = np.where(live[..., None], part, 0.0) * weight[..., None]
-    out = out.sum(0) / np.where(total > 0, total, 1)[:, None]
-    with np.errstate(divide="ignore"):
-        lse = np.where(total > 0, (top + np.log2(total)) * math.log(2), -np.inf)
-    if sinks is not None:
-        out *= (np.exp(lse) / (np.exp(lse) + np.exp(sinks)))[:, None]
-    return out, lse
+    pieces, natural = torch.from_numpy(part).double(), torch.from_numpy(part_lse).double() * math.log(2)
+    sink = None if sinks is None else torch.from_numpy(sinks)
+    out, lse = merge(pieces[:, None, None], natural[:, None, None], sinks=sink)
+    return out[0, 0].numpy(), lse[0, 0].numpy()
 
 
 def simulate(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False,
+    all_rows=False, mask=None,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError."""
     module, machine = loaded
     query, cache, table = problem(lens, H, S, page, dtype, seed, T)
     B, M, scale = len(lens), S * H, 192**-0.5
+    work = None
+    if mask is not None:
+        mask = random_mask(lens, cache.shape[1], mask, seed)
+        cache[~np.broadcast_to(mask, cache.shape[:2])] = np.nan
+        work = tiles_of(mask, lens)
     sink = np.random.default_rng(seed).standard_normal(H).astype(np.float32) if sinks else None
     box = min(64, page & -page) if page else 64
     plan = schedule.reference(lens, max(lens), partitions) if partitions else None
@@ -104,6 +128,8 @@ def simulate(
         seq_lens=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
         items=Pointer(plan.items.numpy().ravel()) if plan else None,
         slots=Pointer(plan.shift.numpy()) if plan else None,
+        work=None if work is None else Pointer(work.view(np.int32).ravel()),
+        work_b=0 if work is None else work.shape[2], plane=0 if work is None else work[0].size,
         o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, dtype), lse=Pointer(lse),
         scale_log2=np.float32(scale * math.log2(math.e)), T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H,
         least=least, PAGE=page, BOX=box, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1), REGS=232,
@@ -120,7 +146,7 @@ def simulate(
         assert np.isnan(out[b]).all(), "a piece must not write the result"
         assert not np.isnan(part_lse.reshape(-1, M)[piece]).any(), "a piece is missing"
         out[b], lse[b] = merged(part.reshape(-1, M, 512)[piece], part_lse.reshape(-1, M)[piece], rows_sink)
-    want, want_lse = expected(query, cache, table, lens, causal, sink, scale)
+    want, want_lse = expected(query, cache, table, lens, causal, sink, scale, mask)
     want, want_lse = want.reshape(out.shape), want_lse.reshape(lse.shape)
     assert np.array_equal(np.isneginf(lse), np.isneginf(want_lse)), "rows that see nothing"
     assert not np.isnan(out).any(), "NaN in the result"
@@ -133,6 +159,8 @@ CASES = {
     "one row": {"lens": [1], "H": 64},
     "empty and full block": {"lens": [0, 64], "H": 16, "page": 64},
     "ragged": {"lens": [65, 128], "H": 12},
+    "17 rows": {"lens": [129, 64], "H": 17, "page": 64},
+    "33 rows of three tokens": {"lens": [2, 150, 0], "H": 11, "S": 3, "partitions": 2, "page": 64, "sinks": True},
     "two row blocks": {"lens": [129, 192], "H": 128, "page": 64},
     "causal, rows of two tokens": {"lens": [447], "H": 20, "S": 2, "page": 128},
     "shorter than the query": {"lens": [1, 2], "H": 8, "S": 3, "page": 64, "splits": 2},
@@ -146,6 +174,10 @@ CASES = {
     "not causal": {"lens": [100], "H": 8, "S": 2, "page": 64, "causal": False},
     "fixed chunks": {"lens": [330, 70], "H": 8, "page": 64, "splits": 5, "least": 2},
     "fp16": {"lens": [100, 190], "H": 12, "S": 2, "page": 32, "dtype": "fp16"},
+    "mask": {"lens": [300, 129, 70], "H": 12, "mask": "each"},
+    "mask, one for all": {"lens": [300, 300], "H": 20, "mask": "all", "all_rows": True, "sinks": True},
+    "mask, causal tokens, splits": {"lens": [620, 65], "H": 17, "S": 3, "mask": "each", "splits": 3},
+    "mask, capacity": {"lens": [200, 3], "H": 64, "mask": "all", "T": 333},
     "schedule, odd and even": {"lens": [65, 300, 1, 128, 0, 64, 190], "H": 12, "page": 64, "partitions": 3},
     "schedule, one partition": {"lens": [1, 64, 0, 65, 129, 3], "H": 8, "S": 2, "page": 16, "partitions": 1},
     "schedule, one long request": {"lens": [20, 900, 64], "H": 64, "page": 128, "partitions": 6, "sinks": True},

@@ -44,7 +44,7 @@ class Machine:
         if dtype == "int64":
             return Tiles([types.SimpleNamespace(barrier=Barrier(), dtype=dtype) for _ in builtins.range(shape[0])])
         tiles = [Tile(np.full(shape[1:], np.nan, np.float32), dtype, self) for _ in builtins.range(shape[0])]
-        self.cells += [tile.unfenced for tile in tiles]
+        self.cells += [tile.cells for tile in tiles]
         return Tiles(tiles)
 
     def _load(self, pointer, mask=None, other=0):
@@ -98,11 +98,13 @@ class Machine:
 
         def fence():
             self.switch()
-            for unfenced in self.cells:
-                unfenced.discard(threading.current_thread().name)
+            for cells in self.cells:
+                cells.unfenced.discard(threading.current_thread().name)
 
-        def wait(bar, parity):
-            self.switch(lambda: bar.barrier.passed(parity))
+        def wait(bar, parity, pred=True):
+            if pred:
+                self.switch(lambda: bar.barrier.passed(parity))
+                bar.barrier.known[threading.current_thread().name] = bar.barrier.completed
 
         def expect(bar, size):
             self.switch()
@@ -120,6 +122,7 @@ class Machine:
             assert destination.shape == desc.box, "the destination is one box"
             box = desc.read(*coordinates)
             destination[...] = np.nan
+            tile.cells.brought[bar.barrier] = bar.barrier.completed + 1
 
             def land():
                 destination[...] = box
@@ -131,6 +134,9 @@ class Machine:
         def multiply(a, b, acc, use_acc=True, is_async=False):
             self.switch()
             result, queue = _Product(), self.queues.setdefault(threading.current_thread().name, [])
+            for tile in (a, b):
+                if isinstance(tile, Tile):
+                    tile.awaited()
 
             def compute():
                 product = np.matmul(a.asynchronously() if isinstance(a, Tile) else a, b.asynchronously())

@@ -8,6 +8,7 @@ operation on shared memory, barriers and asynchronous copies or products. What t
 * An asynchronous wgmma reads its operands at some point between its issue and the wait that retires it, in order of
   issue per warpgroup. A result taken before it is certain to be retired is NaN.
 * wgmma and TMA must not touch a tile that was written by ordinary stores without ``fence_async_shared``.
+* A partition that reads what a TMA copy brought must have waited itself for the phase that the copy counted on.
 * Fresh shared memory and fresh output are NaN. Reading outside a tensor, or a page that does not exist, is an error.
 
 Not modelled: layouts, registers, what happens inside a warpgroup, timing.
@@ -212,15 +213,26 @@ class Descriptor:
         return box
 
 
-class Tile:
-    """Shared memory. Views share ``unfenced``: the partitions whose ordinary stores no fence has followed."""
+class Cells:
+    """What is known of an allocation, whatever view of it is used.
 
-    def __init__(self, data, dtype, machine, unfenced=None):
+    ``unfenced``: the partitions whose ordinary stores no fence has followed. ``brought``: for each barrier that TMA
+    copies into it counted on, the phase, counted from 1, that completes with them.
+    """
+
+    def __init__(self, size):
+        self.size, self.unfenced, self.brought = size, set(), {}
+
+
+class Tile:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, data, dtype, machine, cells=None):
         self.data, self.dtype, self.machine = data, dtype, machine
-        self.unfenced = set() if unfenced is None else unfenced
+        self.cells = cells or Cells(data.size)
 
     def view(self, data):
-        return Tile(data, self.dtype, self.machine, self.unfenced)
+        return Tile(data, self.dtype, self.machine, self.cells)
 
     def permute(self, order):
         return self.view(self.data.transpose(order))
@@ -239,18 +251,27 @@ class Tile:
 
     def load(self, layout):
         self.machine.switch()
+        self.awaited()
         return array(self.data.copy())
 
     def store(self, values):
         self.machine.switch()
-        self.unfenced.add(threading.current_thread().name)
+        self.cells.unfenced.add(threading.current_thread().name)
+        if self.data.size == self.cells.size:  # nothing is left of what was brought
+            self.cells.brought.clear()
         self.data[...] = round_to(values, self.dtype)
 
     def asynchronously(self):
         """The data, for wgmma and TMA."""
-        if self.unfenced:
-            raise SimulationError(f"no fence_async_shared after a store by {', '.join(self.unfenced)}")
+        if self.cells.unfenced:
+            raise SimulationError(f"no fence_async_shared after a store by {', '.join(self.cells.unfenced)}")
         return self.data
+
+    def awaited(self):
+        """Checks that the running partition has waited for everything that was brought."""
+        me = threading.current_thread().name
+        if any(barrier.known.get(me, 0) < phase for barrier, phase in self.cells.brought.items()):
+            raise SimulationError(f"{me} reads what TMA brought without having waited for it")
 
 
 class Tiles:
@@ -278,11 +299,14 @@ class Boxes:
 
 
 class Barrier:
-    """An mbarrier: a phase completes when all arrivals and all expected bytes are in."""
+    """An mbarrier: a phase completes when all arrivals and all expected bytes are in.
+
+    ``completed`` counts the phases, ``known`` how many of them each partition has waited for.
+    """
 
     def init(self, count):
         self.count = self.pending = count
-        self.bytes, self.phase = 0, 0
+        self.bytes, self.completed, self.known = 0, 0, {}
 
     def arrive(self, count=1):
         if self.pending < count:
@@ -292,7 +316,7 @@ class Barrier:
 
     def settle(self):
         if self.pending == 0 and self.bytes == 0:
-            self.pending, self.phase = self.count, self.phase ^ 1
+            self.pending, self.completed = self.count, self.completed + 1
 
     def passed(self, parity):
-        return self.phase != int(parity) & 1
+        return self.completed & 1 != int(parity) & 1

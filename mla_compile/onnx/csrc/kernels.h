@@ -62,6 +62,7 @@ typedef struct {
   int max_rows;                  // ATTEND: for up to so many query rows S*H; 0: any number
   int block_m, block_n;          // the tile; SCAN has block_n
   int occupancy, smem;           // blocks a multiprocessor can hold; the plan's bound on a block's shared memory
+  int depth;                     // tiles on their way while one is worked on
   double t0_us, tile_us;         // the plan's times of a block and of a tile
   const char* name;              // in the image
   uint64_t offset, bytes;        // of the image, in mla_images

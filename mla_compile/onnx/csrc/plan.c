@@ -39,6 +39,21 @@ static double usual_bandwidth(int arch) {  // kernels/devices.py
                        : 2.0e12;
 }
 
+typedef struct {
+  double latency, link, step;
+} Pace;
+
+static Pace usual_pace(int arch) {  // kernels/devices.py
+  return arch >= 120   ? (Pace){1.0, 0.0137, 0.39}
+         : arch >= 100 ? (Pace){1.0, 0.0178, 0.51}
+         : arch >= 90  ? (Pace){1.0, 0.0188, 0.54}
+         : arch >= 89  ? (Pace){1.0, 0.0131, 0.37}
+         : arch >= 86  ? (Pace){1.0, 0.0195, 0.55}
+                       : (Pace){1.0, 0.0234, 0.67};
+}
+
+static double larger(double a, double b) { return a > b ? a : b; }
+
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 static int64_t padded(int64_t width) {
@@ -52,15 +67,19 @@ static double microseconds(const Kernel* k, const Gpu* gpu, int64_t batch, int64
   const int64_t row_blocks = ceil_div(rows, k->block_m), room = (gpu->smem + KB) / (k->smem + KB);
   const int64_t held = room < k->occupancy ? room : k->occupancy, per_sm = held > 1 ? held : 1;
   const int64_t slots = gpu->multiprocessors * per_sm, blocks = batch * row_blocks * splits;
+  const int64_t active = blocks < slots ? blocks : slots, beside = ceil_div(active, gpu->multiprocessors);
   const int64_t separate = k->values ? padded(k->Lv) : 0, out = separate ? separate : padded(k->La);
-  const int64_t columns = padded(k->La) + padded(k->Lb) + separate;
-  const double readers = (double)(blocks < slots ? blocks : slots) / (double)row_blocks;
+  const int64_t row = padded(k->La) + padded(k->Lb), columns = row + separate;
   const double bandwidth = gpu->bandwidth > 0 ? gpu->bandwidth : usual_bandwidth(gpu->arch);
-  const double read = 1e6 * k->block_n * (double)columns * (double)mla_dtype_bytes(k->dtype) * readers / bandwidth;
+  const Pace pace = usual_pace(gpu->arch);
+  const double readers = (double)active / (double)row_blocks;
+  const double memory = 1e6 * k->block_n * (double)columns * (double)mla_dtype_bytes(k->dtype) * readers / bandwidth;
+  const double units = (double)beside * k->tile_us * (double)columns / 576;
+  const double chain = (double)((row + k->block_n) / 16) * pace.link + pace.step;
+  const double tile = larger(larger(memory, units), larger(chain, pace.latency / k->depth));
   double combine = 0;
   if (splits > 1)
     combine = COMBINE_US + 1e6 * 8 * (double)batch * (double)rows * (double)splits * (double)out / L2_RATE;
-  const double usual = k->tile_us * (double)columns / 576, tile = usual > read ? usual : read;
   return (double)ceil_div(blocks, slots) * (k->t0_us + (double)ceil_div(tiles, splits) * tile) + combine;
 }
 

@@ -16,8 +16,10 @@ def random_case(seed):
     lens = [int(n) for n in rng.choice([0, 1, 63, 64, 65, 100, 128, 129, 200, 257], rng.integers(1, 5))]
     lens[0] = max(1, lens[0])
     case = {"lens": lens, "H": int(rng.choice([8, 12, 20, 64])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
-    case |= {"page": int(rng.choice([0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
+    case |= {"page": int(rng.choice([0, 0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
     how = rng.integers(3)
+    if not case["page"] and how != 1:  # a schedule knows lengths alone
+        case["mask"] = (None, "each", "all")[rng.integers(3)]
     return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
 
 
@@ -36,16 +38,23 @@ def test_random_batches():
 
 WAIT_P0 = "        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)\n"
 RETIRE_U = "        acc = warpgroup_mma_wait(0, deps=[acc_u])\n"
-ZERO_EVEN = "        if 2 * t == last:\n            _zero_rows(tiles.index(TILE), length % BN)\n"
-ZERO_ODD_TAIL = "        if n - 1 == last:\n            _zero_rows(tiles.index(TILE + 1), length % BN)\n"
+ZERO = "_zero_rows(tiles.index({}), {}, {}, MASKED)"
+ZERO_EVEN, ZERO_ODD = (ZERO.format(at, "length % BN", "low, high") for at in ("TILE", "TILE + 3"))
+ZERO_EVEN_TAIL, ZERO_ODD_TAIL = (
+    f"    {ZERO.format(at, 'length % BN', 'low, high')}" for at in ("TILE + 2", "TILE + 1")
+)
+ZERO_OTHERS = {"even": ZERO.format("TILE + 2", 0, "low1, high1"), "odd": ZERO.format("TILE + 1", 0, "low0, high0")}
 FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
+OTHERS = "        mbarrier.wait(bars.index({}), {})\n"  # of what TMA brought for a block that the other consumer scored
+EVEN_WAIT = "mbarrier.wait(bars.index(3), ((used1 + t) & 1) ^ 1"
 TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
 LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
 CUT = CASES["schedule, one long request"]
 TAIL = {"lens": [130], "H": 8, "page": 64}
+MASK = {"lens": [447, 380, 64], "H": 12, "mask": "each"}
 SCHEDULED = {"lens": LENGTHS, "H": 12, "page": 64, "partitions": 3}
 
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
@@ -53,9 +62,26 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "one product too few waited for": ("wait(3, deps=[acc_t])", "wait(4, deps=[acc_t])", SPLIT),
     "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
     "P read before it is there": (WAIT_P0, "", SPLIT),
-    "half freed that was never taken": (", pred=older)", ")", SPLIT),
-    "tail not zeroed, own block": (ZERO_EVEN, "", TAIL),
-    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "", TAIL),
+    "even: the other's block not waited for": (f"        {EVEN_WAIT}", "        #", SPLIT),
+    "even: a block waited for that there is not": (f"{EVEN_WAIT}, pred=older)", f"{EVEN_WAIT})", SPLIT),
+    "even: the last block not waited for": (OTHERS.format(3, "(used1 + n // 2 + 1) & 1"), "", CASES["ragged"]),
+    "even: the last block's phase is wrong": (
+        OTHERS.format(3, "(used1 + n // 2 + 1) & 1"),
+        OTHERS.format(3, "(used1 + n // 2) & 1"),
+        CASES["ragged"],
+    ),
+    "odd: the other's block not waited for": (OTHERS.format(1, "(used0 + t) & 1"), "", SPLIT),
+    "odd: the last block not waited for": (OTHERS.format(1, "(used0 + n // 2) & 1"), "", TAIL),
+    "half freed that was never taken": ("(bars.index(FREE + 2), pred=older)", "(bars.index(FREE + 2))", SPLIT),
+    "tail not zeroed, own block": (ZERO_EVEN, "pass", TAIL),
+    "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "    pass", TAIL),
+    "even: hidden keys of the other's block not zeroed": (ZERO_OTHERS["even"], "pass", MASK),
+    "odd: hidden keys of the other's block not zeroed": (ZERO_OTHERS["odd"], "pass", MASK),
+    "odd: hidden keys of its own block not zeroed": (ZERO_ODD, "pass", MASK),
+    "even: hidden keys of the last block not zeroed": (ZERO_EVEN_TAIL, "    pass", MASK),
+    "hidden keys scored": ("visible = visible & gl.expand_dims(_bits", "_ = gl.expand_dims(_bits", MASK),
+    "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
+    "list of the wrong request": ("n = hi - lo\n", "n = hi - lo\n        listed = work\n", MASK),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
     "no fence after zeroing": ("    fence_async_shared()\n\n\n", "\n\n", TAIL),
     "no fence after storing the query": ("            fence_async_shared()\n", "", SPLIT),

@@ -47,6 +47,8 @@ def call(
         {"query": FP32},
         {"B": 1, "pages": 7},  # a stride that is never used
         {"sinks": torch.zeros(20)},
+        {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
+        {"mask": torch.ones(3, 1, 1, 200, dtype=torch.bool), "lengths": False},
     ],
 )
 def test_takes(given):
@@ -65,7 +67,9 @@ def test_takes(given):
         {"dtype": FP16, "query": FP32},
         {"softcap": 1.0},
         {"window": 5},
-        {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
+        {"mask": torch.ones(1, 1, 2, 200, dtype=torch.bool)},  # a query token each
+        {"mask": torch.ones(1, 20, 1, 200, dtype=torch.bool)},
+        {"mask": torch.zeros(1, 1, 1, 200)},  # additive
         {"kv_scale": torch.ones(())},
     ],
 )
@@ -80,6 +84,7 @@ def test_is_for_hopper_only(arch):
 
 def planned(given, **how):
     z = given.sizes
+    how |= {"masked": given.mask is not None, "mask_bytes": 0}
     return plan(
         B=z.B, S=z.S, H=z.H, L=z.L, R=z.R, T=z.T, query_dtype=given.query.dtype, cache_dtype=given.latent.dtype,
         device=H200, page_size=z.page or None, **how,
@@ -100,11 +105,37 @@ def test_scratch_of_a_schedule_holds_every_piece():
 
 def test_steps_name_only_buffers_that_exist():
     pytest.importorskip("triton.experimental.gluon")
-    tensors = {"query", "latent", "rope", "table", "lengths", "sinks"}
-    for given in (call(page=32, H=64), call(T=5000, H=64), call(H=64, sinks=torch.zeros(64))):
+    tensors = {"query", "latent", "rope", "table", "lengths", "sinks", "mask"}
+    mask = torch.ones(3, 1, 1, 200, dtype=torch.bool, device="meta")
+    for given in (
+        call(page=32, H=64),
+        call(T=5000, H=64),
+        call(H=64, sinks=torch.zeros(64)),
+        call(H=64, mask=mask),
+        call(H=64, mask=mask[:1], lengths=False),
+    ):
         for scheduled in (False, True):
             chosen = replace(planned(given), scheduled=scheduled)
             buffers = tensors | set(hopper_steps.scratch(given, chosen, H200))
             for step in hopper_steps.steps(given, chosen, H200):
                 assert set(step.buffers.values()) <= buffers
                 assert set(step.buffers) | set(step.scalars) | set(step.constants) == set(step.fn.arg_names)
+
+
+def test_a_mask_is_listed_first():
+    pytest.importorskip("triton.experimental.gluon")
+    from mla_compile.kernels.hopper import producer_gluon
+    from mla_compile.kernels.triton import tiles_triton
+
+    for name in ("TILE", "WORD", "COUNT"):
+        assert getattr(producer_gluon, f"LIST_{name}").value == getattr(tiles_triton, name).value
+    mask = torch.ones(3, 1, 1, 200, dtype=torch.bool, device="meta")
+    for given, lists in ((call(H=64, mask=mask), 3), (call(H=64, mask=mask[:1], lengths=False), 1)):
+        chosen = replace(planned(given), splits=2)
+        *before, attention, _ = hopper_steps.steps(given, chosen, H200)
+        assert [step.name for step in before] == ["scan_mask", "list_tiles"]
+        assert all(step.constants.get("BLOCK_N", 64) == 64 for step in before)
+        assert hopper_steps.scratch(given, chosen, H200)["work"] == ((6, lists, 4), torch.int64)
+        assert (attention.scalars["work_b"], attention.scalars["plane"]) == (4 if lists > 1 else 0, 4 * lists)
+        assert attention.buffers["work"] == "work"
+        assert not hopper_steps.scheduled(given, replace(chosen, scheduled=True))  # lengths do not say what is visible

@@ -9,6 +9,7 @@ import torch
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.hopper import steps
+from mla_compile.kernels.merge import merge
 from mla_compile.kernels.triton import schedule
 
 BATCHES = [[1], [0], [64, 65], [0, 0, 0], [20, 900, 64], [5000, 1, 0, 130, 64], [100] * 37, [64 * 40, 1, 1, 1]]
@@ -46,12 +47,9 @@ def combined(lengths, count, H, sinks):
             part[rows] = torch.randn(n, H, V, generator=generator)
             part_lse[rows.start, 0], part[rows.start, 0] = -torch.inf, torch.nan  # a piece that saw nothing
             part_lse[rows, 1] = -torch.inf  # a row that nobody saw
-            natural = part_lse[rows] * math.log(2)
-            want_lse[b] = natural.logsumexp(0)
-            weight = torch.where(natural > -torch.inf, (natural - want_lse[b]).exp(), 0.0)
-            want[b] = (weight[..., None] * torch.where(weight[..., None] > 0, part[rows], 0.0)).sum(0)
-            if sink is not None:
-                want[b] *= torch.sigmoid(want_lse[b] - sink)[:, None]
+            natural = part_lse[rows, None, None] * math.log(2)
+            found, sums = merge(part[rows, None, None], natural, sinks=sink)
+            want[b], want_lse[b] = found[0, 0], sums[0, 0]
     schedule_triton.combine_slots[(B * H, 1)](
         part, part_lse, plan.first, plan.count, sink, out, lse, H, H, V=V, BLOCK_S=2, BLOCK_V=V, PDL=False
     )
