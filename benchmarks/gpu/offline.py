@@ -335,8 +335,13 @@ def markdown() -> str:
         "| card | kernel | tile, warps, stages | Triton | registers | spills | shared | bound | instructions |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for rows in zip(*(f["rows"] for f in found), strict=True):
-        for of, r in zip(found, rows, strict=True):
+    # The list of cases may have grown between the runs of two versions.
+    kernels: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for of in found:
+        for row in of["rows"]:
+            kernels.setdefault((row["arch"], row["kernel"]), []).append((of, row))
+    for rows in kernels.values():
+        for of, r in rows:
             stores = "/".join(map(str, r["spills"] or ["?"]))
             products = ", ".join(f"{n} {kind}" for kind, n in r["mma"].items()) or "-"
             shape = f"{r['tile']}, {r['warps']}, {r['stages']}" if r["tile"] else f"{r['warps']} warps"
