@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from mla_compile.passes.attention.site import Affine
+from mla_compile.passes.attention.site import Affine, Operand
 from mla_compile.passes.attention.visible import offset_of
 from mla_compile.passes.decide.records import AbsorbPlan
-from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.arrange import Sizes, arrange, spread
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
+
+
+LARGEST = 2**62
+"""What a number read from a tensor is cut to, so that a sentinel such as the largest int64 does not wrap around."""
 
 
 class Lengths:
@@ -34,27 +38,38 @@ class Lengths:
                 one = _written(length, plan, builder, sizes)
                 total = one if total is None else builder.call(aten.minimum.default, total, one)
             assert total is not None
-            # One length for all is told each: the operator has no other form.
-            batch = sizes.shape([plan.batch])
-            self._written[key] = builder.cast(builder.call(aten.expand.default, total, batch), torch.int32)
+            (keys,) = sizes.shape([plan.site.keys])
+            # Before the cast, which would wrap what is longer than any int32.
+            total = builder.call(aten.clamp.default, total, 0, keys)
+            self._written[key] = builder.cast(total, torch.int32)
         return self._written[key]
 
 
 def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
-    """One length, int64 [B] or [1]."""
+    """One length, int64 [B]."""
     known, offset = offset_of(length.const, dict(plan.visible.numbers))
     assert offset is not None, "a length is made of sizes that nodes hold"
     const = offset if known is None else builder.call(operator.add, known, offset)
+    if not length.terms:
+        device = val(plan.latent.node).device
+        shape = sizes.shape([plan.batch])
+        return builder.call(aten.full.default, shape, const, dtype=torch.int64, device=device)
     total: fx.Node | None = None
     for operand, factor in length.terms.items():
-        # int64, so that a sum of int32 numbers does not overflow before it is compared.
-        one = builder.cast(arrange(builder, sizes, operand.node, operand.axes, [plan.batch]), torch.int64)
+        one = builder.cast(_each(operand, plan, builder, sizes), torch.int64)
+        one = builder.call(aten.clamp.default, one, -LARGEST, LARGEST)
         one = one if factor == 1 else builder.call(aten.mul.Tensor, one, factor)
         total = one if total is None else builder.call(aten.add.Tensor, total, one)
-    if total is None:
-        device = val(plan.latent.node).device
-        return builder.call(aten.full.default, [1], const, dtype=torch.int64, device=device)
+    assert total is not None
     return builder.call(aten.add.Tensor, total, const)
+
+
+def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
+    """A number for each batch entry, [B], also where several have the same."""
+    atoms = tuple((a,) for a in plan.batch)
+    node = arrange(builder, sizes, operand.node, operand.axes, atoms)
+    node = spread(builder, sizes, node, plan.batch)
+    return arrange(builder, sizes, node, atoms, [plan.batch])
 
 
 def _key(length: Affine, plan: AbsorbPlan) -> Any:

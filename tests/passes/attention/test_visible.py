@@ -116,7 +116,7 @@ def test_another_diagonal(shift):
 @pytest.mark.parametrize("past", [torch.tensor(4), torch.tensor([4, 0, 6])[:, None, None, None]])
 def test_a_length_from_a_tensor(past, attend):
     """As in a cache of full length. Some of the lengths are none: below the first key, or beyond the last."""
-    other = [[torch.full_like(past, n)] for n in (-3, -1, 0, T - 1, T, T + 5)]
+    other = [[torch.full_like(past, n)] for n in (-3, -1, 0, T - 1, T, T + 5, 2**40, -(2**40))]
 
     def mask(S, past):
         return (torch.arange(T) <= torch.arange(S)[:, None] + past).expand(B, 1, S, T)
@@ -136,6 +136,23 @@ def test_several_lengths():
 
     assert told(mask, 1, one, two, other=[[two, one], [one - 9, two]]) == (None, True, False, 0)
     assert told(mask, 4, one, two, other=[[two, one]]) == (None, True, False, 0)
+
+
+def test_the_largest_number_is_a_length_too():
+    largest = torch.iinfo(torch.int64).max
+    past = torch.tensor([largest, 2, -largest]).view(B, 1, 1, 1)
+    assert told(lambda S, p: torch.arange(T) <= p, 1, past) == (None, True, False, 0)
+
+
+def test_a_batch_of_two_axes():
+    """One of them tells lengths apart."""
+    lengths = torch.tensor([1, 3, 5]).view(B, 1, 1, 1, 1)
+
+    def attend(q, k, v, mask):
+        q, k, v = (x.unflatten(0, (B, 1)).expand(-1, 2, -1, -1, -1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+    assert told(lambda S, n: torch.arange(T) < n, 1, lengths, attend=attend)[1:] == (True, False, 0)
 
 
 def test_a_length_for_each_head_stays_a_mask():
