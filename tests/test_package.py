@@ -191,7 +191,7 @@ ROOMS = {
     "passes.decide": "codes core errors passes.attention passes.dependence passes.ir passes.linear",
     "passes.cache": "core passes.attention passes.decide passes.ir passes.linear",
     "passes.rewrite": "core ops passes.attention passes.decide passes.dependence passes.ir passes.linear",
-    "passes.verify": "passes.decide passes.ir passes.rewrite",
+    "passes.verify": "passes.attention passes.decide passes.ir passes.rewrite",
     "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
     # From a model to what runs in its place.
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",

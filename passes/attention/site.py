@@ -129,6 +129,16 @@ class Visible:
     always: bool = True
     left: tuple[str, ...] = ()
 
+    @property
+    def counts(self) -> tuple[fx.Node, ...]:
+        """The tensors that the lengths are made of."""
+        return tuple(o.node for length in self.lengths for o in length.terms)
+
+    @property
+    def given(self) -> tuple[fx.Node, ...]:
+        """What decides, besides positions, which keys are seen: the masks that are left over, and the counts."""
+        return (*(m.operand.node for m in self.masks), *self.counts)
+
 
 @dataclass(frozen=True)
 class AttentionSite:

@@ -66,7 +66,7 @@ def _masks(plan: AbsorbPlan) -> list[str]:
     seen = plan.visible
     if not plan.whole or not plan.site.masks:
         return []
-    names = {operand.node.name for length in seen.lengths for operand in length.terms}
+    names = {node.name for node in seen.counts}
     of = f" ({', '.join(sorted(names))})" if names else ""
     told = ["a diagonal"] * seen.causal + [f"a length{of}"] * bool(seen.lengths)
     told += [f"a window of {seen.window} keys"] * bool(seen.window)

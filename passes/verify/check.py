@@ -90,21 +90,11 @@ def check_site(plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapp
     inputs = [
         *(n for source in plan.sources for n in decides(source)),
         *(p.q.node for p in plan.site.products),
-        *_masks(plan),
+        *plan.visible.given,
     ]
     old, new, beside = _observed(plan.site.node, new)
     boundary = {name: before[name] for name in nearest_known([*inputs, *beside], weights)}
     return compare(plan, before[old], new, boundary, weights)
-
-
-def _masks(plan: AbsorbPlan) -> list[fx.Node]:
-    """What the masks of both forms are made of: the operator may be given lengths that a mask was made of."""
-    masks = plan.visible.masks if plan.whole else plan.site.masks
-    return [*(m.operand.node for m in masks), *_lengths(plan)]
-
-
-def _lengths(plan: AbsorbPlan) -> list[fx.Node]:
-    return [operand.node for length in plan.visible.lengths for operand in length.terms] if plan.whole else []
 
 
 def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
@@ -166,7 +156,7 @@ def compare(
             note = "not checked numerically: the context is too long for a float64 run"
             continue
         keys = number(axis_size(plan.site.keys), sizes)
-        counts = {n.meta[ORIGIN]: keys for n in _lengths(plan)}
+        counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts}
         ours: list[torch.Tensor] = []
         theirs: list[torch.Tensor] = []
         for trial in range(TRIALS):
@@ -229,7 +219,10 @@ def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) 
 
 def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
-    nodes = [*boundary, plan.site.node, plan.site.v.node]
+    operands = [plan.site.v, *(p.k for p in plan.site.products), *(m.operand for m in plan.site.masks)]
+    operands += [p.q for p in plan.site.products]
+    # What decides a mask or a slice of rows need not have the symbols of what it decides.
+    nodes = [*boundary, plan.site.node, *(o.node for o in operands), *(whole_rows(n) for n in plan.sources)]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
     if any(whole_rows(n) is not n for n in plan.sources):
         return [seen]  # only some of the rows are read, and their number need not be that of the keys
@@ -238,8 +231,6 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
         return [seen]
     (symbol,) = context[0].free_symbols
     longer = {**seen, symbol: LONG}
-    operands = [plan.site.v, *(p.k for p in plan.site.products), *(m.operand for m in plan.site.masks)]
-    operands += [p.q for p in plan.site.products]
     sizes: dict[object, int] = {}
     for operand in operands:
         for axis, dim in zip(operand.axes, val(operand.node).shape, strict=True):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from mla_compile.passes.attention.visible import visible
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN, decides
 from mla_compile.passes.rewrite.split_heads import SplitSite
@@ -35,7 +36,9 @@ def _boundary(groups: Sequence[Verdict], weights: Mapping[str, torch.Tensor | No
     others: list[fx.Node] = []
     for verdict in groups:
         site = verdict.site
-        others += [*(p.q.node for p in site.products), *(m.operand.node for m in site.masks)]
+        others += [p.q.node for p in site.products]
+        # Of all groups what decides a mask is given, and not the mask: one group may be told a length in its place.
+        others += (visible(site, ()) if verdict.plan is None else verdict.plan.visible).given
         if verdict.absorb and verdict.plan is not None:
             rows += [n for source in verdict.plan.sources for n in decides(source)]
         else:
