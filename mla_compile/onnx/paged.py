@@ -38,9 +38,9 @@ def in_pages(graph: ir.Graph, appends: Sequence[Append], found: Sequence[Site]) 
     if len(used) != len(appends) or any(site.latent is None for site in found):
         raise ExportError("profile 'ort-paged' keeps latent rows only, and this model has caches of another kind")
     tokens, attention_mask = graph.inputs[0], graph.inputs[1]
-    for mask in dict.fromkeys(site.node.inputs[3] for site in found if len(site.node.inputs) > 3):
+    for mask, causal in dict.fromkeys(_mask_of(site.node) for site in found):
         if mask is not None:
-            _check_causal(graph, mask, tokens, attention_mask, [a.past for a in appends])
+            _check_causal(graph, mask, causal, tokens, attention_mask, [a.past for a in appends])
     lengths = []
     for name, shape in LENGTHS:
         lengths.append(ir.Value(name=name, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(shape)))
@@ -130,10 +130,24 @@ def _replace(
     return pages, present
 
 
+def _mask_of(node: ir.Node) -> tuple[ir.Value | None, bool]:
+    """An attention's mask, and whether it is causal besides."""
+    causal = node.attributes.get("causal")
+    return node.inputs[3] if len(node.inputs) > 3 else None, causal is not None and bool(causal.as_int())
+
+
 def _check_causal(
-    graph: ir.Graph, mask: ir.Value, tokens: ir.Value, attention_mask: ir.Value, caches: Sequence[ir.Value]
+    graph: ir.Graph,
+    mask: ir.Value,
+    causal: bool,
+    tokens: ir.Value,
+    attention_mask: ir.Value,
+    caches: Sequence[ir.Value],
 ) -> None:
-    """Evaluates the model's mask, which must show every earlier token and no later one, whatever the content."""
+    """Evaluates the model's mask, which must show every earlier token and no later one, whatever the content.
+
+    ``causal``: the operator hides later tokens by itself.
+    """
     needed = _ancestors(mask)
     inputs = [v for v in graph.inputs if v in needed]
     foreign = [v for v in inputs if v not in (tokens, attention_mask, *caches)]
@@ -149,8 +163,9 @@ def _check_causal(
         for B, S, P in _SIZES:
             feeds = {v.name: _zeros(v, tokens, attention_mask, B, S, P) for v in inputs}
             (got,) = session.run(None, feeds)
-            seen = got if got.dtype == np.bool_ else got == 0
             expected = np.arange(P + S)[None] <= np.arange(S)[:, None] + P
+            seen = got if got.dtype == np.bool_ else got == 0
+            seen = seen & expected if causal else seen
             if not np.array_equal(np.broadcast_to(seen, (B, seen.shape[1], S, P + S))[:, 0], [expected] * B):
                 raise ExportError(
                     "profile 'ort-paged' cannot be made: the model's mask is not the causal one (a window, blocks, or "

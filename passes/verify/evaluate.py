@@ -30,7 +30,8 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
             continue
         env = dim.node.shape_env
         seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
-        for symbol in expr.free_symbols:
+        # Those it was written in too: an axis may have been read before a guard replaced them.
+        for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     return found
 
@@ -127,9 +128,12 @@ class Evaluation:
         known = self.weights.get(node.name)
         if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):
             return self._cast(known.detach())
+        # An input that is no part of the site may have symbols of its own.
         if not is_tensor(node):
-            return number(size(value), self.sizes) if isinstance(value, (int, torch.SymInt)) else value
-        sizes = {**symbols([node]), **self.sizes}  # an input that is no part of the site may have symbols of its own
+            if not isinstance(value, (int, torch.SymInt)):
+                return value
+            return number(size(value), {**of_sizes([value]), **self.sizes})
+        sizes = {**symbols([node]), **self.sizes}
         # Not int(): that would fix a symbolic size to the traced one for good.
         width = max(1, number(size(val(node).shape[-1]), sizes)) if val(node).dim() else 1
         # Seeded by the name, so that both graphs draw the same weight. Not by hash(), which differs from run to run.
