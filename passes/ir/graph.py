@@ -128,6 +128,15 @@ class Builder:
         static = size(val(node).shape[dim])
         return static if isinstance(static, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
 
+    def on_device(self, node: fx.Node, device: torch.device) -> fx.Node:
+        """``node`` on ``device``: one number on the CPU may meet tensors of any device, an operator of ours may not."""
+        if val(node).device == device:
+            return node
+        aten = torch.ops.aten
+        # An addition takes the number as it is, where a copy would wait for it.
+        zero = self.call(aten.full.default, [1] * val(node).dim(), 0, dtype=val(node).dtype, device=device)
+        return self.call(aten.add.Tensor, zero, self.call(aten.reshape.default, node, []))
+
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if val(node).dtype == dtype else self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
 

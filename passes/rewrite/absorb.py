@@ -167,7 +167,8 @@ class Whole(Sides):
         own = set(flatten(term.operand.axes))
         atoms = flatten(axis for axis in target if own & set(axis))
         each = tuple((a,) for a in atoms)
-        node = arrange(self.builder, self.sizes, term.operand.node, term.operand.axes, each)
+        node = self.builder.on_device(term.operand.node, val(self.plan.latent.node).device)
+        node = arrange(self.builder, self.sizes, node, term.operand.axes, each)
         # The heads may be a product of atoms of which the mask has one: it is repeated along the others.
         node = spread(self.builder, self.sizes, node, atoms)
         return arrange(self.builder, self.sizes, node, each, target)

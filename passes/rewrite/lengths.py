@@ -67,7 +67,8 @@ def _written(length: Affine, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -
 def _each(operand: Operand, plan: AbsorbPlan, builder: Builder, sizes: Sizes) -> fx.Node:
     """A number for each batch entry, [B], also where several have the same."""
     atoms = tuple((a,) for a in plan.batch)
-    node = arrange(builder, sizes, operand.node, operand.axes, atoms)
+    node = builder.on_device(operand.node, val(plan.latent.node).device)
+    node = arrange(builder, sizes, node, operand.axes, atoms)
     node = spread(builder, sizes, node, plan.batch)
     return arrange(builder, sizes, node, atoms, [plan.batch])
 

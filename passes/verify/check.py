@@ -67,8 +67,16 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
     )
     shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
     rows = tuple((val(n).dtype, tuple(map(str, val(n).shape)), _view_key(n)) for n in plan.sources)
-    site = plan.site
-    return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms
+    site, seen = plan.site, plan.visible
+    # Masks of equal shapes may say other things: of one layer a window, of the next one none.
+    told = (
+        *(str(length.const) for length in seen.lengths),
+        len(seen.counts),
+        len(seen.masks),
+        seen.causal,
+        seen.window,
+    )
+    return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told
 
 
 def _view_key(node: fx.Node) -> tuple[object, ...]:
@@ -156,7 +164,7 @@ def compare(
             note = "not checked numerically: the context is too long for a float64 run"
             continue
         keys = number(axis_size(plan.site.keys), sizes)
-        counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts}
+        counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts if ORIGIN in n.meta}
         ours: list[torch.Tensor] = []
         theirs: list[torch.Tensor] = []
         for trial in range(TRIALS):

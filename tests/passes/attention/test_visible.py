@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mla_compile import pipeline
 from mla_compile.codes import Code
 from tests.support.programs import OP, codes, error, optimized, seeded, trace
 
@@ -238,3 +239,37 @@ def test_is_causal_beside_a_length_that_would_move_it():
 
     past = torch.tensor(4)
     assert told(lambda S, p: torch.arange(T) <= p, T, past, attend=attend)[1:] == (False, True, 0)
+
+
+@pytest.mark.parametrize("negated", [False, True])
+def test_a_number_on_the_cpu_beside_tensors_elsewhere(negated):
+    """Which torch lets meet in a comparison, and no operator of ours. "meta" is a device that every machine has."""
+
+    def fn(q, c, past, some, w_k, w_v):
+        k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+        seen = (torch.arange(T, device=q.device) <= past) & (~some if negated else some)
+        return sdpa(q, k, v, seen.expand(B, 1, 1, T))
+
+    inputs = [seeded(B, H, 1, N).to("meta"), seeded(B, T, L).to("meta"), torch.tensor(3), torch.tensor(True)]
+    outcome = optimized(
+        trace(fn, inputs, [seeded(H * N, L).to("meta"), seeded(H * V, L).to("meta")]), forms="absorbed", lowering="op"
+    )
+    assert codes(outcome) == [Code.ABSORBED]
+    (node,) = (n for n in outcome.program.gm.graph.nodes if str(n.target) == OP)
+    assert {n.meta["val"].device.type for n in node.args[4:6]} == {"meta"}
+
+
+def test_masks_of_one_shape_that_say_other_things_are_verified_each(monkeypatch):
+    """A window in every second layer: two computations, whatever their masks have in common."""
+    checked = []
+    real = pipeline.check_site
+    monkeypatch.setattr(pipeline, "check_site", lambda plan, *rest: checked.append(plan) or real(plan, *rest))
+
+    def fn(q, c, w_k, w_v):
+        k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+        return sum(sdpa(q, k, v, mask) for mask in (window(3, 2), CAUSAL["compared"](3), CAUSAL["compared"](3)))
+
+    program = trace(fn, [seeded(B, H, 3, N), seeded(B, T, L)], [seeded(H * N, L), seeded(H * V, L)])
+    outcome = optimized(program, forms="absorbed", verify=True, strict=True)
+    assert codes(outcome) == [Code.ABSORBED] * 3
+    assert [plan.visible.window for plan in checked] == [2, 0]
