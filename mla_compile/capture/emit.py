@@ -64,8 +64,9 @@ def to_plain_graph_module(
     ``folded`` has the values of the program's folds, which become buffers. With ``change``, each cache input becomes
     one input per tensor of rows that it holds, and each cache output a tuple of such tensors.
     """
-    gm, original = _with_writes(program), program.original
+    written, original = _with_writes(program), program.original
     assert isinstance(original, fx.GraphModule)
+    gm = fx.GraphModule(written, written.graph)  # an ordinary one: the caller may pickle, script or copy it
     for fold in program.folds:
         value = (folded or {})[fold.placeholder]
         node = next(n for n in gm.graph.find_nodes(op="placeholder") if n.name == fold.placeholder)

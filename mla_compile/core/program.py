@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 Inputs = Sequence[Any]
@@ -65,7 +66,8 @@ class Program:
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
         return Program(
-            gm=fx.GraphModule(self.gm, copy_graph(self.gm.graph)),
+            # Python is generated when the copy is first run: most copies are read, rewritten and never run.
+            gm=_LazyGraphModule(self.gm, copy_graph(self.gm.graph)),
             mutations=self.mutations,
             weights=dict(self.weights),
             folds=list(self.folds),
