@@ -263,4 +263,9 @@ def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
         raise OptionError(f"{', '.join(options.inductor)}: give options of Inductor to what compiles the program")
+    if options.appends == "in_place":
+        raise OptionError(
+            "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and cannot tell its "
+            "caller to keep room behind them; a module that is optimized can"
+        )
     return replace(options, fold="never") if options.fold == "auto" else options

@@ -14,6 +14,7 @@ FoldMode = Literal["auto", "never", "always"]
 Lowering = Literal["op", "aten"]
 Codegen = Literal["inductor", "eager"]
 CacheMode = Literal["auto", "latent", "expanded"]
+Appends = Literal["auto", "in_place", "copy"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Options:
             that they are computed from, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
             cache then holds tensors that look like K and V to everybody else, and ``expanded`` for programs, whose
             signature ``latent`` would change.
+        appends: how new rows get behind those of a cache that grows by ``cat``. ``in_place`` keeps the rows in memory
+            with room for more, which doubles when it is full, and writes the new ones there; what the caller keeps is a
+            tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model
+            does. ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot make room.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.
@@ -39,6 +44,7 @@ class Options:
     lowering: Lowering = "op"
     codegen: Codegen = "inductor"
     cache: CacheMode = "auto"
+    appends: Appends = "auto"
     verify: bool = False
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.attention.unfollowed import unfollowed
+from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN
@@ -84,6 +85,9 @@ class Outcome:
     absorbed: int
     variants: tuple[SiteCost, ...]
     base: Program
+
+
+_APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
 
 
 class PassError(MlaCompileError, RuntimeError):
@@ -186,7 +190,8 @@ class _State:
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
-        report = Report(tuple(reports), graph=name, passes=(kept, *self.records))
+        messages = (_APPENDED.format(count=len(self.program.appends)),) if self.program.appends else ()
+        report = Report(tuple(reports), graph=name, passes=(kept, *self.records), messages=messages)
         return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
 
     def _drawings(self) -> list[SiteDrawing]:
@@ -335,6 +340,12 @@ def _lower_projections(state: _State) -> int:
     return done
 
 
+def _append(state: _State) -> int:
+    # Two programs that take the same inputs would have to agree on them.
+    chosen = state.options.appends == "in_place" and state.rewritten and not any(v.by_call for v in state.chosen)
+    return append_in_place(state.program) if chosen else 0
+
+
 PASSES = (
     Pass("normalize", "the captured graph", "checks and empty operators", _canonical("normalize")),
     Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", _canonical("views")),
@@ -350,6 +361,7 @@ PASSES = (
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
+    Pass("append", "rows that the caller keeps joined to new ones", "the join, to a write in place", _append),
 )
 """The passes after the cache: what each reads, and what it changes."""
 

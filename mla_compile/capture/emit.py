@@ -199,6 +199,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
     """
     program = program.copy()
     _keep_old_values(program)
+    _write_at_once(program)
     graph = program.gm.graph
     output = graph.output_node()
     new_values = program.outputs[: len(program.mutations)]
@@ -218,6 +219,21 @@ def _with_writes(program: Program) -> fx.GraphModule:
         output.args = (tuple(returned),)
     graph.lint()
     return program.gm
+
+
+def _write_at_once(program: Program) -> None:
+    """Writes appended rows where they are made: nothing reads what was there before, so nothing needs to be copied."""
+    graph = program.gm.graph
+    for one in program.appends:
+        rows = program.node(one.input)
+        joined = program.outputs[program.mutations.index(one.input)]
+        _, new, *where = joined.args
+        with graph.inserting_before(joined):
+            room = graph.call_function(aten.slice.Tensor, (rows, *where))
+            write = graph.call_function(aten.copy_.default, (room, new))
+        room.meta["val"] = write.meta["val"] = new.meta["val"]
+        joined.replace_all_uses_with(rows)
+        graph.erase_node(joined)
 
 
 def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:

@@ -31,6 +31,23 @@ class Fold:
     weights: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Append:
+    """Rows that a program writes behind those of an input, in place of returning both joined.
+
+    Attributes:
+        input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``.
+        output: place of the joined rows among what the program returned before, and its caller still gets.
+        axis: the axis of the tokens.
+        count: how many rows a call adds.
+    """
+
+    input: str
+    output: int
+    axis: int
+    count: int
+
+
 @dataclass
 class Program:
     """A captured graph: functional pre-dispatch ATen with ``meta["val"]`` on every node.
@@ -50,6 +67,7 @@ class Program:
         parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
+        appends: inputs that have room for the rows that a call adds, which are no longer returned.
     """
 
     gm: fx.GraphModule
@@ -62,6 +80,7 @@ class Program:
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     latents: dict[str, Any] = field(default_factory=dict)
     cache: Any = None
+    appends: tuple[Append, ...] = ()
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
@@ -77,6 +96,7 @@ class Program:
             parts=self.parts,
             latents=dict(self.latents),
             cache=self.cache,
+            appends=self.appends,
         )
 
     @property

@@ -28,6 +28,7 @@ from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pipeline import Outcome
 from mla_compile.report.report import Report
+from mla_compile.runtime.appending import with_room
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.latent import LatentTensor
@@ -62,7 +63,11 @@ class Compiler:
         on_report: Callable[[], None] | None = None,
         recompiles: Recompiles | None = None,
     ) -> None:
-        self.options = replace(options, cache="latent") if options.cache == "auto" else options
+        self.options = replace(
+            options,
+            cache="latent" if options.cache == "auto" else options.cache,
+            appends="in_place" if options.appends == "auto" else options.appends,
+        )
         self.explain_only = explain_only
         self.on_report = on_report
         self.recompiles = recompiles
@@ -149,6 +154,8 @@ class Compiler:
             call = generate(program)
             if done.folds is not None:
                 call = with_folds(call, done.folds)
+            if program.appends:
+                call = with_room(call, program)
             if done.outcome.variants:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(base))
         if base.cache is not None:
@@ -182,6 +189,8 @@ def _latents(gm: fx.GraphModule, example_inputs: Inputs) -> dict[str, LatentTens
 def _inputs_of(program: Program, captured: Program, example_inputs: Inputs) -> list[Any]:
     """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
+    for one in program.appends:  # of another size than the caller's
+        del given[one.input]
     return [given.get(node.name, node.meta["val"]) for node in program.placeholders]
 
 

@@ -1,0 +1,104 @@
+"""Room behind the rows of a cache that grows, so that a call writes its new rows in place of copying the old ones.
+
+A program that appends (:mod:`mla_compile.passes.cache.append`) is given ``T + S`` rows, of which it writes the last
+``S``. They are the memory of the ``T`` rows that the caller holds where that memory is ours, has room, and nobody has
+appended to those rows before; else new memory for twice as many, into which the old rows are copied once. What the
+caller gets back is a tensor of ``T + S`` rows like the one that ``cat`` would have made, except that
+
+* in a batch its rows lie token by token, so it is not contiguous;
+* it shares memory with the tensors it grew from: who *writes* into an older one changes it too.
+
+Appending twice to the same rows (two continuations of one prompt) gives each its own memory, and rows that are sliced,
+reordered or copied on the way are rows like any others: they are copied once.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mla_compile.core.program import Call, Program
+from mla_compile.passes.cache.append import token_major
+
+
+@dataclass
+class _Memory:
+    """Memory for rows along one axis, ``used`` of which are somebody's."""
+
+    rows: torch.Tensor
+    used: int
+
+
+_held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Tensors that were handed out -> the memory that they show."""
+_lock = threading.Lock()
+
+
+def with_room(call: Call, program: Program) -> Call:
+    """A callable that takes the rows and returns them joined with the new ones, around one that appends in place."""
+    position = {node.name: index for index, node in enumerate(program.placeholders)}
+    appends = sorted(program.appends, key=lambda one: one.output)
+    takes = [(position[one.input], one.axis, one.count, one.output) for one in appends]
+
+    def around(*inputs: Any) -> Any:
+        given = list(inputs)
+        for at, axis, count, _ in takes:
+            given[at] = room_for(given[at], axis, count)
+        results = list(call(*given))
+        for at, _, _, place in takes:  # in the order of the places, so that each finds those before it filled
+            results.insert(place, given[at])
+        return results
+
+    return around
+
+
+def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+    """``rows`` and behind them ``count`` rows of any content along ``axis``: the same memory if there is room."""
+    T = rows.shape[axis]
+    with _lock:
+        memory = _held.get(rows)
+        if memory is None or not _continues(rows, memory, axis) or T + count > memory.rows.shape[axis]:
+            memory = _larger(rows, axis, T + count)
+        memory.used = T + count
+        shown = _shown(memory.rows, axis, T + count)
+        _held[shown] = memory
+    return shown
+
+
+def _continues(rows: torch.Tensor, memory: _Memory, axis: int) -> bool:
+    """Whether ``rows`` are all the rows of their memory; a tensor can be given other memory behind our back."""
+    return (
+        memory.used == rows.shape[axis]
+        and rows.data_ptr() == memory.rows.data_ptr()
+        and rows.dtype == memory.rows.dtype
+        and rows.stride() == token_major(rows.shape, axis)
+        and _others(rows, axis) == _others(memory.rows, axis)
+    )
+
+
+def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
+    return (*rows.shape[:axis], *rows.shape[axis + 1 :])
+
+
+def _larger(rows: torch.Tensor, axis: int, least: int) -> _Memory:
+    """New memory for more than ``least`` rows, with ``rows`` at its beginning."""
+    # Powers of two: twice the room whenever it is full, and at most twice what is needed.
+    shape = (*rows.shape[:axis], 1 << least.bit_length(), *rows.shape[axis + 1 :])
+    # Not of inference mode, in which the cache may have been made and out of which it may be taken.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        made = torch.empty_strided(shape, token_major(shape, axis), dtype=rows.dtype, device=rows.device)
+        made.narrow(axis, 0, rows.shape[axis]).copy_(rows)
+    return _Memory(made, rows.shape[axis])
+
+
+def _shown(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+    """The first ``count`` rows."""
+    shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
+    # No view in autograd's sense: a compiler would ask for the whole memory behind it, and guard its size.
+    with torch.inference_mode(mode=False):
+        empty = torch.empty(0, dtype=memory.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), 0, shape, token_major(shape, axis))

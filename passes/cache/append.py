@@ -1,0 +1,122 @@
+"""Caches that grow by ``cat``: new rows are written behind the old ones, instead of copying both in every call.
+
+Before: ``joined = cat([past, new], dim)``, which the caller keeps and passes as the ``past`` of the next call.
+After: ``joined = slice_scatter(past, new, dim, T, T + S)``, where ``past`` has room for the new rows and is written in
+place.
+
+Whoever calls the program makes that room (:mod:`mla_compile.runtime.appending`): rows lie token by token, so that
+neither a shape nor a stride in the graph depends on how much of it there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
+
+from mla_compile.core.program import Append, Program
+from mla_compile.passes.ir.graph import Builder, evaluate_fake, packet, shape, val
+from mla_compile.passes.ir.operators import Join, decode
+from mla_compile.passes.ir.sizes import Size, same_sizes, size
+
+aten = torch.ops.aten
+
+
+def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
+    """The strides of a tensor whose memory runs along ``dim`` first; those of a dense one where that is the same."""
+    # Strides of axes of length 1 mean nothing, but guards compare them: they are those of what `cat` returned.
+    ahead = [] if all(isinstance(n, int) and n == 1 for n in sizes[:dim]) else [dim]
+    order = [*ahead, *(d for d in range(len(sizes)) if d not in ahead)]
+    strides = {d: math.prod(sizes[later] for later in order[place + 1 :]) for place, d in enumerate(order)}
+    return tuple(strides[d] for d in range(len(sizes)))
+
+
+def append_in_place(program: Program) -> int:
+    """Rewrites every cache that grows by a fixed number of rows; returns how many. ``program.appends`` lists them."""
+    values = program.outputs[len(program.mutations) :]
+    found = _found(program)
+    appends = tuple(Append(how.parts[0].name, at, how.dim, shape(how.parts[1])[how.dim]) for at, how in found.items())
+    written = [_rewrite(values[at], how, program.fake_mode) for at, how in found.items()]
+    if appends:
+        kept = [at for at in range(len(values)) if at not in found]
+        old = program.outputs[: len(program.mutations)]
+        program.gm.graph.output_node().args = ((*old, *written, *(values[at] for at in kept)),)
+        program.aliases = {kept.index(at): name for at, name in program.aliases.items()}
+        program.mutations = (*program.mutations, *(one.input for one in appends))
+        program.appends = appends
+    return len(appends)
+
+
+def _found(program: Program) -> dict[int, Join]:
+    """The caches that can be appended to: place among the returned values -> how it is made, of old and new rows."""
+    graph, returned = program.gm.graph, program.outputs
+    if any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes):
+        return {}  # strides that such an operator was traced with cannot be changed
+    # A size that only the old rows show could not be read from rows with room.
+    numbers = {str(n.meta["val"]) for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt)}
+    special = {*program.weights, *program.mutations, *program.aliases.values(), *program.latents, *program.parts}
+    found = {}
+    for at, joined in enumerate(returned[len(program.mutations) :]):
+        how = decode(joined) if isinstance(joined, fx.Node) and joined.op == "call_function" else None
+        if not isinstance(how, Join) or len(how.parts) != 2 or at in program.aliases:
+            continue
+        past, new = how.parts
+        own = past.op == "placeholder" and past.name not in special and {*past.users} == {joined} and past is not new
+        # Besides the caller, who keeps them, somebody reads the rows: they are a cache.
+        kept = len(joined.users) > 1 and returned.count(joined) == 1 and not {past, new}.intersection(returned)
+        known = {str(symbol) for symbol in free_symbols(val(past).shape)} <= numbers
+        if own and kept and known and _alike(val(past), val(new), how.dim):
+            found[at] = how
+    return found
+
+
+def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
+    """Whether ``new`` is a fixed number of rows of the same kind, which ``cat`` neither converts nor refuses."""
+    count = new.shape[dim]
+    others = [[*x.shape[:dim], *x.shape[dim + 1 :]] for x in (past, new)]
+    kinds = [(x.dtype, x.device, x.layout, type(x)) for x in (past, new)]
+    return isinstance(count, int) and count > 0 and same_sizes(*others) and kinds[0] == kinds[1]
+
+
+def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> fx.Node:
+    """Replaces one ``cat``; returns the node of all rows."""
+    (past, new), dim = how.parts, how.dim
+    rows = val(joined).shape
+    with fake_mode or contextlib.nullcontext():
+        past.meta["val"] = val(past).new_empty_strided(rows, token_major(rows, dim))
+    builder = Builder(joined, fake_mode)
+    total, count = builder.size(past, dim), shape(new)[dim]
+    start = total - count if isinstance(total, int) else builder.call(operator.sub, total, count)
+    written = builder.call(aten.slice_scatter.default, past, new, dim, start, total)
+    joined.replace_all_uses_with(written)
+    joined.graph.erase_node(joined)
+    _restride(written, fake_mode)
+    return written
+
+
+def _restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+    """Computes the metadata of what reads ``first`` anew, as far as its strides are to be seen."""
+    changed, node = {first}, first.next
+    while node.op != "output":
+        if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
+            if packet(node) is aten.view:
+                node.target = aten.reshape.default  # a view of dense rows may be none of these
+            assert callable(node.target)
+            old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)
+            if _strides(old) != _strides(node.meta["val"]):
+                changed.add(node)
+        node = node.next
+
+
+def _strides(value: object) -> list[list[Size]]:
+    # Not compared as torch has them: its symbolic numbers would answer with a guard.
+    return [[size(n) for n in leaf.stride()] for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

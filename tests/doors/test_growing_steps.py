@@ -1,0 +1,140 @@
+"""Decode steps in a cache that grows: rows are appended in place, and nobody can tell from what a model returns."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import mla_compile
+from mla_compile import pipeline
+from mla_compile.errors import OptionError
+from mla_compile.passes.ir.graph import packet
+from tests.support import models
+from tests.support.toy import Toy, decode_inputs
+
+aten = torch.ops.aten
+PROMPT, STEPS = 6, 30
+
+
+def decode(model: Any, given: Any, cache: Any, start: int = 0, stop: int = PROMPT + STEPS) -> torch.Tensor:
+    """The logits of the last token of the prompt, if ``start`` is 0, and of each token up to ``stop``."""
+    places = [slice(p, p + 1) for p in range(max(start, PROMPT), stop)]
+    places = [slice(0, PROMPT), *places] if start == 0 else places
+    with torch.no_grad():
+        logits = [
+            model(
+                given["input_ids"][:, place],
+                attention_mask=given["attention_mask"][:, : place.stop],
+                past_key_values=cache,
+            ).logits[:, -1]
+            for place in places
+        ]
+    return torch.stack(logits)
+
+
+def caches(cache: Any) -> list[torch.Tensor]:
+    return [t for layer in cache.layers if hasattr(layer, "keys") for t in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize(
+    ("family", "batch", "codegen"),
+    [
+        ("deepseek_v3", 2, "eager"),
+        ("deepseek_v3", 1, "inductor"),
+        ("minicpm3", 3, "eager"),
+        ("kimi_linear", 2, "eager"),
+    ],
+)
+def test_rows_stay_where_they_are_and_tokens_do_not_change(family: str, batch: int, codegen: str):
+    model = models.build(family, attn="sdpa")
+    fast = mla_compile.optimize(model, codegen=codegen, strict=True)
+    given = models.prompt(batch, PROMPT + STEPS, 2 if batch > 1 else 0)
+    expected, mine = transformers.DynamicCache(config=model.config), transformers.DynamicCache(config=model.config)
+    addresses, logits = [], [decode(fast, given, mine, 0, PROMPT)]
+    for place in range(PROMPT, PROMPT + STEPS):
+        logits.append(decode(fast, given, mine, place, place + 1))
+        addresses.append([t.data_ptr() for t in caches(mine)])
+    torch.testing.assert_close(torch.cat(logits), decode(model, given, expected), rtol=1e-4, atol=1e-4)
+    moved = [sum(a != b for a, b in itertools.pairwise(one)) for one in zip(*addresses, strict=True)]
+    assert addresses[0]
+    assert max(moved) <= 3, "from 7 rows to 36 the memory doubles at 8, 16 and 32"
+    for have, want in zip(caches(mine), caches(expected), strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+    assert any("behind those of" in message for message in fast.mla_report.messages)
+
+
+def test_the_graph_of_a_step_joins_nothing_of_the_cache(monkeypatch: pytest.MonkeyPatch):
+    graphs = []
+    real = pipeline.run
+
+    def recorded(*args, **options):
+        graphs.append(real(*args, **options))
+        return graphs[-1]
+
+    monkeypatch.setattr(pipeline, "run", recorded)
+    model = models.build("minicpm3", attn="sdpa")
+    given, compiled = models.prompt(2, PROMPT + 5, 0), []
+    for appends in ("copy", "in_place"):
+        fast = mla_compile.optimize(model, codegen="eager", strict=True, appends=appends)
+        decode(fast, given, transformers.DynamicCache(config=model.config), 0, PROMPT + 5)
+        compiled.append(len(graphs) - sum(compiled))
+    assert compiled[1] == compiled[0], "a step in place takes more compilations"
+    step = graphs[-1].program
+    inputs = {step.node(one.input) for one in step.appends}
+    assert len(inputs) == 2 * models.FAMILIES["minicpm3"].mla_sites
+    assert not [n for n in step.gm.graph.nodes if packet(n) is aten.cat and inputs.intersection(n.all_input_nodes)]
+
+
+def test_one_prompt_continued_more_than_once():
+    model = models.build("deepseek_v3", attn="sdpa")
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    given = models.prompt(2, PROMPT + STEPS, 0)
+    other = {**given, "input_ids": given["input_ids"].flip(0)}
+    other["input_ids"][:, :PROMPT] = given["input_ids"][:, :PROMPT]
+    results = []
+    for run in (model, fast):
+        cache = transformers.DynamicCache(config=model.config)
+        decode(run, given, cache, 0, PROMPT + 5)
+        shared, copied = copy.copy(cache), copy.deepcopy(cache)
+        shared.layers = [copy.copy(layer) for layer in cache.layers]
+        kept = [t.clone() for t in caches(cache)]
+        # In turns, so that each writes while the others wait.
+        logits = []
+        for place in range(PROMPT + 5, PROMPT + 15):
+            logits += [
+                decode(run, tokens, one, place, place + 1)
+                for tokens, one in ((given, cache), (other, shared), (given, copied))
+            ]
+        results.append(torch.cat(logits))
+        assert all(torch.equal(t[:, :, : k.shape[2]], k) for t, k in zip(caches(shared), kept, strict=True))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, {}])
+def test_generate_with_beams_reorders_the_rows(how: dict[str, int]):
+    model = models.build("minicpm3", attn="sdpa")
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    given = models.prompt(2, PROMPT, 2)
+    told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **how}
+    assert torch.equal(fast.generate(**given, **told), model.generate(**given, **told))
+
+
+def test_a_program_cannot_be_asked_to_append_in_place():
+    with torch.no_grad():
+        program = torch.export.export(Toy().eval(), decode_inputs())
+        with pytest.raises(OptionError, match="appends is 'in_place'"):
+            mla_compile.optimize(program, appends="in_place")
+
+
+def test_copies_are_there_for_who_asks():
+    model = models.build("minicpm3", attn="sdpa")
+    fast = mla_compile.optimize(model, codegen="eager", strict=True, appends="copy")
+    given, cache = models.prompt(2, PROMPT + STEPS, 0), transformers.DynamicCache(config=model.config)
+    decode(fast, given, cache)
+    assert all(t.is_contiguous() for t in caches(cache))
+    assert fast.mla_report.messages == ()
