@@ -190,7 +190,8 @@ class _State:
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
-        messages = (_APPENDED.format(count=len(self.program.appends)),) if self.program.appends else ()
+        appended = sum(one.input is not None for one in self.program.appends)
+        messages = (_APPENDED.format(count=appended),) if appended else ()
         report = Report(tuple(reports), graph=name, passes=(kept, *self.records), messages=messages)
         return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
 
@@ -341,9 +342,11 @@ def _lower_projections(state: _State) -> int:
 
 
 def _append(state: _State) -> int:
-    # Two programs that take the same inputs would have to agree on them.
-    chosen = state.options.appends == "in_place" and state.rewritten and not any(v.by_call for v in state.chosen)
-    return append_in_place(state.program) if chosen else 0
+    if state.options.appends != "in_place" or not state.verdicts:
+        return 0
+    # Of two programs for the same inputs, both would have to append in place.
+    one_form = state.rewritten and not any(v.by_call for v in state.chosen)
+    return append_in_place(state.program, rewrite=bool(one_form))
 
 
 PASSES = (
@@ -361,7 +364,7 @@ PASSES = (
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
-    Pass("append", "rows that the caller keeps joined to new ones", "the join, to a write in place", _append),
+    Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
 )
 """The passes after the cache: what each reads, and what it changes."""
 

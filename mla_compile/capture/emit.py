@@ -34,9 +34,11 @@ def to_graph_module(program: Program) -> fx.GraphModule:
     assert isinstance(original, fx.GraphModule)
     origins = {node.name: node for node in original.graph.find_nodes(op="placeholder")}
     folded = {fold.placeholder for fold in program.folds}
+    # A cache may have been a buffer of the user's, of an address that does not change; rows with room are none.
+    moving = {one.input for one in program.appends}
     for node in gm.graph.find_nodes(op="placeholder"):
         origin = origins.get(node.name)
-        if origin is None:
+        if origin is None or node.name in moving:
             node._dynamo_source = None
             if node.name in folded:
                 node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
@@ -225,6 +227,8 @@ def _write_at_once(program: Program) -> None:
     """Writes appended rows where they are made: nothing reads what was there before, so nothing needs to be copied."""
     graph = program.gm.graph
     for one in program.appends:
+        if one.input is None:
+            continue
         rows = program.node(one.input)
         joined = program.outputs[program.mutations.index(one.input)]
         _, new, *where = joined.args

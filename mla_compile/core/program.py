@@ -33,16 +33,17 @@ class Fold:
 
 @dataclass(frozen=True)
 class Append:
-    """Rows that a program writes behind those of an input, in place of returning both joined.
+    """Rows of a cache that a program adds to, in place of returning old and new ones joined.
 
     Attributes:
-        input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``.
-        output: place of the joined rows among what the program returned before, and its caller still gets.
+        input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: a cache
+            begins with this call; the program returns its rows as it did, and whoever calls it finds room behind them.
+        output: place of all rows among what the program returned before, and its caller still gets.
         axis: the axis of the tokens.
-        count: how many rows a call adds.
+        count: how many rows a call writes.
     """
 
-    input: str
+    input: str | None
     output: int
     axis: int
     count: int
@@ -67,7 +68,7 @@ class Program:
         parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
-        appends: inputs that have room for the rows that a call adds, which are no longer returned.
+        appends: the caches that new rows are written behind.
     """
 
     gm: fx.GraphModule

@@ -48,6 +48,11 @@ class _Rewritten:
     outcome: Outcome
     folds: FoldedWeights | None
 
+    @property
+    def changed(self) -> bool:
+        """Whether another graph runs than the one that came."""
+        return bool(self.outcome.absorbed) or self.outcome.base is not self.captured
+
 
 class Compiler:
     """A backend with fixed options that keeps the report of every graph with attention in it."""
@@ -128,7 +133,8 @@ class Compiler:
         _trace(outcome.report)
         if self.on_report is not None:
             self.on_report()
-        return _Rewritten(program, outcome, folds) if outcome.absorbed or outcome.base is not program else None
+        done = _Rewritten(program, outcome, folds)
+        return done if done.changed or outcome.program.appends else None
 
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
@@ -151,13 +157,13 @@ class Compiler:
 
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
         with torch.no_grad():
-            call = generate(program)
+            call = generate(program if done.changed else done.captured)
             if done.folds is not None:
                 call = with_folds(call, done.folds)
-            if program.appends:
-                call = with_room(call, program)
             if done.outcome.variants:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(base))
+            if program.appends:
+                call = with_room(call, program)
         if base.cache is not None:
             call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
@@ -189,9 +195,19 @@ def _latents(gm: fx.GraphModule, example_inputs: Inputs) -> dict[str, LatentTens
 def _inputs_of(program: Program, captured: Program, example_inputs: Inputs) -> list[Any]:
     """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
     given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
-    for one in program.appends:  # of another size than the caller's
-        del given[one.input]
-    return [given.get(node.name, node.meta["val"]) for node in program.placeholders]
+    grown = {one.input for one in program.appends if one.input is not None}
+    for name in grown.intersection(given):
+        del given[name]  # of another size than the caller's
+    values = [given.get(node.name, node.meta["val"]) for node in program.placeholders]
+    return [_as_sizes_say(v) for v in values] if grown else values
+
+
+def _as_sizes_say(value: Any) -> Any:
+    """A symbolic number by the name that sizes have for it now: Inductor knows no other in those of rows with room."""
+    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
+        return value
+    now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
+    return now
 
 
 def has_attention(gm: fx.GraphModule) -> bool:

@@ -39,18 +39,25 @@ _lock = threading.Lock()
 
 
 def with_room(call: Call, program: Program) -> Call:
-    """A callable that takes the rows and returns them joined with the new ones, around one that appends in place."""
+    """A callable that takes the rows and returns them joined with the new ones, around one that appends in place.
+
+    Where a cache begins, its rows are moved to memory with room.
+    """
     position = {node.name: index for index, node in enumerate(program.placeholders)}
     appends = sorted(program.appends, key=lambda one: one.output)
-    takes = [(position[one.input], one.axis, one.count, one.output) for one in appends]
+    places = [(None if one.input is None else position[one.input], one) for one in appends]
 
     def around(*inputs: Any) -> Any:
         given = list(inputs)
-        for at, axis, count, _ in takes:
-            given[at] = room_for(given[at], axis, count)
+        for at, one in places:
+            if at is not None:
+                given[at] = room_for(given[at], one.axis, one.count)
         results = list(call(*given))
-        for at, _, _, place in takes:  # in the order of the places, so that each finds those before it filled
-            results.insert(place, given[at])
+        for at, one in places:  # in the order of the outputs, so that each finds those before it filled
+            if at is None:
+                results[one.output] = room_for(results[one.output], one.axis, 0)
+            else:
+                results.insert(one.output, given[at])
         return results
 
     return around

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,51 +40,88 @@ def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
     return tuple(strides[d] for d in range(len(sizes)))
 
 
-def append_in_place(program: Program) -> int:
-    """Rewrites every cache that grows by a fixed number of rows; returns how many. ``program.appends`` lists them."""
-    values = program.outputs[len(program.mutations) :]
-    found = _found(program)
-    appends = tuple(Append(how.parts[0].name, at, how.dim, shape(how.parts[1])[how.dim]) for at, how in found.items())
-    written = [_rewrite(values[at], how, program.fake_mode) for at, how in found.items()]
-    if appends:
-        kept = [at for at in range(len(values)) if at not in found]
-        old = program.outputs[: len(program.mutations)]
-        program.gm.graph.output_node().args = ((*old, *written, *(values[at] for at in kept)),)
-        program.aliases = {kept.index(at): name for at, name in program.aliases.items()}
-        program.mutations = (*program.mutations, *(one.input for one in appends))
-        program.appends = appends
-    return len(appends)
+def append_in_place(program: Program, *, rewrite: bool = True) -> int:
+    """Lists the caches of a program in ``program.appends``, and returns how many there are.
+
+    Those that grow by a fixed number of rows are rewritten, unless ``rewrite`` is False. The rows of others, which
+    begin here or grow by any number, are returned as they were and moved to memory with room at once, so that no later
+    graph is compiled a second time for the strides that they would have until then.
+    """
+    before, returned = len(program.mutations), program.outputs
+    caches = {at: how for at, how in _joined(program) if len(how.parts) == 1 or _grows(program, how)}
+    written = {at: how for at, how in caches.items() if rewrite and _count(how)}
+    settled = {at: how.dim for at, how in caches.items() if at not in written} | _first_rows(program)
+    program.appends = tuple(Append(None, at, dim, 0) for at, dim in settled.items())
+    if not written:
+        return len(program.appends)
+    inputs = [how.parts[0].name for how in written.values()]
+    program.appends += tuple(Append(how.parts[0].name, at, how.dim, _count(how)) for at, how in written.items())
+    new = [_rewrite(returned[before + at], how, program.fake_mode) for at, how in written.items()]
+    kept = [at for at in range(len(returned) - before) if at not in written]
+    program.gm.graph.output_node().args = ((*returned[:before], *new, *(returned[before + at] for at in kept)),)
+    program.aliases = {kept.index(at): name for at, name in program.aliases.items()}
+    program.mutations = (*program.mutations, *inputs)
+    return len(program.appends)
 
 
-def _found(program: Program) -> dict[int, Join]:
-    """The caches that can be appended to: place among the returned values -> how it is made, of old and new rows."""
-    graph, returned = program.gm.graph, program.outputs
-    if any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes):
-        return {}  # strides that such an operator was traced with cannot be changed
-    # A size that only the old rows show could not be read from rows with room.
-    numbers = {str(n.meta["val"]) for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt)}
-    special = {*program.weights, *program.mutations, *program.aliases.values(), *program.latents, *program.parts}
-    found = {}
+def _count(how: Join) -> int:
+    """How many rows are joined to old ones; 0 where it is no number, or where there are no old ones."""
+    count = val(how.parts[-1]).shape[how.dim] if len(how.parts) == 2 else 0
+    return count if isinstance(count, int) else 0
+
+
+def _first_rows(program: Program) -> dict[int, int]:
+    """The rows that stand for K and V where no rows came before them: place among the returned values -> token axis."""
+    cache, before = program.cache, len(program.mutations)
+    if cache is None:
+        return {}
+    return {
+        at - before: cache.recipes[index][0].token_axis
+        for index, rows in cache.outputs.items()
+        for at in rows
+        if index not in cache.grows and program.outputs[at].op != "placeholder"
+    }
+
+
+def _joined(program: Program) -> Iterator[tuple[int, Join]]:
+    """Rows that the caller keeps and the graph reads: their place among the returned values, and how they are made."""
+    returned = program.outputs
     for at, joined in enumerate(returned[len(program.mutations) :]):
         how = decode(joined) if isinstance(joined, fx.Node) and joined.op == "call_function" else None
-        if not isinstance(how, Join) or len(how.parts) != 2 or at in program.aliases:
-            continue
-        past, new = how.parts
-        own = past.op == "placeholder" and past.name not in special and {*past.users} == {joined} and past is not new
-        # Besides the caller, who keeps them, somebody reads the rows: they are a cache.
-        kept = len(joined.users) > 1 and returned.count(joined) == 1 and not {past, new}.intersection(returned)
-        known = {str(symbol) for symbol in free_symbols(val(past).shape)} <= numbers
-        if own and kept and known and _alike(val(past), val(new), how.dim):
-            found[at] = how
-    return found
+        if (
+            isinstance(how, Join)
+            and at not in program.aliases
+            and len(joined.users) > 1
+            and returned.count(joined) == 1
+            and not {*how.parts}.intersection(returned)
+        ):
+            yield at, how
+
+
+def _grows(program: Program, how: Join) -> bool:
+    """Whether new rows are joined to an input, with which nothing else is done."""
+    if len(how.parts) != 2 or any(isinstance(n.target, HigherOrderOperator) for n in program.gm.graph.nodes):
+        return False  # the strides that such an operator was traced with cannot be changed
+    past, new = how.parts
+    # A size that only the old rows show could not be read from rows with room.
+    numbers = {str(n.meta["val"]) for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt)}
+    folded = {name for fold in program.folds for name in fold.weights}
+    special = {*program.mutations, *program.aliases.values(), *program.latents, *program.parts, *folded}
+    return (
+        past.op == "placeholder"
+        and past.name not in special
+        and past is not new
+        and len(past.users) == 1
+        and {str(symbol) for symbol in free_symbols(val(past).shape)} <= numbers
+        and _alike(val(past), val(new), how.dim)
+    )
 
 
 def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
-    """Whether ``new`` is a fixed number of rows of the same kind, which ``cat`` neither converts nor refuses."""
-    count = new.shape[dim]
+    """Whether ``new`` are rows of the same kind, which ``cat`` neither converts nor refuses."""
     others = [[*x.shape[:dim], *x.shape[dim + 1 :]] for x in (past, new)]
     kinds = [(x.dtype, x.device, x.layout, type(x)) for x in (past, new)]
-    return isinstance(count, int) and count > 0 and same_sizes(*others) and kinds[0] == kinds[1]
+    return same_sizes(*others) and kinds[0] == kinds[1]
 
 
 def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> fx.Node:

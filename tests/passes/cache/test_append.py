@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from mla_compile.core.program import Append, Program
+from mla_compile.core.program import Append, Fold, Program
 from mla_compile.passes.cache.append import append_in_place, token_major
 from tests.support.programs import seeded
 
@@ -165,18 +165,33 @@ def test_rows_of_another_dtype_which_cat_converts_stay() -> None:
     assert append_in_place(program(mixed, *inputs(torch.float32))) == 0
 
 
-@pytest.mark.parametrize("kind", ["weight", "mutation", "alias"])
-def test_weights_and_inputs_that_are_written_to_stay(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["folded", "mutation", "alias"])
+def test_inputs_with_another_meaning_stay(kind: str) -> None:
     def written(past: torch.Tensor, new: torch.Tensor, query: torch.Tensor) -> Flat:
         rows = torch.cat([past, new], 1)
         return query * 2, rows, attend(rows, query)
 
     one = program(written, *inputs(), mutations=["past_1"] if kind == "mutation" else ())
-    if kind == "weight":
-        one.weights["past_1"] = None
+    if kind == "folded":
+        one.folds.append(Fold("fold_0", lambda weights: weights["past_1"], ("past_1",)))
     if kind == "alias":
         one.aliases[1] = "past_1"
     assert append_in_place(one) == 0
+
+
+def begins(past: torch.Tensor, new: torch.Tensor, query: torch.Tensor) -> Flat:
+    rows = torch.cat([torch.empty(0, dtype=new.dtype), new], -2)
+    return query + 1, rows, attend(rows, query)
+
+
+@pytest.mark.parametrize("fn", [begins, step])
+def test_rows_that_are_returned_as_they_were_are_moved_by_the_caller(fn: Callable[..., Flat]) -> None:
+    """A cache that begins, and one that grows in a graph of which another form takes the same inputs."""
+    one = program(fn, *inputs())
+    before = str(one.gm.graph)
+    assert append_in_place(one, rewrite=fn is begins) == 1
+    assert one.appends == (Append(None, 1, 1, 0),)
+    assert str(one.gm.graph) == before
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
