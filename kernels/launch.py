@@ -1,6 +1,7 @@
 """Launches a call on a GPU: checked, planned, compiled and bound once per kind of call, then found by a look-up.
 
 A call is known by what its launch depends on: dtypes, shapes, strides and alignment of its tensors, and its numbers.
+So is what :func:`schedule` prepares for several calls.
 The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
 tensor or waits for the device, sizes come from shapes, and launches go to the current stream: after one warm-up call of
 the same kind, a call can be captured in a CUDA graph.
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_compile.errors import InputError
 from mla_compile.kernels import checks
 from mla_compile.kernels.call import TENSORS, DecodeCall
 from mla_compile.kernels.devices import Device
@@ -28,20 +30,29 @@ from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
 from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
 from mla_compile.kernels.reference import additive_mask
+from mla_compile.kernels.shared import ALIGNMENT, Buffers, elements, offsets
 from mla_compile.kernels.triton import runner, steps
 from mla_compile.kernels.triton.runner import Launch
+from mla_compile.kernels.triton.steps import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
 REMEMBERED = 1024  # kinds of call; a cache that grows by a token a step is a new kind each time
+_KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}  # what a plan's kernel launches
+_SCHEDULE = DecodeCall._fields.index("schedule")
 
 
 class _Bound(NamedTuple):
-    """What a kind of call needs: buffers to allocate after its tensors, and launches over the addresses of all."""
+    """What a kind of call needs: buffers to allocate after its tensors, and launches over the addresses of all.
+
+    ``inside`` are the places, in bytes, of the buffers that lie in its schedule; they come last.
+    """
 
     buffers: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inside: tuple[int, ...]
     launches: tuple[Launch, ...]
 
 
+_Binder = Callable[[DecodeCall, int, Plan | None], _Bound]  # call, device index, the caller's own plan
 _bound: dict[Any, _Bound] = {}
 
 
@@ -83,6 +94,22 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
     None (said once) where rows are too wide for this device's shared memory. Raises :class:`InputError`, before
     anything is launched, where the arguments do not fit together or the caller's plan does not fit the device.
     """
+    made = _launch(call, own, _attention)
+    return None if made is None else (made[0], made[1])
+
+
+def schedule(call: DecodeCall) -> Tensor:
+    """What the call prepares before its attention, int64 [:func:`shared.elements`]; unwritten where its plan has none.
+
+    Raises :class:`InputError` as :func:`launch` does.
+    """
+    made = call.query.new_empty(elements(call), dtype=torch.int64)
+    _launch(call._replace(schedule=made), None, _preparation)
+    return made
+
+
+def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] | None:
+    """The buffers that were allocated; None where there is no plan."""
     query = call.query
     if query.stride(-1) != 1:
         call = call._replace(query=query.contiguous())
@@ -90,7 +117,7 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
         call = call._replace(mask=additive_mask(call.mask, torch.float32))
     index = query.get_device()
     addresses: list[int] = []
-    kind: list[Any] = [call[TENSORS:], own]
+    kind: list[Any] = [call[TENSORS:], own, bind]
     tensors: tuple[Tensor | None, ...] = call[:TENSORS]  # type: ignore[assignment]  # the first fields
     for x in tensors:
         if x is None:
@@ -103,17 +130,16 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
     key = tuple(kind)
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
-            return _run(key, call, addresses, index, own)
-    return _run(key, call, addresses, index, own)
+            return _run(key, call, addresses, index)
+    return _run(key, call, addresses, index)
 
 
-def _run(
-    key: Any, call: DecodeCall, addresses: list[int], index: int, own: Plan | None
-) -> tuple[Tensor, Tensor] | None:
+def _run(key: tuple[Any, ...], call: DecodeCall, addresses: list[int], index: int) -> list[Tensor] | None:
     bound = _bound.get(key)
     if bound is None:
         try:
-            bound = _prepared(call, index, own)
+            _, own, bind = key[:3]
+            bound = bind(call, index, own)
         except NoPlanError as error:
             _say_once(str(error))
             return None
@@ -122,24 +148,55 @@ def _run(
         _bound[key] = bound
     made = [torch.empty(shape, dtype=dtype, device=call.query.device) for shape, dtype in bound.buffers]
     addresses += [x.data_ptr() for x in made]
+    if bound.inside:
+        start = addresses[_SCHEDULE]
+        addresses += [start + offset for offset in bound.inside]
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     for one in bound.launches:
         one(stream, addresses)
-    return made[0], made[1]
+    return made
 
 
-def _prepared(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
+def _attention(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
     """A new kind of call: checked, planned, compiled and bound."""
-    checks.check(call)
+    _check(call)
+    if own is not None and call.schedule is not None:
+        raise InputError(f"{call.op}: plan beside schedule, which is made for the planner's; leave one of them out")
     device = Device.of(call.query.device)
     chosen = chosen_plan(call, device, own)
     asked = bool(call.num_splits) or own is not None
     if chosen.kernel == "gluon":
-        bound = _bind_hopper(call, chosen, device, index, asked)
+        bound = _bind(call, chosen, device, index, asked) if hopper_steps.suits(call, device) else None
         if bound is not None:
             return bound
         chosen = chosen_plan(call, device, gluon=False)
-    return _bind(call, chosen, device, index, asked)
+        if hopper_steps.takes(call, device):
+            call = call._replace(schedule=None)  # which was made for the tiles of the Hopper kernel
+    bound = _bind(call, chosen, device, index, asked)
+    assert bound is not None  # the portable kernel has no way out
+    return bound
+
+
+def _preparation(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
+    """What a schedule holds: a function of what layers have in common, not of the strides and addresses of their rows.
+
+    Where all suits the Hopper kernel but the rows of one layer, that layer prepares itself, for the portable one.
+    """
+    _check(call)
+    device = Device.of(call.query.device)
+    chosen = chosen_plan(call, device, own)
+    if chosen.kernel == "gluon" and not hopper_steps.takes(call, device):
+        chosen = chosen_plan(call, device, own, gluon=False)
+    kernel = _KERNELS[chosen.kernel]
+    bound = _bound_to({}, kernel.prepared(call, chosen, device), kernel.preparing(call, chosen, device), index)
+    assert bound is not None  # the steps before attention are Triton's
+    return bound
+
+
+def _check(call: DecodeCall) -> None:
+    checks.check(call)
+    if call.schedule is not None and call.schedule.data_ptr() % ALIGNMENT:
+        raise InputError(f"{call.op}: schedule begins off a multiple of {ALIGNMENT} bytes; pass it whole, or clone it")
 
 
 def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gluon: bool = True) -> Plan:
@@ -179,21 +236,19 @@ def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gl
     )
 
 
-def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound:
-    buffers = steps.scratch(call, chosen, device)
-    places = _places(buffers)
-    described = steps.steps(call, chosen, device, least=_least(chosen, asked))
-    return _Bound(tuple(buffers.values()), tuple(runner.launch_of(step, places, index) for step in described))
+def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound | None:
+    """The call under a plan; None where the kernel does not compile, which only Hopper's may."""
+    kernel = _KERNELS[chosen.kernel]
+    inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
+    described = kernel.steps(call, chosen, device, least=_least(chosen, asked))
+    return _bound_to(kernel.scratch(call, chosen, device), inside, described, index)
 
 
-def _bind_hopper(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound | None:
-    """The launches of the Hopper kernel; None where it does not take the call, or does not compile."""
-    if not hopper_steps.suits(call, device):
-        return None
-    buffers = hopper_steps.scratch(call, chosen, device)
-    places = _places(buffers)
+def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], index: int) -> _Bound | None:
+    """The launches of steps over a call's tensors, over ``buffers``, and over those ``inside`` its schedule."""
+    places = {name: i for i, name in enumerate((*steps.BUFFERS, *buffers, *inside))}
     launches = []
-    for step in hopper_steps.steps(call, chosen, device, least=_least(chosen, asked)):
+    for step in described:
         launch_of: Callable[..., Launch | None] = runner.launch_of
         if isinstance(step, GluonStep):
             launch_of = hopper_runner.launch_of
@@ -201,12 +256,7 @@ def _bind_hopper(call: DecodeCall, chosen: Plan, device: Device, index: int, ask
         if one is None:
             return None
         launches.append(one)
-    return _Bound(tuple(buffers.values()), tuple(launches))
-
-
-def _places(buffers: dict[str, Any]) -> dict[str, int]:
-    """Where the address of each buffer stands: the call's tensors first."""
-    return {name: i for i, name in enumerate((*steps.BUFFERS, *buffers))}
+    return _Bound(tuple(buffers.values()), tuple(offsets(inside).values()), tuple(launches))
 
 
 def _least(chosen: Plan, asked: bool) -> int | None:

@@ -147,7 +147,7 @@ def make(case: Case) -> Made:
         (stored[..., : case.L].double() * factor).masked_fill(unread[..., None], 0.0),
         exact_rope.masked_fill(unread[..., None], 0.0) if case.R else None,
         None if values is None else values.to(case.dtype).double(),
-        mask if mask is None or mask.dtype == torch.bool else mask.double(),
+        _exact_mask(mask),
         lens,
         **numbers,
     )
@@ -233,6 +233,30 @@ def check(case: Case, plan: Plan | None = None) -> float:
         assert int(seen["work"][5, 0, 0]) < tiles, "a tile that nobody sees is on the list"
     error: float = ((out.double() - want).norm() / want.norm().clamp(min=1e-30)).item()
     return error
+
+
+def two_layers(case: Case) -> None:
+    """Two calls of other queries and rows, with one schedule: the reference's result, and bit for bit their own."""
+    layers = [make(replace(case, sees="tail", seed=seed)) for seed in (1, 2)]
+    plan, device = planned(case), PRESETS[case.device]
+    first = layers[0].call
+    schedule = interpreter.schedule(first, plan, device)
+    for made in layers:
+        call = made.call._replace(mask=first.mask)
+        seen: dict[str, Tensor] = {}
+        given = call._replace(schedule=schedule.clone())
+        out, lse = interpreter.run(given, plan, device, least=case.least, seen=seen)
+        assert "work" not in seen, "a list of its own was allocated"
+        assert torch.equal(given.schedule, schedule), "a call wrote into the schedule"
+        alone = interpreter.run(call, plan, device, least=case.least)
+        assert torch.equal(out, alone[0])
+        assert torch.equal(lse, alone[1])
+        want, want_lse = reference.decode_attention(made.exact._replace(mask=_exact_mask(first.mask)))
+        compare(out, lse, want, want_lse, dot_dtype(call), case)
+
+
+def _exact_mask(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.dtype == torch.bool else mask.double()
 
 
 def compare(out: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor, dot: torch.dtype, case: Case) -> None:
