@@ -76,8 +76,8 @@ class DecodeCall(NamedTuple):
     seq_lens: Tensor | None = None
     sinks: Tensor | None = None
     kv_scale: Tensor | None = None
-    block_table: Tensor | None = None
     schedule: Tensor | None = None
+    block_table: Tensor | None = None
     scale: float = math.nan  # every function and op asks for it; NaN shows where one was forgotten
     causal: bool = False
     softcap: float = 0.0
@@ -100,7 +100,7 @@ class DecodeCall(NamedTuple):
     ) -> DecodeCall:
         """A call over pages, from the paged op's arguments in their order."""
         return cls(
-            query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, block_table, schedule, **numbers
+            query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, schedule, block_table, **numbers
         )
 
     @property

@@ -68,7 +68,7 @@ def decode_attention(
     if values is not None:
         values = _without_head(values)
     call = DecodeCall(
-        query, latent, rope, values, mask, seq_lens, sinks, kv_scale, None, schedule, scale, causal, softcap, window,
+        query, latent, rope, values, mask, seq_lens, sinks, kv_scale, schedule, None, scale, causal, softcap, window,
         num_splits, deterministic,
     )  # fmt: skip
     if torch.compiler.is_compiling():
@@ -108,7 +108,7 @@ def paged_decode_attention(
     """
     latent_pages, rope_pages = _pages(kv_pages, latent_width)
     call = DecodeCall(
-        query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, block_table, schedule, scale, causal,
+        query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, schedule, block_table, scale, causal,
         softcap, window, num_splits, deterministic,
     )  # fmt: skip
     if torch.compiler.is_compiling():

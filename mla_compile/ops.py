@@ -4,8 +4,8 @@
 H query heads over one shared row per token, ``[latent, rope]``; what is summed is the latent again, or ``values``.
 ``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same over
 pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
-``mla_compile::decode_schedule(*arguments of either, block_table among them) -> schedule``: what both launch before
-attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
+``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
+launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -38,7 +38,7 @@ _NUMBERS = (
     "*, float scale, bool causal=False, float softcap=0.0, int window=0, int num_splits=0, bool deterministic=False"
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
-_SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}Tensor? block_table=None, {_NUMBERS}) -> Tensor"
+_SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 
 
 def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:

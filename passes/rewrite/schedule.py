@@ -78,6 +78,6 @@ def _share(group: list[fx.Node], first: dict[fx.Node, fx.Node], fake_mode: FakeT
             if name in _READ and isinstance(value, fx.Node):
                 node.replace_input_with(value, first[value])
     builder = Builder(group[0], fake_mode)
-    schedule = builder.call(ops.decode_schedule, *group[0].args, **group[0].kwargs)
+    schedule = builder.call(ops.decode_schedule, **_arguments(group[0]))
     for node in group:
         node.update_kwarg("schedule", schedule)

@@ -96,6 +96,20 @@ def test_gradients_are_refused():
         decode.paged_decode_attention(**x, latent_width=L, scale=0.3)
 
 
+def test_the_functions_take_a_schedule():
+    x = pages()
+    cache = x["kv_pages"]
+    given = {name: x[name] for name in ("query", "block_table", "seq_lens")}
+    schedule = ops.decode_schedule(**given, latent=cache[..., :L], rope=cache[..., L:], scale=0.3)
+    want = decode.paged_decode_attention(**x, latent_width=L, scale=0.3)
+    got = decode.paged_decode_attention(**x, latent_width=L, scale=0.3, schedule=schedule)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    rows = gathered(x)
+    dense = {"scale": 0.3, "seq_lens": x["seq_lens"]}
+    with pytest.raises(InputError, match=r"schedule has .* elements, expected 0"):
+        decode.decode_attention(x["query"], rows[..., :L], rows[..., L:], schedule=schedule, **dense)
+
+
 @torch.no_grad()
 def test_compiled_calls_become_the_ops():
     x = pages()
