@@ -120,14 +120,19 @@ def test_compiled_calls_become_the_ops():
         return gm.forward
 
     def paged(query: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-        return decode.paged_decode_attention(query, cache, table, lens, latent_width=L, scale=0.3, causal=True)[0]
+        how = {"scale": 0.3, "causal": True}
+        schedule = ops.decode_schedule(query, cache[..., :L], cache[..., L:], seq_lens=lens, block_table=table, **how)
+        return decode.paged_decode_attention(query, cache, table, lens, latent_width=L, schedule=schedule, **how)[0]
 
-    def dense(query: Tensor, rows: Tensor) -> Tensor:
-        return decode.decode_attention(query, rows[..., :L], rows[..., L:], scale=0.3, window=4, num_splits=2)[0]
+    def dense(query: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        how = {"scale": 0.3, "window": 4, "num_splits": 2}
+        schedule = ops.decode_schedule(query, rows[:, 0, :, :L], rows[:, 0, :, L:], mask=mask, **how)
+        return decode.decode_attention(query, rows[..., :L], rows[..., L:], mask=mask, schedule=schedule, **how)[0]
 
     given = (x["query"], x["kv_pages"], x["block_table"], x["seq_lens"])
     torch.testing.assert_close(torch.compile(paged, fullgraph=True, backend=backend)(*given), paged(*given))
     rows = torch.randn(B, 1, 9, L + R)
-    got = torch.compile(dense, fullgraph=True, backend=backend)(x["query"], rows)
-    torch.testing.assert_close(got, dense(x["query"], rows))
+    mask = torch.rand(B, 1, 1, 9) < 0.7
+    got = torch.compile(dense, fullgraph=True, backend=backend)(x["query"], rows, mask)
+    torch.testing.assert_close(got, dense(x["query"], rows, mask))
     assert counts == [["mla_compile.paged_decode_attention"], ["mla_compile.decode_attention"]]
