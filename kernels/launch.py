@@ -1,7 +1,9 @@
 """Launches a call on a GPU: checked, planned, compiled and bound once per kind of call, then found by a look-up.
 
 A call is known by what its launch depends on: dtypes, shapes, strides and alignment of its tensors, and its numbers.
-So is what :func:`schedule` prepares for several calls.
+So is what :func:`schedule` prepares for several calls. How many tokens a contiguous cache has is told in every launch
+(kernels/kinds.py), so a cache that grows with every step does not make a new kind of call each time.
+
 The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
 tensor or waits for the device, sizes come from shapes, and launches go to the current stream: after one warm-up call of
 the same kind, a call can be captured in a CUDA graph.
@@ -28,6 +30,7 @@ from mla_compile.kernels.devices import Device
 from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
+from mla_compile.kernels.kinds import SIZED, grown
 from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
 from mla_compile.kernels.reference import additive_mask
 from mla_compile.kernels.shared import ALIGNMENT, Buffers, elements, offsets
@@ -36,24 +39,30 @@ from mla_compile.kernels.triton.runner import Launch
 from mla_compile.kernels.triton.steps import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
-REMEMBERED = 1024  # kinds of call; a cache that grows by a token a step is a new kind each time
+REMEMBERED = 1024  # calls of different sizes
 _KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}  # what a plan's kernel launches
 _SCHEDULE = DecodeCall._fields.index("schedule")
+_ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values"))
 
 
 class _Bound(NamedTuple):
-    """What a kind of call needs: buffers to allocate after its tensors, and launches over the addresses of all.
+    """What a kind of call needs: buffers to allocate, and launches over the addresses of all, its tensors' first.
 
-    ``inside`` are the places, in bytes, of the buffers that lie in its schedule; they come last.
+    ``scalars`` are what kernels/kinds.py lets change; they stand before the buffers. ``inside`` are the places, in
+    bytes, of the buffers that lie in the call's schedule; they come last.
     """
 
+    scalars: tuple[int, ...]
     buffers: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     inside: tuple[int, ...]
     launches: tuple[Launch, ...]
 
 
-_Binder = Callable[[DecodeCall, int, Plan | None], _Bound]  # call, device index, the caller's own plan
-_bound: dict[Any, _Bound] = {}
+_Binder = Callable[
+    [DecodeCall, int, Plan | None, int], _Bound
+]  # call, device index, the caller's own plan, tokens at most
+_bound: dict[Any, _Bound] = {}  # by all sizes: the only look-up of most calls
+_kinds: dict[Any, _Bound] = {}  # by what is compiled and bound, which a growing cache leaves as it is
 
 
 @lru_cache(maxsize=1)
@@ -73,6 +82,7 @@ def _say_once(message: str) -> None:
 def clear() -> None:
     """Forget every kind of call (after writing a new tuned.json: ``tuned.table.cache_clear()`` too)."""
     _bound.clear()
+    _kinds.clear()
 
 
 def suits(call: DecodeCall) -> bool:
@@ -138,15 +148,13 @@ def _run(key: tuple[Any, ...], call: DecodeCall, addresses: list[int], index: in
     bound = _bound.get(key)
     if bound is None:
         try:
-            _, own, bind = key[:3]
-            bound = bind(call, index, own)
+            bound = _found(key, call, index)
         except NoPlanError as error:
             _say_once(str(error))
             return None
-        if len(_bound) >= REMEMBERED:
-            _bound.clear()
-        _bound[key] = bound
+        _remember(_bound, key, bound)
     made = [torch.empty(shape, dtype=dtype, device=call.query.device) for shape, dtype in bound.buffers]
+    addresses += bound.scalars
     addresses += [x.data_ptr() for x in made]
     if bound.inside:
         start = addresses[_SCHEDULE]
@@ -157,38 +165,59 @@ def _run(key: tuple[Any, ...], call: DecodeCall, addresses: list[int], index: in
     return made
 
 
-def _attention(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
+def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
+    """What is bound for a call of these very sizes: now, or for a call of about as many tokens before."""
+    _, own, bind = key[:3]
+    rows = grown(call)
+    if rows is None:
+        return bind(call, index, own, 0)  # type: ignore[no-any-return]
+    others = [x if i not in _ROWS or x is None else (x[0], *x[3:]) for i, x in enumerate(key[3:])]
+    kind = (*key[:3], rows.most, rows.forms, *others)
+    bound = _kinds.get(kind)
+    if bound is None:
+        bound = bind(call, index, own, rows.most)
+        _remember(_kinds, kind, bound)
+    return bound._replace(scalars=rows.scalars)
+
+
+def _remember(known: dict[Any, _Bound], key: Any, bound: _Bound) -> None:
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[key] = bound
+
+
+def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
     """A new kind of call: checked, planned, compiled and bound."""
     _check(call)
     if own is not None and call.schedule is not None:
         raise InputError(f"{call.op}: plan beside schedule, which is made for the planner's; leave one of them out")
     device = Device.of(call.query.device)
-    chosen = chosen_plan(call, device, own)
+    chosen = chosen_plan(call, device, own, most=most)
     asked = bool(call.num_splits) or own is not None
     if chosen.kernel == "gluon":
-        bound = _bind(call, chosen, device, index, asked) if hopper_steps.suits(call, device) else None
+        bound = _bind(call, chosen, device, index, asked, most) if hopper_steps.suits(call, device) else None
         if bound is not None:
             return bound
-        chosen = chosen_plan(call, device, gluon=False)
+        chosen = chosen_plan(call, device, most=most, gluon=False)
         if hopper_steps.takes(call, device):
             call = call._replace(schedule=None)  # which was made for the tiles of the Hopper kernel
-    bound = _bind(call, chosen, device, index, asked)
+    bound = _bind(call, chosen, device, index, asked, most)
     assert bound is not None  # the portable kernel has no way out
     return bound
 
 
-def _preparation(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
+def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
     """What a schedule holds: a function of what layers have in common, not of the strides and addresses of their rows.
 
     Where all suits the Hopper kernel but the rows of one layer, that layer prepares itself, for the portable one.
     """
     _check(call)
     device = Device.of(call.query.device)
-    chosen = chosen_plan(call, device, own)
+    chosen = chosen_plan(call, device, own, most=most)
     if chosen.kernel == "gluon" and not hopper_steps.takes(call, device):
-        chosen = chosen_plan(call, device, own, gluon=False)
+        chosen = chosen_plan(call, device, own, most=most, gluon=False)
     kernel = _KERNELS[chosen.kernel]
-    bound = _bound_to({}, kernel.prepared(call, chosen, device), kernel.preparing(call, chosen, device), index)
+    bound = _bound_to({}, kernel.prepared(call, chosen, device), kernel.preparing(call, chosen, device), index, most)
     assert bound is not None  # the steps before attention are Triton's
     return bound
 
@@ -199,8 +228,10 @@ def _check(call: DecodeCall) -> None:
         raise InputError(f"{call.op}: schedule begins off a multiple of {ALIGNMENT} bytes; pass it whole, or clone it")
 
 
-def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gluon: bool = True) -> Plan:
-    """The plan of a call: the caller's own, verified, or the planner's."""
+def chosen_plan(
+    call: DecodeCall, device: Device, own: Plan | None = None, *, most: int = 0, gluon: bool = True
+) -> Plan:
+    """The plan of a call: the caller's own, verified, or the planner's, for ``most`` tokens where it is not 0."""
     z = call.sizes
     width = None if call.values is None else z.V
     masked, mask_bytes = call.mask is not None, steps.read_mask_bytes(call.mask)
@@ -222,7 +253,7 @@ def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gl
         H=z.H,
         L=z.L,
         R=z.R,
-        T=z.T,
+        T=most or z.T,
         Lv=width,
         query_dtype=call.query.dtype,
         cache_dtype=call.latent.dtype,
@@ -236,17 +267,21 @@ def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gl
     )
 
 
-def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound | None:
+def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool, most: int) -> _Bound | None:
     """The call under a plan; None where the kernel does not compile, which only Hopper's may."""
     kernel = _KERNELS[chosen.kernel]
     inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
     described = kernel.steps(call, chosen, device, least=_least(chosen, asked))
-    return _bound_to(kernel.scratch(call, chosen, device), inside, described, index)
+    return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)
 
 
-def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], index: int) -> _Bound | None:
-    """The launches of steps over a call's tensors, over ``buffers``, and over those ``inside`` its schedule."""
-    places = {name: i for i, name in enumerate((*steps.BUFFERS, *buffers, *inside))}
+def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], index: int, most: int) -> _Bound | None:
+    """The launches of steps over a call's tensors, over ``buffers``, and over those ``inside`` its schedule.
+
+    With ``most`` tokens, how many there are is told when they are launched.
+    """
+    sized = SIZED if most else ()
+    places = {name: i for i, name in enumerate((*steps.BUFFERS, *sized, *buffers, *inside))}
     launches = []
     for step in described:
         launch_of: Callable[..., Launch | None] = runner.launch_of
@@ -256,7 +291,7 @@ def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], in
         if one is None:
             return None
         launches.append(one)
-    return _Bound(tuple(buffers.values()), tuple(offsets(inside).values()), tuple(launches))
+    return _Bound((), tuple(buffers.values()), tuple(offsets(inside).values()), tuple(launches))
 
 
 def _least(chosen: Plan, asked: bool) -> int | None:

@@ -54,6 +54,11 @@ class Box(NamedTuple):
     block: tuple[int, int, int]
     dtype: torch.dtype
 
+    def of(self, T: int) -> Box:
+        """The box of as many requests of T tokens: dense requests stay so, others keep their distance."""
+        (B, tokens, width), (outer, row, column) = self.shape, self.strides
+        return self._replace(shape=(B, T, width), strides=(T * row if outer == tokens * row else outer, row, column))
+
 
 @dataclass(frozen=True)
 class GluonStep(Step):

@@ -93,11 +93,17 @@ def _as_triton_takes_it(x: Tensor | None, kind: str) -> Tensor | None:
 
 
 def run(
-    call: Any, plan: Any, device: Any = None, *, least: int | None = None, seen: dict[str, Tensor] | None = None
+    call: Any,
+    plan: Any,
+    device: Any = None,
+    *,
+    least: int | None = None,
+    seen: dict[str, Tensor] | None = None,
+    bound: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of a call under a plan. Scratch starts as NaN (or -1): nothing may be read before it is written.
 
-    ``seen`` receives the scratch buffers.
+    ``seen`` receives the scratch buffers. ``bound`` is the call that the launches were bound for, of other tokens.
     """
     from mla_compile.kernels.devices import PRESETS
     from mla_compile.kernels.triton import steps
@@ -108,7 +114,8 @@ def run(
         name: torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
         for name, (shape, dtype) in steps.scratch(call, plan, device).items()
     }
-    _interpret(steps.steps(call, plan, device, least=least), call, scratch | _inside(call, plan, device))
+    described = steps.steps(bound or call, plan, device, least=least)
+    _interpret(described, call, scratch | _inside(call, plan, device), anew=bound is not None)
     if seen is not None:
         seen.update(scratch)
     return scratch["out"], scratch["lse"]
@@ -141,12 +148,16 @@ def _inside(call: Any, plan: Any, device: Any) -> dict[str, Tensor]:
     return found
 
 
-def _interpret(described: Any, call: Any, own: dict[str, Tensor]) -> None:
+def _interpret(described: Any, call: Any, own: dict[str, Tensor], *, anew: bool = False) -> None:
+    """``anew``: the launches are told what may change from call to call."""
+    from mla_compile.kernels import kinds
     from mla_compile.kernels.triton import steps
 
+    told = dict(zip(kinds.SIZED, kinds.grown(call).scalars, strict=True)) if anew else {}
     buffers = dict(zip(steps.BUFFERS, call, strict=False)) | own  # the tensors are a call's first fields
     for step in described:
         given = step.arguments(buffers)
+        given.update((name, value) for name, value in told.items() if name in step.scalars)
         for argument in step.buffers:
             given[argument] = _as_triton_takes_it(given[argument], step.types[argument])
         step.fn[step.grid](**given)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile.kernels import reference
+from mla_compile.kernels import kinds, reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.launch import chosen_plan
@@ -172,7 +172,7 @@ def make(case: Case) -> Made:
         latent, rope = _contiguous(latent), _contiguous(rope)
     sinks = torch.randn(case.H, generator=g) if case.sinks else None
     call = DecodeCall(
-        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, table, **numbers
+        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, block_table=table, **numbers
     )  # fmt: skip
     return Made(call, exact._replace(sinks=None if sinks is None else sinks.double()))
 
@@ -253,6 +253,35 @@ def two_layers(case: Case) -> None:
         assert torch.equal(lse, alone[1])
         want, want_lse = reference.decode_attention(made.exact._replace(mask=_exact_mask(first.mask)))
         compare(out, lse, want, want_lse, dot_dtype(call), case)
+
+
+def launched_for_another_length(case: Case, tokens: tuple[int, ...], splits: int, dense: bool) -> set[Plan]:
+    """Caches of several numbers of tokens, launched as the first was bound; returns the plans, which should be one.
+
+    ``dense``: a cache's requests lie behind each other, else they are views of one buffer of fixed strides.
+    """
+    device, bound, plans = PRESETS[case.device], None, set()
+    for T in tokens:
+        made = make(replace(case, T=T, lens=tuple(min(n, T) for n in case.lens), seed=T))
+        room = torch.full((len(case.lens), T if dense else max(tokens) + 5, case.L + case.R), torch.nan)
+        room = room.to(case.dtype)
+        assert made.call.rope is not None
+        room[:, :T] = torch.cat([made.call.latent, made.call.rope], 2)
+        call = made.call._replace(latent=room[:, :T, : case.L], rope=room[:, :T, case.L :], num_splits=splits)
+        if min(case.lens) >= max(tokens):  # then T alone says where the keys end
+            call = call._replace(seq_lens=None)
+        form = kinds.grown(call)
+        assert form is not None
+        bound = bound or call
+        first = kinds.grown(bound)
+        assert first is not None
+        assert first[:2] == form[:2], "another kind of call"
+        plan = chosen_plan(call, device, most=form.most, gluon=False)
+        plans.add(plan)
+        out, lse = interpreter.run(call, plan, device, least=0 if splits else None, bound=bound)
+        want, want_lse = reference.decode_attention(made.exact)
+        compare(out, lse, want, want_lse, dot_dtype(call), case)
+    return plans
 
 
 def _exact_mask(mask: Tensor | None) -> Tensor | None:
