@@ -69,9 +69,11 @@ def test_a_kind_of_call_is_checked_and_compiled_once(driver: FakeDriver, monkeyp
         launched(small())
     assert (len(checked), len(driver.launched)) == (1, 3)
     compiled = dict(runner._compiled)
-    rows = torch.zeros(2, 301, 40, dtype=torch.bfloat16)  # a token later: planned anew, the same kernel
-    launched(small(latent=rows[..., :32], rope=rows[..., 32:]))
-    assert len(checked) == 2
+    for tokens, kinds in ((302, 1), (400, 2)):  # planned anew where there are many more; always the same kernel
+        rows = torch.zeros(2, tokens, 40, dtype=torch.bfloat16)
+        launched(small(latent=rows[..., :32], rope=rows[..., 32:]))
+        assert len(checked) == kinds
+        assert runner._compiled.keys() == compiled.keys()
     launched(small(causal=True))
     assert runner._compiled.keys() >= compiled.keys()
     launched(small(query=torch.zeros(2, 1, 40, 4, dtype=torch.bfloat16).transpose(2, 3)))
