@@ -9,6 +9,7 @@ from torch import Tensor
 
 DENSE = "mla_compile::decode_attention"
 PAGED = "mla_compile::paged_decode_attention"
+SCHEDULE = "mla_compile::decode_schedule"
 
 
 class Sizes(NamedTuple):
@@ -37,6 +38,9 @@ class DecodeCall(NamedTuple):
     seq_lens       int32 [B]: keys from there on are hidden; more than T counts as T. None: T
     sinks          float [H]: a score without a value, in the softmax's denominator only
     kv_scale       float32 [] or [B,T]: what fp8 rows are multiplied by (rope only where it is fp8 too)
+    schedule       int64 [n]: what the op decode_schedule returned for a call with this mask and these lengths, of the
+                   same sizes, dtypes and numbers; None: the call prepares itself. Only a GPU reads it, and it cannot
+                   see what it was made for: a schedule of another mask or other lengths makes the result wrong
     scale          the factor of the scores: 1/sqrt(N+R) of the model before absorption, not 1/sqrt(L+R)
     causal         query s sees keys t <= len - S + s, where len is seq_lens[b] or T; together with the mask
     softcap        > 0: score = softcap * tanh(score / softcap), before the mask
@@ -72,6 +76,7 @@ class DecodeCall(NamedTuple):
     seq_lens: Tensor | None = None
     sinks: Tensor | None = None
     kv_scale: Tensor | None = None
+    schedule: Tensor | None = None
     block_table: Tensor | None = None
     scale: float = math.nan  # every function and op asks for it; NaN shows where one was forgotten
     causal: bool = False
@@ -90,10 +95,13 @@ class DecodeCall(NamedTuple):
         seq_lens: Tensor,
         sinks: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        schedule: Tensor | None = None,
         **numbers: Any,
     ) -> DecodeCall:
         """A call over pages, from the paged op's arguments in their order."""
-        return cls(query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, block_table, **numbers)
+        return cls(
+            query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, schedule, block_table, **numbers
+        )
 
     @property
     def op(self) -> str:

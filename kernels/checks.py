@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import InputError
-from mla_compile.kernels.call import PAGED, DecodeCall
+from mla_compile.kernels import shared
+from mla_compile.kernels.call import PAGED, SCHEDULE, DecodeCall
 
 FP8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
@@ -44,6 +45,8 @@ def check(call: DecodeCall) -> None:
         _check_numbers(call)
     if call.mask is not None:
         _check_mask(call, call.mask)
+    if call.schedule is not None:
+        _check_schedule(call, call.schedule)
 
 
 def _need(call: DecodeCall, ok: Any, message: str) -> None:
@@ -202,6 +205,19 @@ def _check_mask(call: DecodeCall, mask: Tensor) -> None:
     for letter, got, want in zip("BHST", mask.shape, (B, H, S, T), strict=True):
         if (fits := got == want) is not True and got != 1:
             _need(call, fits, f"{letter} of mask is {got}, expected {want} or 1 in {_shape(mask)}; slice or expand it")
+
+
+def _check_schedule(call: DecodeCall, schedule: Tensor) -> None:
+    advice = f"pass what {SCHEDULE} returned for a call of these sizes"
+    if schedule.dim() != 1 or schedule.dtype != torch.int64:
+        _need(call, False, f"schedule is {schedule.dtype} {_shape(schedule)}, expected int64 [n]; {advice}")
+    if schedule.device != call.query.device:
+        _need(call, False, f"schedule is on {schedule.device}, expected {call.query.device} as query; {advice}")
+    got, want = schedule.shape[0], shared.elements(call)
+    if (same := got == want) is not True:
+        _need(call, same, f"schedule has {got} elements, expected {want}; {advice}")
+    if schedule.stride(0) != 1 and got > 1:
+        _need(call, False, "schedule is not contiguous; call .contiguous()")
 
 
 def values_on_cpu(call: DecodeCall) -> bool:

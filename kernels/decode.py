@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import InputError
-from mla_compile.kernels import checks, launch, reference
+from mla_compile.kernels import checks, launch, reference, shared
 from mla_compile.kernels.call import PAGED, DecodeCall
 from mla_compile.kernels.cpu import decode as cpu
 from mla_compile.kernels.merge import merge
@@ -48,11 +48,13 @@ def decode_attention(
     num_splits: int = 0,
     deterministic: bool = False,
     plan: Plan | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of H query heads over one shared row ``[latent, rope]`` per token, which is summed as ``latent``.
 
     The arguments are described in :class:`mla_compile.kernels.call.DecodeCall`; besides, ``latent``, ``rope`` and
-    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only).
+    ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only, and not beside
+    a ``schedule``, which is made for the planner's).
 
     Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``) contiguous in query's dtype, and ``lse`` [B,S,H] float32
     (float64 for float64). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees stays out.
@@ -66,8 +68,8 @@ def decode_attention(
     if values is not None:
         values = _without_head(values)
     call = DecodeCall(
-        query, latent, rope, values, mask, seq_lens, sinks, kv_scale, None, scale, causal, softcap, window, num_splits,
-        deterministic,
+        query, latent, rope, values, mask, seq_lens, sinks, kv_scale, schedule, None, scale, causal, softcap, window,
+        num_splits, deterministic,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return _in_graph(torch.ops.mla_compile.decode_attention, call, plan)
@@ -92,6 +94,7 @@ def paged_decode_attention(
     deterministic: bool = False,
     plan: Plan | None = None,
     check: bool = False,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
 
@@ -105,8 +108,8 @@ def paged_decode_attention(
     """
     latent_pages, rope_pages = _pages(kv_pages, latent_width)
     call = DecodeCall(
-        query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, block_table, scale, causal, softcap,
-        window, num_splits, deterministic,
+        query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, schedule, block_table, scale, causal,
+        softcap, window, num_splits, deterministic,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return _in_graph(torch.ops.mla_compile.paged_decode_attention, call, plan)
@@ -131,6 +134,17 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
         return reference.decode_attention(call)
 
 
+def schedule(call: DecodeCall) -> Tensor:
+    """What a call on a GPU prepares before its attention, int64 [:func:`shared.elements`], for calls that share it.
+
+    Zeros where no kernel of a GPU takes the call. Raises :class:`InputError` as the call itself would.
+    """
+    if launch.suits(call):
+        return launch.schedule(call)
+    checks.check(call)
+    return call.query.new_zeros(shared.elements(call), dtype=torch.int64)
+
+
 def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Tensor]:
     """Inside ``torch.compile``: the op."""
     if plan is not None:
@@ -139,7 +153,7 @@ def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Ten
     if call.block_table is not None:
         tensors = (call.block_table, call.seq_lens)
     out: tuple[Tensor, Tensor] = op(
-        call.query, call.latent, call.rope, *tensors, call.sinks, call.kv_scale,
+        call.query, call.latent, call.rope, *tensors, call.sinks, call.kv_scale, call.schedule,
         scale=call.scale, causal=call.causal, softcap=call.softcap, window=call.window, num_splits=call.num_splits,
         deterministic=call.deterministic,
     )  # fmt: skip

@@ -1,6 +1,9 @@
 """Launches a call on a GPU: checked, planned, compiled and bound once per kind of call, then found by a look-up.
 
 A call is known by what its launch depends on: dtypes, shapes, strides and alignment of its tensors, and its numbers.
+So is what :func:`schedule` prepares for several calls. How many tokens a contiguous cache has is told in every launch
+(kernels/kinds.py), so a cache that grows with every step does not make a new kind of call each time.
+
 The first call of a kind is prepared; later ones allocate their results and scratch and launch. Nothing here reads a
 tensor or waits for the device, sizes come from shapes, and launches go to the current stream: after one warm-up call of
 the same kind, a call can be captured in a CUDA graph.
@@ -20,29 +23,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_compile.errors import InputError
 from mla_compile.kernels import checks
 from mla_compile.kernels.call import TENSORS, DecodeCall
 from mla_compile.kernels.devices import Device
 from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
+from mla_compile.kernels.kinds import SIZED, grown
 from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
 from mla_compile.kernels.reference import additive_mask
+from mla_compile.kernels.shared import ALIGNMENT, Buffers, elements, offsets
 from mla_compile.kernels.triton import runner, steps
 from mla_compile.kernels.triton.runner import Launch
+from mla_compile.kernels.triton.steps import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
-REMEMBERED = 1024  # kinds of call; a cache that grows by a token a step is a new kind each time
+REMEMBERED = 1024  # calls of different sizes
+_KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}  # what a plan's kernel launches
+_SCHEDULE = DecodeCall._fields.index("schedule")
+_ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values"))
 
 
 class _Bound(NamedTuple):
-    """What a kind of call needs: buffers to allocate after its tensors, and launches over the addresses of all."""
+    """What a kind of call needs: buffers to allocate, and launches over the addresses of all, its tensors' first.
 
+    ``scalars`` are what kernels/kinds.py lets change; they stand before the buffers. ``inside`` are the places, in
+    bytes, of the buffers that lie in the call's schedule; they come last.
+    """
+
+    scalars: tuple[int, ...]
     buffers: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inside: tuple[int, ...]
     launches: tuple[Launch, ...]
 
 
-_bound: dict[Any, _Bound] = {}
+_Binder = Callable[
+    [DecodeCall, int, Plan | None, int], _Bound
+]  # call, device index, the caller's own plan, tokens at most
+_bound: dict[Any, _Bound] = {}  # by all sizes: the only look-up of most calls
+_kinds: dict[Any, _Bound] = {}  # by what is compiled and bound, which a growing cache leaves as it is
 
 
 @lru_cache(maxsize=1)
@@ -62,6 +82,7 @@ def _say_once(message: str) -> None:
 def clear() -> None:
     """Forget every kind of call (after writing a new tuned.json: ``tuned.table.cache_clear()`` too)."""
     _bound.clear()
+    _kinds.clear()
 
 
 def suits(call: DecodeCall) -> bool:
@@ -83,6 +104,22 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
     None (said once) where rows are too wide for this device's shared memory. Raises :class:`InputError`, before
     anything is launched, where the arguments do not fit together or the caller's plan does not fit the device.
     """
+    made = _launch(call, own, _attention)
+    return None if made is None else (made[0], made[1])
+
+
+def schedule(call: DecodeCall) -> Tensor:
+    """What the call prepares before its attention, int64 [:func:`shared.elements`]; unwritten where its plan has none.
+
+    Raises :class:`InputError` as :func:`launch` does.
+    """
+    made = call.query.new_empty(elements(call), dtype=torch.int64)
+    _launch(call._replace(schedule=made), None, _preparation)
+    return made
+
+
+def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] | None:
+    """The buffers that were allocated; None where there is no plan."""
     query = call.query
     if query.stride(-1) != 1:
         call = call._replace(query=query.contiguous())
@@ -90,7 +127,7 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
         call = call._replace(mask=additive_mask(call.mask, torch.float32))
     index = query.get_device()
     addresses: list[int] = []
-    kind: list[Any] = [call[TENSORS:], own]
+    kind: list[Any] = [call[TENSORS:], own, bind]
     tensors: tuple[Tensor | None, ...] = call[:TENSORS]  # type: ignore[assignment]  # the first fields
     for x in tensors:
         if x is None:
@@ -103,47 +140,98 @@ def launch(call: DecodeCall, own: Plan | None = None) -> tuple[Tensor, Tensor] |
     key = tuple(kind)
     if torch.cuda.current_device() != index:
         with torch.cuda.device(index):
-            return _run(key, call, addresses, index, own)
-    return _run(key, call, addresses, index, own)
+            return _run(key, call, addresses, index)
+    return _run(key, call, addresses, index)
 
 
-def _run(
-    key: Any, call: DecodeCall, addresses: list[int], index: int, own: Plan | None
-) -> tuple[Tensor, Tensor] | None:
+def _run(key: tuple[Any, ...], call: DecodeCall, addresses: list[int], index: int) -> list[Tensor] | None:
     bound = _bound.get(key)
     if bound is None:
         try:
-            bound = _prepared(call, index, own)
+            bound = _found(key, call, index)
         except NoPlanError as error:
             _say_once(str(error))
             return None
-        if len(_bound) >= REMEMBERED:
-            _bound.clear()
-        _bound[key] = bound
+        _remember(_bound, key, bound)
     made = [torch.empty(shape, dtype=dtype, device=call.query.device) for shape, dtype in bound.buffers]
+    addresses += bound.scalars
     addresses += [x.data_ptr() for x in made]
+    if bound.inside:
+        start = addresses[_SCHEDULE]
+        addresses += [start + offset for offset in bound.inside]
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     for one in bound.launches:
         one(stream, addresses)
-    return made[0], made[1]
+    return made
 
 
-def _prepared(call: DecodeCall, index: int, own: Plan | None) -> _Bound:
+def _found(key: tuple[Any, ...], call: DecodeCall, index: int) -> _Bound:
+    """What is bound for a call of these very sizes: now, or for a call of about as many tokens before."""
+    _, own, bind = key[:3]
+    rows = grown(call)
+    if rows is None:
+        return bind(call, index, own, 0)  # type: ignore[no-any-return]
+    others = [x if i not in _ROWS or x is None else (x[0], *x[3:]) for i, x in enumerate(key[3:])]
+    kind = (*key[:3], rows.most, rows.forms, *others)
+    bound = _kinds.get(kind)
+    if bound is None:
+        bound = bind(call, index, own, rows.most)
+        _remember(_kinds, kind, bound)
+    return bound._replace(scalars=rows.scalars)
+
+
+def _remember(known: dict[Any, _Bound], key: Any, bound: _Bound) -> None:
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[key] = bound
+
+
+def _attention(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
     """A new kind of call: checked, planned, compiled and bound."""
-    checks.check(call)
+    _check(call)
+    if own is not None and call.schedule is not None:
+        raise InputError(f"{call.op}: plan beside schedule, which is made for the planner's; leave one of them out")
     device = Device.of(call.query.device)
-    chosen = chosen_plan(call, device, own)
+    chosen = chosen_plan(call, device, own, most=most)
     asked = bool(call.num_splits) or own is not None
     if chosen.kernel == "gluon":
-        bound = _bind_hopper(call, chosen, device, index, asked)
+        bound = _bind(call, chosen, device, index, asked, most) if hopper_steps.suits(call, device) else None
         if bound is not None:
             return bound
-        chosen = chosen_plan(call, device, gluon=False)
-    return _bind(call, chosen, device, index, asked)
+        chosen = chosen_plan(call, device, most=most, gluon=False)
+        if hopper_steps.takes(call, device):
+            call = call._replace(schedule=None)  # which was made for the tiles of the Hopper kernel
+    bound = _bind(call, chosen, device, index, asked, most)
+    assert bound is not None  # the portable kernel has no way out
+    return bound
 
 
-def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gluon: bool = True) -> Plan:
-    """The plan of a call: the caller's own, verified, or the planner's."""
+def _preparation(call: DecodeCall, index: int, own: Plan | None, most: int) -> _Bound:
+    """What a schedule holds: a function of what layers have in common, not of the strides and addresses of their rows.
+
+    Where all suits the Hopper kernel but the rows of one layer, that layer prepares itself, for the portable one.
+    """
+    _check(call)
+    device = Device.of(call.query.device)
+    chosen = chosen_plan(call, device, own, most=most)
+    if chosen.kernel == "gluon" and not hopper_steps.takes(call, device):
+        chosen = chosen_plan(call, device, own, most=most, gluon=False)
+    kernel = _KERNELS[chosen.kernel]
+    bound = _bound_to({}, kernel.prepared(call, chosen, device), kernel.preparing(call, chosen, device), index, most)
+    assert bound is not None  # the steps before attention are Triton's
+    return bound
+
+
+def _check(call: DecodeCall) -> None:
+    checks.check(call)
+    if call.schedule is not None and call.schedule.data_ptr() % ALIGNMENT:
+        raise InputError(f"{call.op}: schedule begins off a multiple of {ALIGNMENT} bytes; pass it whole, or clone it")
+
+
+def chosen_plan(
+    call: DecodeCall, device: Device, own: Plan | None = None, *, most: int = 0, gluon: bool = True
+) -> Plan:
+    """The plan of a call: the caller's own, verified, or the planner's, for ``most`` tokens where it is not 0."""
     z = call.sizes
     width = None if call.values is None else z.V
     masked, mask_bytes = call.mask is not None, steps.read_mask_bytes(call.mask)
@@ -165,7 +253,7 @@ def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gl
         H=z.H,
         L=z.L,
         R=z.R,
-        T=z.T,
+        T=most or z.T,
         Lv=width,
         query_dtype=call.query.dtype,
         cache_dtype=call.latent.dtype,
@@ -179,21 +267,23 @@ def chosen_plan(call: DecodeCall, device: Device, own: Plan | None = None, *, gl
     )
 
 
-def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound:
-    buffers = steps.scratch(call, chosen, device)
-    places = _places(buffers)
-    described = steps.steps(call, chosen, device, least=_least(chosen, asked))
-    return _Bound(tuple(buffers.values()), tuple(runner.launch_of(step, places, index) for step in described))
+def _bind(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool, most: int) -> _Bound | None:
+    """The call under a plan; None where the kernel does not compile, which only Hopper's may."""
+    kernel = _KERNELS[chosen.kernel]
+    inside = {} if call.schedule is None else kernel.prepared(call, chosen, device)
+    described = kernel.steps(call, chosen, device, least=_least(chosen, asked))
+    return _bound_to(kernel.scratch(call, chosen, device), inside, described, index, most)
 
 
-def _bind_hopper(call: DecodeCall, chosen: Plan, device: Device, index: int, asked: bool) -> _Bound | None:
-    """The launches of the Hopper kernel; None where it does not take the call, or does not compile."""
-    if not hopper_steps.suits(call, device):
-        return None
-    buffers = hopper_steps.scratch(call, chosen, device)
-    places = _places(buffers)
+def _bound_to(buffers: Buffers, inside: Buffers, described: tuple[Step, ...], index: int, most: int) -> _Bound | None:
+    """The launches of steps over a call's tensors, over ``buffers``, and over those ``inside`` its schedule.
+
+    With ``most`` tokens, how many there are is told when they are launched.
+    """
+    sized = SIZED if most else ()
+    places = {name: i for i, name in enumerate((*steps.BUFFERS, *sized, *buffers, *inside))}
     launches = []
-    for step in hopper_steps.steps(call, chosen, device, least=_least(chosen, asked)):
+    for step in described:
         launch_of: Callable[..., Launch | None] = runner.launch_of
         if isinstance(step, GluonStep):
             launch_of = hopper_runner.launch_of
@@ -201,12 +291,7 @@ def _bind_hopper(call: DecodeCall, chosen: Plan, device: Device, index: int, ask
         if one is None:
             return None
         launches.append(one)
-    return _Bound(tuple(buffers.values()), tuple(launches))
-
-
-def _places(buffers: dict[str, Any]) -> dict[str, int]:
-    """Where the address of each buffer stands: the call's tensors first."""
-    return {name: i for i, name in enumerate((*steps.BUFFERS, *buffers))}
+    return _Bound((), tuple(buffers.values()), tuple(offsets(inside).values()), tuple(launches))
 
 
 def _least(chosen: Plan, asked: bool) -> int | None:

@@ -4,6 +4,8 @@
 H query heads over one shared row per token, ``[latent, rope]``; what is summed is the latent again, or ``values``.
 ``mla_compile::paged_decode_attention(query, latent_pages, rope_pages, block_table, seq_lens, *, ...)``: the same over
 pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
+``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
+launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -20,22 +22,23 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mla_compile.kernels import checks, decode, reference
-from mla_compile.kernels.call import DENSE, PAGED, DecodeCall
+from mla_compile.kernels import checks, decode, reference, shared
+from mla_compile.kernels.call import DENSE, PAGED, SCHEDULE, DecodeCall
 
 # Tensors stand before the star: torch.library.register_autograd takes no others.
+_DENSE_TENSORS = (
+    "Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
+    "Tensor? sinks=None, Tensor? kv_scale=None, "
+)
+_PAGED_TENSORS = (
+    "Tensor query, Tensor latent_pages, Tensor? rope_pages, Tensor block_table, Tensor seq_lens, Tensor? sinks=None, "
+    "Tensor? kv_scale=None, "
+)
 _NUMBERS = (
-    "*, float scale, bool causal=False, float softcap=0.0, int window=0, int num_splits=0, bool deterministic=False)"
-    " -> (Tensor out, Tensor lse)"
+    "*, float scale, bool causal=False, float softcap=0.0, int window=0, int num_splits=0, bool deterministic=False"
 )
-_SCHEMA = (
-    "(Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
-    "Tensor? sinks=None, Tensor? kv_scale=None, " + _NUMBERS
-)
-_PAGED_SCHEMA = (
-    "(Tensor query, Tensor latent_pages, Tensor? rope_pages, Tensor block_table, Tensor seq_lens, Tensor? sinks=None, "
-    "Tensor? kv_scale=None, " + _NUMBERS
-)
+_ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
+_SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 
 
 def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -43,6 +46,11 @@ def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
     B, S, H, _ = call.query.shape
     out = call.query.new_empty(B, S, H, call.summed.shape[2])
     return out, call.query.new_empty(B, S, H, dtype=reference.compute_dtype(call.latent))
+
+
+def _fake_schedule(call: DecodeCall) -> Tensor:
+    checks.check(call)
+    return call.query.new_empty(shared.elements(call), dtype=torch.int64)
 
 
 def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *_: Any, **__: Any) -> int:
@@ -60,9 +68,26 @@ def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: An
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("mla_compile", "FRAGMENT")
-    _register_op(library, DENSE, _SCHEMA, DecodeCall, _flops)
-    _register_op(library, PAGED, _PAGED_SCHEMA, DecodeCall.paged, _paged_flops)
+    _register_attention(library, DENSE, _DENSE_TENSORS, DecodeCall, _flops)
+    _register_attention(library, PAGED, _PAGED_TENSORS, DecodeCall.paged, _paged_flops)
+    # It has no autograd formula and needs none: integers have no gradient.
+    _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, DecodeCall, decode.schedule, _fake_schedule)
     return library
+
+
+def _register_attention(
+    library: torch.library.Library,
+    name: str,
+    tensors: str,
+    call: Callable[..., DecodeCall],
+    flops: Callable[..., int],
+) -> None:
+    def no_gradient(*_: Any, **__: Any) -> NoReturn:
+        checks.refuse_gradient(name)
+
+    _register_op(library, name, _ATTENTION.format(tensors), call, decode.run, _fake)
+    torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
+    register_flop_formula(getattr(torch.ops.mla_compile, name.split("::")[1]))(flops)
 
 
 def _register_op(
@@ -70,25 +95,21 @@ def _register_op(
     name: str,
     schema: str,
     call: Callable[..., DecodeCall],
-    flops: Callable[..., int],
+    run: Callable[[DecodeCall], Any],
+    fake: Callable[[DecodeCall], Any],
 ) -> None:
     """``call`` makes the record of a call from the arguments of the schema."""
-
-    def no_gradient(*_: Any, **__: Any) -> NoReturn:
-        checks.refuse_gradient(name)
-
     short = name.split("::")[1]
     # flexible_layout: the kernels take any strides, so Inductor need not copy a strided cache before the call.
     library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     for key in ("CompositeExplicitAutograd", "CPU", "CUDA"):
-        library.impl(short, lambda *tensors, **numbers: decode.run(call(*tensors, **numbers)), key)
-    torch.library.register_fake(name, lambda *tensors, **numbers: _fake(call(*tensors, **numbers)), lib=library)
-    torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
-    register_flop_formula(getattr(torch.ops.mla_compile, short))(flops)
+        library.impl(short, lambda *tensors, **numbers: run(call(*tensors, **numbers)), key)
+    torch.library.register_fake(name, lambda *tensors, **numbers: fake(call(*tensors, **numbers)), lib=library)
 
 
-if not hasattr(torch.ops.mla_compile, "paged_decode_attention"):
+if not hasattr(torch.ops.mla_compile, "decode_schedule"):
     _LIBRARY = _register()
 
 decode_attention = torch.ops.mla_compile.decode_attention.default
 paged_decode_attention = torch.ops.mla_compile.paged_decode_attention.default
+decode_schedule = torch.ops.mla_compile.decode_schedule.default

@@ -48,6 +48,7 @@ from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
 from mla_compile.passes.rewrite.project import lower_projections
 from mla_compile.passes.rewrite.records import Absorbed, Folded
+from mla_compile.passes.rewrite.schedule import share_schedules
 from mla_compile.passes.rewrite.split_heads import SplitSite, split_heads
 from mla_compile.passes.verify.check import Check, check_site, key_of
 from mla_compile.passes.verify.split import check_split
@@ -341,6 +342,10 @@ def _lower_projections(state: _State) -> int:
     return done
 
 
+def _schedule(state: _State) -> int:
+    return share_schedules(state.graph, state.program.fake_mode)
+
+
 def _append(state: _State) -> int:
     if state.options.appends != "in_place" or not state.verdicts:
         return 0
@@ -364,6 +369,7 @@ PASSES = (
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
+    Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
     Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
 )
 """The passes after the cache: what each reads, and what it changes."""

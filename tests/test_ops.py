@@ -65,6 +65,32 @@ def test_opcheck_of_the_dense_op(how: dict[str, Any]):
     assert set(torch.library.opcheck(ops.decode_attention, args, kwargs).values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_opcheck_of_the_schedule_and_of_calls_that_are_given_it(paged: bool):
+    if paged:
+        args, kwargs = op_arguments()
+        order, table = (*args[:3], None, None, args[4]), {"block_table": args[3]}
+        op, count = ops.paged_decode_attention, (2 * 146 + 3 * 4) // 2
+    else:
+        mask = torch.rand(2, 1, 3, 40) < 0.7
+        args = order = (torch.randn(2, 3, H, L + R), torch.randn(2, 40, L), torch.randn(2, 40, R), None, mask)
+        table = {}
+        op, kwargs, count = ops.decode_attention, {"scale": 0.3, "causal": True}, 6 * 2 * 3
+    assert set(torch.library.opcheck(ops.decode_schedule, order, {**kwargs, **table}).values()) == {"SUCCESS"}
+    schedule = ops.decode_schedule(*order, **kwargs, **table)
+    assert (schedule.shape, schedule.dtype) == ((count,), torch.int64)
+    given = {**kwargs, "schedule": schedule}
+    assert set(torch.library.opcheck(op, args, given).values()) == {"SUCCESS"}
+    for got, want in zip(op(*args, **given), op(*args, **kwargs), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_schedule_has_no_gradient_and_needs_none():
+    mask = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    query = torch.randn(1, 1, 4, 16, requires_grad=True)
+    assert not ops.decode_schedule(query, torch.randn(1, 9, 16), mask=mask, scale=0.3).requires_grad
+
+
 def test_flops_of_the_paged_op():
     args, kwargs = op_arguments()
     with FlopCounterMode(display=False) as counter:
@@ -129,7 +155,8 @@ def test_inductor_passes_a_strided_cache_without_copying_it(dynamic: bool, monke
 def test_export_with_dynamic_tokens():
     class Attend(torch.nn.Module):
         def forward(self, query: Tensor, latent: Tensor, mask: Tensor) -> Tensor:
-            return ops.decode_attention(query, latent, None, None, mask, scale=0.3)[0]
+            schedule = ops.decode_schedule(query, latent, mask=mask, scale=0.3)
+            return ops.decode_attention(query, latent, None, None, mask, schedule=schedule, scale=0.3)[0]
 
     T = torch.export.Dim("T")
     inputs = (torch.randn(1, 1, 4, 16), torch.randn(1, 9, 16), torch.ones(1, 1, 1, 9, dtype=torch.bool))

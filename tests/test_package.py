@@ -170,18 +170,20 @@ ROOMS = {
     "kernels.devices": "",
     "kernels.tuned": "",
     "kernels.reference": "kernels.call",
-    "kernels.checks": "errors kernels.call",
+    "kernels.checks": "errors kernels.call kernels.shared",
     "kernels.merge": "errors kernels.checks kernels.reference",
     "kernels.tiles": "errors kernels.devices kernels.tuned",
+    "kernels.kinds": "kernels.call",
+    "kernels.shared": "kernels.call kernels.tiles",
     "kernels.plan": "errors kernels.devices kernels.tiles kernels.tuned",
     "kernels.cpu": "kernels.call kernels.reference",
-    "kernels.triton": "errors kernels.call kernels.devices kernels.plan kernels.tiles",
-    "kernels.hopper": "kernels.call kernels.devices kernels.plan kernels.triton",
-    "kernels.launch": """kernels.call kernels.checks kernels.devices kernels.hopper kernels.plan kernels.reference
-        kernels.triton""",
+    "kernels.triton": "errors kernels.call kernels.devices kernels.plan kernels.shared kernels.tiles",
+    "kernels.hopper": "kernels.call kernels.devices kernels.plan kernels.shared kernels.triton",
+    "kernels.launch": """errors kernels.call kernels.checks kernels.devices kernels.hopper kernels.kinds
+        kernels.plan kernels.reference kernels.shared kernels.triton""",
     "kernels.decode": """errors kernels.call kernels.checks kernels.cpu kernels.launch kernels.merge
-        kernels.plan kernels.reference""",
-    "ops": "kernels.call kernels.checks kernels.decode kernels.reference",
+        kernels.plan kernels.reference kernels.shared""",
+    "ops": "kernels.call kernels.checks kernels.decode kernels.reference kernels.shared",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",

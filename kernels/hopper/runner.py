@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mla_compile.kernels.hopper.steps import Box, GluonStep
-from mla_compile.kernels.triton.runner import Address, Launch, bind
+from mla_compile.kernels.triton.runner import Address, Launch, bind, placed
 
 LOG = logging.getLogger("mla_compile.kernels")
 _compiled: dict[Any, Any] = {}
@@ -67,15 +67,17 @@ def launch_of(step: GluonStep, places: dict[str, int], index: int) -> Launch | N
     given = {**step.scalars, **step.constants}
     template = [given.get(name) for name in step.fn.arg_names]
     position = {name: i for i, name in enumerate(step.fn.arg_names)}
-    pointers = [(position[a], places[b]) for a, b in step.buffers.items() if a not in step.boxes]
+    slots = [(position[a], place) for a, place in placed(step, places).items() if a not in step.boxes]
     described = [(position[a], places[step.buffers[a]], box) for a, box in step.boxes.items()]
+    tokens = places.get("T")
 
     def go(stream: int, addresses: list[int]) -> None:
         arguments = template.copy()
-        for i, place in pointers:
+        for i, place in slots:
             arguments[i] = addresses[place]
         for i, place, box in described:
-            arguments[i] = descriptor(box, addresses[place])
+            here = box if tokens is None else box.of(addresses[tokens])
+            arguments[i] = descriptor(here, addresses[place])
         run(stream, arguments)
 
     return go

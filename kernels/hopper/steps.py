@@ -25,7 +25,9 @@ from mla_compile.kernels.plan import (
     MIN_SPLIT,
     Plan,
 )
+from mla_compile.kernels.shared import Buffers
 from mla_compile.kernels.triton import schedule
+from mla_compile.kernels.triton import steps as portable
 from mla_compile.kernels.triton.steps import (
     COMBINE_COLUMNS,
     COMBINE_SPLITS,
@@ -33,7 +35,6 @@ from mla_compile.kernels.triton.steps import (
     Step,
     combine_step,
     list_shape,
-    list_steps,
     read_mask_bytes,
 )
 
@@ -53,6 +54,11 @@ class Box(NamedTuple):
     block: tuple[int, int, int]
     dtype: torch.dtype
 
+    def of(self, T: int) -> Box:
+        """The box of as many requests of T tokens: dense requests stay so, others keep their distance."""
+        (B, tokens, width), (outer, row, column) = self.shape, self.strides
+        return self._replace(shape=(B, T, width), strides=(T * row if outer == tokens * row else outer, row, column))
+
 
 @dataclass(frozen=True)
 class GluonStep(Step):
@@ -62,11 +68,17 @@ class GluonStep(Step):
 
 
 def suits(call: DecodeCall, device: Device) -> bool:
-    """Whether the Hopper kernel takes this call: dtypes, widths, features and strides. Pure; sizes are not judged here.
+    """Whether the Hopper kernel takes this call: what :func:`takes` says, and rows that TMA can address. Pure."""
+    rows = [x for x in (call.latent, call.rope) if x is not None]
+    return takes(call, device) and call.query.stride(-1) == 1 and all(map(_addressable, rows))
+
+
+def takes(call: DecodeCall, device: Device) -> bool:
+    """Whether dtypes, widths and features are the Hopper kernel's: what the layers of a model have in common.
 
     Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
-    rows that TMA can address; a boolean mask that shows all query rows the same keys, because a list of tiles says all
-    of it. A float32 query goes with a bfloat16 cache only: for float16 it would have to be scaled.
+    a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. A float32 query
+    goes with a bfloat16 cache only: for float16 it would have to be scaled. Sizes are not judged here.
     """
     z, rope = call.sizes, call.rope
     if rope is None or call.values is not None or call.kv_scale is not None or read_mask_bytes(call.mask):
@@ -82,12 +94,9 @@ def suits(call: DecodeCall, device: Device) -> bool:
         and dtype in _HALF
         and rope.dtype == dtype
         and query
-        and call.query.stride(-1) == 1
         and z.page % HOPPER_PAGE == 0
         and z.B <= GRID_LIMIT
         and min(z.B, z.S, z.H, z.T) > 0
-        and _addressable(call.latent)
-        and _addressable(rope)
     )
 
 
@@ -117,38 +126,47 @@ def scheduled(call: DecodeCall, plan: Plan) -> bool:
     return plan.scheduled and call.seq_lens is not None and call.mask is None and schedule.suits(call.sizes.B)
 
 
-def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
     """Shape and dtype of each buffer that the launch allocates, as in kernels/triton/steps.py."""
     z, ragged = call.sizes, scheduled(call, plan)
     M = z.S * z.H
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    found: Buffers = {
         "out": ((z.B, z.S, z.H, LATENT), call.query.dtype),
         "lse": ((z.B, z.S, z.H), torch.float32),
     }
     pieces: tuple[int, ...] = (plan.splits, z.B)
     if ragged:
-        parts = schedule.partitions(device.sms, M)
-        pieces = (max(1, schedule.slots(parts, z.B)),)
-        found["items"] = ((parts + 1, 2), torch.int32)
-        found |= dict.fromkeys(("shift", "first", "count"), ((z.B,), torch.int32))
-    if call.mask is not None:
-        found["work"] = (list_shape(call, plan), torch.int64)
+        pieces = (max(1, schedule.slots(schedule.partitions(device.sms, M), z.B)),)
     if ragged or plan.splits > 1:
         found["part"] = ((*pieces, M, LATENT), torch.float32)
         found["part_lse"] = ((*pieces, M), torch.float32)
-    return found
+    return found if call.schedule is not None else found | prepared(call, plan, device)
+
+
+def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
+    """The buffers that :func:`preparing` writes, as in kernels/triton/steps.py."""
+    if not scheduled(call, plan):
+        return portable.prepared(call, plan, device)
+    B, parts = call.sizes.B, schedule.partitions(device.sms, call.sizes.S * call.sizes.H)
+    return {"items": ((parts + 1, 2), torch.int32)} | dict.fromkeys(("shift", "first", "count"), ((B,), torch.int32))
+
+
+def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
+    """The launches before attention: cut the batch, or list the mask's tiles."""
+    return (_cut(call, device),) if scheduled(call, plan) else portable.preparing(call, plan, device)
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
-    """The launches in order: (cut the batch, or list the mask's tiles,) attention, (combine).
+    """The launches in order: (those of :func:`preparing`,) attention, (combine).
 
-    ``least`` is the tokens that a split has at least (default: the plan's chunk, else MIN_SPLIT).
+    A call with a schedule is prepared already. ``least`` is the tokens that a split has at least (default: the plan's
+    chunk, else MIN_SPLIT).
     """
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
+    before = () if call.schedule is not None else preparing(call, plan, device)
     attention = _attention(call, plan, device, max(1, tokens // BLOCK))
     if scheduled(call, plan):
-        return _cut(call, device), attention, _combine_slots(call, plan)
-    before = [] if call.mask is None else list_steps(call, plan)
+        return *before, attention, _combine_slots(call, plan)
     if plan.splits == 1:
         return *before, attention
     import mla_compile.kernels.triton.combine_triton as combine_kernels

@@ -34,7 +34,10 @@ class Address:
 
 
 def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
-    """A function that launches a step on device ``index``; ``places`` are the buffers' places in its addresses."""
+    """A function that launches a step on device ``index``; ``places`` are the buffers' places in its addresses.
+
+    So do scalars have a place there that may change from launch to launch.
+    """
     try:
         run = bind(_compile(step, index), step.grid)
     except (ImportError, AttributeError, TypeError) as error:  # what a Triton with other internals raises
@@ -42,7 +45,7 @@ def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
         return _normal_launch(step, places)
     given = {**step.scalars, **step.constants}
     template = [given.get(name) for name in step.fn.arg_names]
-    slots = [(i, places[step.buffers[name]]) for i, name in enumerate(step.fn.arg_names) if name in step.buffers]
+    slots = [(step.fn.arg_names.index(argument), place) for argument, place in placed(step, places).items()]
 
     def go(stream: int, addresses: list[int]) -> None:
         arguments = template.copy()
@@ -51,6 +54,12 @@ def launch_of(step: Step, places: dict[str, int], index: int) -> Launch:
         run(stream, arguments)
 
     return go
+
+
+def placed(step: Step, places: dict[str, int]) -> dict[str, int]:
+    """The places of what a step is told anew in every launch, by argument."""
+    found = {argument: places[name] for argument, name in step.buffers.items()}
+    return found | {name: places[name] for name in step.scalars if name in places}
 
 
 def bind(kernel: Any, grid: tuple[int, int, int]) -> Callable[[int, list[Any]], None]:
@@ -97,8 +106,9 @@ def _normal_launch(step: Step, places: dict[str, int]) -> Launch:
 
     def go(stream: int, addresses: list[int]) -> None:
         given: dict[str, Any] = {**step.scalars, **step.constants}
-        for argument, name in step.buffers.items():
-            given[argument] = Address(addresses[places[name]], dtypes[step.types[argument]])
+        for argument, place in placed(step, places).items():
+            value = addresses[place]
+            given[argument] = Address(value, dtypes[step.types[argument]]) if argument in step.types else value
         step.fn[step.grid](**given, **step.options)  # on the current stream, which is the one that was asked for
 
     return go

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.kernels.plan import HOPPER_BLOCK
+from mla_compile.kernels.shared import MAX_SMS
 
 BLOCK = HOPPER_BLOCK
 OVERHEAD = 5  # blocks' time for reading the query, filling the pipeline and writing the result (FlashMLA's figure)
@@ -54,7 +55,7 @@ class Schedule:
 
 def partitions(sms: int, rows: int) -> int:
     """Partitions for ``rows`` = S*H query rows: the row blocks of one partition run at the same time."""
-    return max(1, sms // -(-rows // BLOCK))
+    return max(1, min(sms, MAX_SMS) // -(-rows // BLOCK))
 
 
 def slots(partitions: int, B: int) -> int:

@@ -17,6 +17,7 @@ from mla_compile.errors import InputError
 from mla_compile.kernels.call import TENSORS, DecodeCall
 from mla_compile.kernels.devices import Device
 from mla_compile.kernels.plan import MIN_SPLIT, Plan
+from mla_compile.kernels.shared import PLANES, Buffers
 from mla_compile.kernels.tiles import padded
 
 # Sizes of the small kernels' blocks, by what the threads hold in registers. Not tuned on a GPU yet.
@@ -137,10 +138,10 @@ def dot_dtype(call: DecodeCall) -> torch.dtype:
     return call.query.dtype if call.query.dtype in _HALF else torch.float16
 
 
-def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
     """Shape and dtype of each buffer that the launch allocates, by name; sizes come from shapes only."""
     z = call.sizes
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    found: Buffers = {
         "out": ((z.B, z.S, z.H, z.V), call.query.dtype),
         "lse": ((z.B, z.S, z.H), torch.float32),
     }
@@ -149,20 +150,24 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> dict[str, tuple[tup
         found["part_lse"] = ((plan.splits, z.B, z.S * z.H), torch.float32)
     if _staged(call, plan, device):
         found["staged"] = ((z.B, z.S * z.H, z.L + z.R), dot_dtype(call))
-    if call.mask is not None:
-        found["work"] = (list_shape(call, plan), torch.int64)
-    return found
+    return found if call.schedule is not None else found | prepared(call, plan, device)
+
+
+def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
+    """The buffers that :func:`preparing` writes: what calls of the same mask, lengths and sizes can share."""
+    return {} if call.mask is None else {"work": (list_shape(call, plan), torch.int64)}
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
     """The launches of one call, in order: the mask's list of tiles, attention, combine (each where it is needed).
 
-    ``least`` is the tokens that a split has at least (default: the plan's chunk, else MIN_SPLIT).
+    A call with a schedule has its list there. ``least`` is the tokens that a split has at least (default: the plan's
+    chunk, else MIN_SPLIT).
     """
     import mla_compile.kernels.triton.combine_triton as combine_kernels
     import mla_compile.kernels.triton.decode_triton as decode_kernels
 
-    found = [] if call.mask is None else list_steps(call, plan)
+    found = [] if call.schedule is not None else list(preparing(call, plan, device))
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
     found.append(_attention(call, plan, device, decode_kernels.attend, max(1, tokens // plan.block_n)))
     if plan.splits > 1:
@@ -180,7 +185,7 @@ def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
     assert call.mask is not None
     z = call.sizes
     lists = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
-    return 6, lists, max(1, -(-z.T // plan.block_n))
+    return PLANES, lists, max(1, -(-z.T // plan.block_n))
 
 
 def read_mask_bytes(mask: Tensor | None) -> int:
@@ -199,11 +204,12 @@ def _mask_strides(mask: Tensor) -> dict[str, int]:
     return {f"mask_{letter}": _stride(mask, axis) for axis, letter in enumerate("bhst")}
 
 
-def list_steps(call: DecodeCall, plan: Plan) -> list[Step]:
-    """The launches that make a mask's lists of tiles of plan.block_n keys."""
+def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
+    """The launches before attention, which make a mask's lists of tiles of plan.block_n keys."""
     import mla_compile.kernels.triton.tiles_triton as kernels
 
-    assert call.mask is not None
+    if call.mask is None:
+        return ()
     if plan.block_n > WORD_BITS:
         raise InputError(
             f"plan: block_n is {plan.block_n}, expected at most {WORD_BITS} beside a mask; make it smaller"
@@ -235,10 +241,10 @@ def list_steps(call: DecodeCall, plan: Plan) -> list[Step]:
     listing.scratch("work", "work", "*i64")
     listing.scalars["capacity"] = capacity
     listing.constants["BLOCK"] = LIST_BLOCK
-    return [
+    return (
         scan.step("scan_mask", kernels.scan_mask, (-(-capacity // GROUP), lists, 1), {"num_warps": 4, "num_stages": 1}),
         listing.step("list_tiles", kernels.list_tiles, (lists, 1, 1), {"num_warps": 4, "num_stages": 1}),
-    ]
+    )
 
 
 def _rows(call: DecodeCall, into: _Arguments, bits: bool) -> bool:

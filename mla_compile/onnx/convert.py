@@ -55,12 +55,21 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     tidy(program)
     outcome = pipeline.run(program, options, frozen=True)
     rewritten = outcome.program
+    without_schedules(rewritten.gm.graph)
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
         origins = bake_projections(rewritten)
         split_complex(rewritten)
         names = _names(rewritten, origins)
         finished = emit.to_exported(rewritten, folded_values(rewritten))
         return Converted(_to_onnx(finished, opset), finished, outcome.report, names, exported.state_dict)
+
+
+def without_schedules(graph: fx.Graph) -> None:
+    """Takes the schedules out that a model on a GPU was given: in ONNX every attention prepares itself."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_schedule.default):
+        for user in list(node.users):
+            user.update_kwarg("schedule", None)
+        graph.erase_node(node)
 
 
 def _names(program: Program, origins: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -83,6 +83,20 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
 def _computed_from(node: fx.Node) -> list[fx.Node]:
     # A length is no number of the tensor: with dynamic shapes, `sym_size` of the inputs would tie everything together.
     return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
+
+
+def first_equals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node, the first one that computes the same: by the same operator, of arguments that are the same."""
+    first: dict[fx.Node, fx.Node] = {}
+    known: dict[Hashable, fx.Node] = {}
+    for node in graph.nodes:
+        first[node] = node
+        # What draws random numbers is impure to torch. Nothing else is: graphs are functional.
+        if node.op in ("call_function", "get_attr") and not node.is_impure():
+            given = fx.map_arg((node.args, node.kwargs), first.__getitem__)
+            # Text, because arguments may be lists. It holds the names of nodes, which are unique.
+            first[node] = known.setdefault((node.target, repr(given)), node)
+    return first
 
 
 def leads_to(first: fx.Node, last: fx.Node) -> bool:

@@ -16,8 +16,8 @@ from tests.support.paged_calls import PAGE, B, H, L, R, pages
 FP8 = torch.float8_e4m3fn
 
 
-def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.ones(shape, dtype=dtype)
+def ints(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=device)
 
 
 BAD_PAGED: list[tuple[dict[str, Any], str]] = [
@@ -63,6 +63,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 GOOD: dict[str, Tensor] = {"query": tensor(2, 3, 4, 24), "latent": tensor(2, 9, 16), "rope": tensor(2, 9, 8)}
+MASK = torch.ones(1, 1, 1, 9, dtype=torch.bool)
 
 
 BAD_DENSE = [
@@ -80,6 +81,11 @@ BAD_DENSE = [
     ({"mask": tensor(1, 2, 1, 9)}, "H of mask is 2, expected 4 or 1"),
     ({"mask": tensor(1, 1, 1, 9, dtype=torch.int32)}, "mask is torch.int32, expected bool"),
     ({"mask": torch.zeros(1, 1, 1, 9, device="meta")}, "mask is on meta, expected cpu"),
+    ({"schedule": ints(0)}, r"schedule is torch.int32 \[0\], expected int64 \[n\]; pass what .*decode_schedule"),
+    ({"schedule": ints(0, device="meta", dtype=torch.int64)}, "schedule is on meta, expected cpu"),
+    ({"schedule": ints(3, dtype=torch.int64)}, "schedule has 3 elements, expected 0"),
+    ({"schedule": ints(0, dtype=torch.int64), "mask": MASK}, "schedule has 0 elements, expected 12"),
+    ({"schedule": ints(24, dtype=torch.int64)[::2], "mask": MASK}, "schedule is not contiguous"),
 ]
 
 

@@ -96,6 +96,20 @@ def test_gradients_are_refused():
         decode.paged_decode_attention(**x, latent_width=L, scale=0.3)
 
 
+def test_the_functions_take_a_schedule():
+    x = pages()
+    cache = x["kv_pages"]
+    given = {name: x[name] for name in ("query", "block_table", "seq_lens")}
+    schedule = ops.decode_schedule(**given, latent=cache[..., :L], rope=cache[..., L:], scale=0.3)
+    want = decode.paged_decode_attention(**x, latent_width=L, scale=0.3)
+    got = decode.paged_decode_attention(**x, latent_width=L, scale=0.3, schedule=schedule)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    rows = gathered(x)
+    dense = {"scale": 0.3, "seq_lens": x["seq_lens"]}
+    with pytest.raises(InputError, match=r"schedule has .* elements, expected 0"):
+        decode.decode_attention(x["query"], rows[..., :L], rows[..., L:], schedule=schedule, **dense)
+
+
 @torch.no_grad()
 def test_compiled_calls_become_the_ops():
     x = pages()
@@ -106,14 +120,19 @@ def test_compiled_calls_become_the_ops():
         return gm.forward
 
     def paged(query: Tensor, cache: Tensor, table: Tensor, lens: Tensor) -> Tensor:
-        return decode.paged_decode_attention(query, cache, table, lens, latent_width=L, scale=0.3, causal=True)[0]
+        how = {"scale": 0.3, "causal": True}
+        schedule = ops.decode_schedule(query, cache[..., :L], cache[..., L:], seq_lens=lens, block_table=table, **how)
+        return decode.paged_decode_attention(query, cache, table, lens, latent_width=L, schedule=schedule, **how)[0]
 
-    def dense(query: Tensor, rows: Tensor) -> Tensor:
-        return decode.decode_attention(query, rows[..., :L], rows[..., L:], scale=0.3, window=4, num_splits=2)[0]
+    def dense(query: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+        how = {"scale": 0.3, "window": 4, "num_splits": 2}
+        schedule = ops.decode_schedule(query, rows[:, 0, :, :L], rows[:, 0, :, L:], mask=mask, **how)
+        return decode.decode_attention(query, rows[..., :L], rows[..., L:], mask=mask, schedule=schedule, **how)[0]
 
     given = (x["query"], x["kv_pages"], x["block_table"], x["seq_lens"])
     torch.testing.assert_close(torch.compile(paged, fullgraph=True, backend=backend)(*given), paged(*given))
     rows = torch.randn(B, 1, 9, L + R)
-    got = torch.compile(dense, fullgraph=True, backend=backend)(x["query"], rows)
-    torch.testing.assert_close(got, dense(x["query"], rows))
+    mask = torch.rand(B, 1, 1, 9) < 0.7
+    got = torch.compile(dense, fullgraph=True, backend=backend)(x["query"], rows, mask)
+    torch.testing.assert_close(got, dense(x["query"], rows, mask))
     assert counts == [["mla_compile.paged_decode_attention"], ["mla_compile.decode_attention"]]

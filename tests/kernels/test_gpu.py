@@ -81,6 +81,37 @@ def test_paged_op_agrees_with_the_reference():
     assert (lse[0] == -torch.inf).all()
 
 
+@pytest.mark.parametrize(("latent", "rope"), [(L, R), (512, 64)])
+def test_layers_share_the_tiles_of_a_mask(latent, rope):
+    """The wider rows are for Hopper's kernel where there is one."""
+    mask = torch.zeros(3, 1, 1, 517, dtype=torch.bool, device="cuda")
+    for b, (first, last) in enumerate([(0, 517), (130, 300), (500, 501)]):
+        mask[b, ..., first:last] = True
+    sizes = (3, 1, 64, latent + rope), (3, 517, latent), (3, 517, rope)
+    layers = [[rand(*size, seed=seed) for size in sizes] for seed in (1, 2)]
+    schedule = torch.ops.mla_compile.decode_schedule(*layers[0], mask=mask, scale=0.1)
+    for layer in layers:
+        got = decode.decode_attention(*layer, mask=mask, schedule=schedule, scale=0.1)
+        want = decode.decode_attention(*layer, mask=mask, scale=0.1)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        close(got[0], exact(*layer, mask=mask)[0], TOLERANCE[torch.bfloat16])
+
+
+def test_layers_share_the_cut_of_a_ragged_batch():
+    lens = torch.tensor([1, 70, 4096, 0, 900], dtype=torch.int32, device="cuda")
+    table = torch.randperm(5 * 64, device="cuda").int().view(5, 64)
+    layers = [(rand(5, 1, 64, 576, seed=seed), rand(5 * 64, 64, 576, seed=seed)) for seed in (1, 2)]
+    query, pages = layers[0]
+    schedule = torch.ops.mla_compile.decode_schedule(
+        query, pages[..., :512], pages[..., 512:], seq_lens=lens, block_table=table, scale=0.1
+    )
+    for query, pages in layers:
+        how = {"latent_width": 512, "scale": 0.1}
+        got = decode.paged_decode_attention(query, pages, table, lens, schedule=schedule, **how)
+        want = decode.paged_decode_attention(query, pages, table, lens, **how)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_garbage_in_hidden_rows_stays_out():
     query, latent, rope = rand(2, 1, 16, L + R), rand(2, 300, L), rand(2, 300, R)
     mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device="cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -68,9 +69,11 @@ def test_a_kind_of_call_is_checked_and_compiled_once(driver: FakeDriver, monkeyp
         launched(small())
     assert (len(checked), len(driver.launched)) == (1, 3)
     compiled = dict(runner._compiled)
-    rows = torch.zeros(2, 301, 40, dtype=torch.bfloat16)  # a token later: planned anew, the same kernel
-    launched(small(latent=rows[..., :32], rope=rows[..., 32:]))
-    assert len(checked) == 2
+    for tokens, kinds in ((302, 1), (400, 2)):  # planned anew where there are many more; always the same kernel
+        rows = torch.zeros(2, tokens, 40, dtype=torch.bfloat16)
+        launched(small(latent=rows[..., :32], rope=rows[..., 32:]))
+        assert len(checked) == kinds
+        assert runner._compiled.keys() == compiled.keys()
     launched(small(causal=True))
     assert runner._compiled.keys() >= compiled.keys()
     launched(small(query=torch.zeros(2, 1, 40, 4, dtype=torch.bfloat16).transpose(2, 3)))
@@ -82,6 +85,104 @@ def test_wrong_arguments_are_not_remembered(driver: FakeDriver):
         with pytest.raises(InputError, match="H of sinks is 3, expected 4"):
             launch.launch(small(sinks=torch.zeros(3)))
     assert not driver.launched
+
+
+def masked(**changed: Any) -> DecodeCall:
+    return small(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool), num_splits=3, **changed)
+
+
+def test_a_call_with_a_schedule_launches_attention_only(driver: FakeDriver):
+    first = masked()
+    schedule = launch.schedule(first)
+    scan, listing = (arguments for *_, arguments in driver.launched)
+    assert scan["work"] == listing["work"] == schedule.data_ptr()
+    for _ in range(2):
+        driver.launched.clear()
+        launched(first._replace(schedule=schedule))
+        attend, combine = (arguments for *_, arguments in driver.launched)
+        assert attend["work"] == schedule.data_ptr()
+        assert combine["part"] == attend["out"]
+
+
+def test_a_schedule_of_a_call_without_anything_to_prepare_is_empty(driver: FakeDriver):
+    assert launch.schedule(small(seq_lens=torch.full((2,), 9, dtype=torch.int32))).numel() == 0
+    assert not driver.launched
+
+
+def test_schedules_that_do_not_fit_are_refused(driver: FakeDriver):
+    call = masked()
+    schedule = launch.schedule(call)
+    driver.launched.clear()
+    moved = torch.zeros(schedule.numel() + 1, dtype=torch.int64)[1:]
+    with pytest.raises(InputError, match="schedule begins off a multiple of 16 bytes"):
+        launch.launch(call._replace(schedule=moved))
+    with pytest.raises(InputError, match="plan beside schedule"):
+        launch.launch(call._replace(schedule=schedule), launch.chosen_plan(call, PRESETS["sm_90"]))
+    assert not driver.launched
+
+
+class Recorder:
+    """Stands for compiling: a launch leaves the name of its step, and the addresses of its buffers."""
+
+    def __init__(self) -> None:
+        self.launched: dict[str, dict[str, int]] = {}
+
+    def launch_of(self, step: Any, places: dict[str, int], _: int) -> Any:
+        def go(_: int, addresses: list[int]) -> None:
+            self.launched[step.name] = {name: addresses[places[name]] for name in step.buffers.values()}
+
+        return go
+
+
+@pytest.fixture
+def hopper(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(Device, "of", lambda _: PRESETS["sm_90"])
+    monkeypatch.setattr(runner, "launch_of", recorder.launch_of)
+    monkeypatch.setattr(launch.hopper_runner, "launch_of", recorder.launch_of)
+    return recorder
+
+
+def ragged(off: int = 0) -> DecodeCall:
+    """A call that the Hopper kernel takes, unless its rows begin ``off`` elements further on."""
+    rows = torch.zeros(12 * 64 * 576 + 8, dtype=torch.bfloat16)[off:][: 12 * 64 * 576].view(12, 64, 576)
+    query, lens = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16), torch.full((3,), 70, dtype=torch.int32)
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    return DecodeCall.paged(query, rows[..., :512], rows[..., 512:], table, lens, scale=0.5)
+
+
+def test_a_schedule_holds_the_cut_of_a_ragged_batch(hopper: Recorder):
+    schedule = launch.schedule(ragged())
+    (cut,) = hopper.launched.values()
+    sizes = {"items": 8 * 133, "shift": 12, "first": 12, "count": 12}
+    assert all(cut[name] % 16 == 0 for name in sizes)
+    ends = sorted((cut[name], cut[name] + size) for name, size in sizes.items())
+    assert ends[0][0] == schedule.data_ptr()
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+    assert ends[-1][1] <= schedule.data_ptr() + 8 * schedule.numel()
+    hopper.launched.clear()
+    launched(ragged()._replace(schedule=schedule))
+    assert [*hopper.launched] == ["mla_seesaw", "combine_slots"]
+    assert {name: hopper.launched["mla_seesaw"][name] for name in ("items", "shift")} == {
+        name: cut[name] for name in ("items", "shift")
+    }
+    assert {name: hopper.launched["combine_slots"][name] for name in ("first", "count")} == {
+        name: cut[name] for name in ("first", "count")
+    }
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_layer_that_runs_another_kernel_prepares_itself(off: int, hopper: Recorder):
+    """The Hopper kernel's lists are of 64 keys, the portable one's of fewer."""
+    paged = ragged(off)
+    assert paged.rope is not None
+    layer = DecodeCall(paged.query, paged.latent[:3], paged.rope[:3], scale=0.5)
+    layer = layer._replace(mask=torch.ones(3, 1, 1, 64, dtype=torch.bool))
+    schedule = launch.schedule(layer)
+    assert [*hopper.launched] == ["scan_mask", "list_tiles"]
+    hopper.launched.clear()
+    launched(layer._replace(schedule=schedule))
+    assert [*hopper.launched] == (["mla_seesaw"] if off == 0 else ["scan_mask", "list_tiles", "attend"])
 
 
 @pytest.mark.parametrize("why", ["a feature it lacks", "does not compile"])

@@ -10,6 +10,7 @@ patterns, and a conversion from float32 cuts instead of rounding. :func:`_mend` 
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
@@ -92,25 +93,71 @@ def _as_triton_takes_it(x: Tensor | None, kind: str) -> Tensor | None:
 
 
 def run(
-    call: Any, plan: Any, device: Any = None, *, least: int | None = None, seen: dict[str, Tensor] | None = None
+    call: Any,
+    plan: Any,
+    device: Any = None,
+    *,
+    least: int | None = None,
+    seen: dict[str, Tensor] | None = None,
+    bound: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of a call under a plan. Scratch starts as NaN (or -1): nothing may be read before it is written.
 
-    ``seen`` receives the scratch buffers.
+    ``seen`` receives the scratch buffers. ``bound`` is the call that the launches were bound for, of other tokens.
     """
     from mla_compile.kernels.devices import PRESETS
     from mla_compile.kernels.triton import steps
 
     assert _interpreted(), "this process compiles: send the work to interpreter.worker()"
     device = device or PRESETS["sm_90"]
-    buffers: dict[str, Any] = dict(zip(steps.BUFFERS, call, strict=False))  # the tensors are a call's first fields
-    for name, (shape, dtype) in steps.scratch(call, plan, device).items():
-        buffers[name] = torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
-    for step in steps.steps(call, plan, device, least=least):
+    scratch = {
+        name: torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+        for name, (shape, dtype) in steps.scratch(call, plan, device).items()
+    }
+    described = steps.steps(bound or call, plan, device, least=least)
+    _interpret(described, call, scratch | _inside(call, plan, device), anew=bound is not None)
+    if seen is not None:
+        seen.update(scratch)
+    return scratch["out"], scratch["lse"]
+
+
+def schedule(call: Any, plan: Any, device: Any = None) -> Tensor:
+    """The schedule of a call under a plan; what nobody writes of it is -1."""
+    from mla_compile.kernels import shared
+    from mla_compile.kernels.devices import PRESETS
+    from mla_compile.kernels.triton import steps
+
+    device = device or PRESETS["sm_90"]
+    made = torch.full((shared.elements(call),), -1)
+    _interpret(steps.preparing(call, plan, device), call, _inside(call._replace(schedule=made), plan, device))
+    return made
+
+
+def _inside(call: Any, plan: Any, device: Any) -> dict[str, Tensor]:
+    """The buffers in the schedule of a call, if it has one."""
+    from mla_compile.kernels import shared
+    from mla_compile.kernels.triton import steps
+
+    if call.schedule is None:
+        return {}
+    buffers = steps.prepared(call, plan, device)
+    found, content = {}, call.schedule.view(torch.uint8)
+    for name, start in shared.offsets(buffers).items():
+        shape, dtype = buffers[name]
+        found[name] = content[start:][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return found
+
+
+def _interpret(described: Any, call: Any, own: dict[str, Tensor], *, anew: bool = False) -> None:
+    """``anew``: the launches are told what may change from call to call."""
+    from mla_compile.kernels import kinds
+    from mla_compile.kernels.triton import steps
+
+    told = dict(zip(kinds.SIZED, kinds.grown(call).scalars, strict=True)) if anew else {}
+    buffers = dict(zip(steps.BUFFERS, call, strict=False)) | own  # the tensors are a call's first fields
+    for step in described:
         given = step.arguments(buffers)
+        given.update((name, value) for name, value in told.items() if name in step.scalars)
         for argument in step.buffers:
             given[argument] = _as_triton_takes_it(given[argument], step.types[argument])
         step.fn[step.grid](**given)
-    if seen is not None:
-        seen.update((name, buffers[name]) for name in steps.scratch(call, plan, device))
-    return buffers["out"], buffers["lse"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_compile.kernels import reference
+from mla_compile.kernels import kinds, reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.launch import chosen_plan
@@ -147,7 +147,7 @@ def make(case: Case) -> Made:
         (stored[..., : case.L].double() * factor).masked_fill(unread[..., None], 0.0),
         exact_rope.masked_fill(unread[..., None], 0.0) if case.R else None,
         None if values is None else values.to(case.dtype).double(),
-        mask if mask is None or mask.dtype == torch.bool else mask.double(),
+        _exact_mask(mask),
         lens,
         **numbers,
     )
@@ -172,7 +172,7 @@ def make(case: Case) -> Made:
         latent, rope = _contiguous(latent), _contiguous(rope)
     sinks = torch.randn(case.H, generator=g) if case.sinks else None
     call = DecodeCall(
-        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, table, **numbers
+        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, block_table=table, **numbers
     )  # fmt: skip
     return Made(call, exact._replace(sinks=None if sinks is None else sinks.double()))
 
@@ -233,6 +233,59 @@ def check(case: Case, plan: Plan | None = None) -> float:
         assert int(seen["work"][5, 0, 0]) < tiles, "a tile that nobody sees is on the list"
     error: float = ((out.double() - want).norm() / want.norm().clamp(min=1e-30)).item()
     return error
+
+
+def two_layers(case: Case) -> None:
+    """Two calls of other queries and rows, with one schedule: the reference's result, and bit for bit their own."""
+    layers = [make(replace(case, sees="tail", seed=seed)) for seed in (1, 2)]
+    plan, device = planned(case), PRESETS[case.device]
+    first = layers[0].call
+    schedule = interpreter.schedule(first, plan, device)
+    for made in layers:
+        call = made.call._replace(mask=first.mask)
+        seen: dict[str, Tensor] = {}
+        given = call._replace(schedule=schedule.clone())
+        out, lse = interpreter.run(given, plan, device, least=case.least, seen=seen)
+        assert "work" not in seen, "a list of its own was allocated"
+        assert torch.equal(given.schedule, schedule), "a call wrote into the schedule"
+        alone = interpreter.run(call, plan, device, least=case.least)
+        assert torch.equal(out, alone[0])
+        assert torch.equal(lse, alone[1])
+        want, want_lse = reference.decode_attention(made.exact._replace(mask=_exact_mask(first.mask)))
+        compare(out, lse, want, want_lse, dot_dtype(call), case)
+
+
+def launched_for_another_length(case: Case, tokens: tuple[int, ...], splits: int, dense: bool) -> set[Plan]:
+    """Caches of several numbers of tokens, launched as the first was bound; returns the plans, which should be one.
+
+    ``dense``: a cache's requests lie behind each other, else they are views of one buffer of fixed strides.
+    """
+    device, bound, plans = PRESETS[case.device], None, set()
+    for T in tokens:
+        made = make(replace(case, T=T, lens=tuple(min(n, T) for n in case.lens), seed=T))
+        room = torch.full((len(case.lens), T if dense else max(tokens) + 5, case.L + case.R), torch.nan)
+        room = room.to(case.dtype)
+        assert made.call.rope is not None
+        room[:, :T] = torch.cat([made.call.latent, made.call.rope], 2)
+        call = made.call._replace(latent=room[:, :T, : case.L], rope=room[:, :T, case.L :], num_splits=splits)
+        if min(case.lens) >= max(tokens):  # then T alone says where the keys end
+            call = call._replace(seq_lens=None)
+        form = kinds.grown(call)
+        assert form is not None
+        bound = bound or call
+        first = kinds.grown(bound)
+        assert first is not None
+        assert first[:2] == form[:2], "another kind of call"
+        plan = chosen_plan(call, device, most=form.most, gluon=False)
+        plans.add(plan)
+        out, lse = interpreter.run(call, plan, device, least=0 if splits else None, bound=bound)
+        want, want_lse = reference.decode_attention(made.exact)
+        compare(out, lse, want, want_lse, dot_dtype(call), case)
+    return plans
+
+
+def _exact_mask(mask: Tensor | None) -> Tensor | None:
+    return mask if mask is None or mask.dtype == torch.bool else mask.double()
 
 
 def compare(out: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor, dot: torch.dtype, case: Case) -> None:

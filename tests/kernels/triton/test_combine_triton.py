@@ -25,3 +25,17 @@ def test_splits(case: Case, run: Run):
 def test_deterministic(page: int, feature: dict[str, Any], run: Run):
     case = Case(lens=(150, 31, 64, 0), T=192, page=page, chunk=64, H=3, **feature)
     run(interpreter_cases.alone_and_together, case, (160, 256))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@same(
+    [
+        Case(lens=(700, 900), causal=True, S=2, block_n=32, device="sm_80", dtype=torch.float32),
+        Case(lens=(640, 3), window=30, H=3, L=40, R=8),
+    ]
+)
+@pytest.mark.parametrize("splits", [0, 7])
+def test_launches_bound_for_other_tokens_of_a_kind(case: Case, dense: bool, splits: int, run: Run):
+    """The plan is for the most tokens of a kind, so that of fewer tokens the last splits may have none."""
+    plans = run(interpreter_cases.launched_for_another_length, case, (576, 514, 560), splits, dense)
+    assert len(plans) == 1

@@ -35,6 +35,18 @@ def test_masks_skip_what_nobody_sees(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
 
+@same(
+    [
+        Case(mask=f"{kind} {axes}", S=2, causal=True, splits=n, T=T, lens=(T, 61), block_n=block_n)
+        for kind, axes, n, T, block_n in (
+            ("bool", "B11T", 1, 160, 16), ("bool", "111T", 3, 151, 32), ("add", "B1ST", 2, 160, 64)
+        )
+    ]
+)  # fmt: skip
+def test_layers_share_the_lists_of_one_schedule(case: Case, run: Run):
+    run(interpreter_cases.two_layers, case)
+
+
 @same([Case(mask=f"lowest {axes}", sees="tail", splits=n, S=2) for axes in ("B11T", "B1ST") for n in (1, 2)])
 def test_lowest_values_hide(case: Case, run: Run):
     """A finite mask at its dtype's lowest value hides: NaN behind it stays out, its tiles are not on the list."""
