@@ -347,7 +347,7 @@ def _schedule(state: _State) -> int:
 
 
 def _append(state: _State) -> int:
-    if state.options.appends != "in_place" or not state.verdicts:
+    if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
         return 0
     # Of two programs for the same inputs, both would have to append in place.
     one_form = state.rewritten and not any(v.by_call for v in state.chosen)

@@ -199,8 +199,8 @@ ROOMS = {
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
     "caching": "analysis core passes.cache passes.decide",
     "report": "codes core errors passes.decide version",
-    "pipeline": """analysis caching codes core errors options passes.attention passes.decide passes.ir passes.linear
-        passes.report passes.rewrite passes.verify report""",
+    "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir
+        passes.linear passes.report passes.rewrite passes.verify report""",
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
     "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",

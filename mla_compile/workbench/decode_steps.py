@@ -96,8 +96,14 @@ class DecodeSteps:
         return prepared
 
     def step(self, variant: str, tokens: int, cache: Any = None) -> tuple[float, Tensor]:
-        """Seconds and logits of one decode step, from an idle device to an idle one."""
-        inputs = self.inputs(tokens, self.dynamic(tokens) if cache is None else cache)
+        """Seconds and logits of one decode step, from an idle device to an idle one.
+
+        Without a ``cache``, it is the second step in one that grows: the first moves the rows that it is given.
+        """
+        if cache is None:
+            cache = self.dynamic(tokens - 1)
+            self.calls[variant](**self.inputs(tokens - 1, cache))
+        inputs = self.inputs(tokens, cache)
         self._synchronize()
         start = time.perf_counter()
         result = self.calls[variant](**inputs)

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from mla_compile.core.program import Append, Program
-from mla_compile.passes.ir.graph import Builder, evaluate_fake, packet, shape, val
+from mla_compile.passes.ir.graph import Builder, evaluate_fake, packet, val
 from mla_compile.passes.ir.operators import Join, decode
 from mla_compile.passes.ir.sizes import Size, same_sizes, size
 
@@ -56,9 +56,11 @@ def append_in_place(program: Program, *, rewrite: bool = True) -> int:
         return len(program.appends)
     inputs = [how.parts[0].name for how in written.values()]
     program.appends += tuple(Append(how.parts[0].name, at, how.dim, _count(how)) for at, how in written.items())
-    new = [_rewrite(returned[before + at], how, program.fake_mode) for at, how in written.items()]
+    for at, how in written.items():
+        _rewrite(returned[before + at], how, program.fake_mode)
     kept = [at for at in range(len(returned) - before) if at not in written]
-    program.gm.graph.output_node().args = ((*returned[:before], *new, *(returned[before + at] for at in kept)),)
+    order = [*range(before), *(before + at for at in written), *(before + at for at in kept)]
+    program.gm.graph.output_node().args = (tuple(returned[index] for index in order),)
     program.aliases = {kept.index(at): name for at, name in program.aliases.items()}
     program.mutations = (*program.mutations, *inputs)
     return len(program.appends)
@@ -124,27 +126,24 @@ def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:
     return same_sizes(*others) and kinds[0] == kinds[1]
 
 
-def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> fx.Node:
-    """Replaces one ``cat``; returns the node of all rows."""
+def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> None:
+    """Makes a write of one ``cat``. It stays the same node, which computes the same rows and which plans speak of."""
     (past, new), dim = how.parts, how.dim
     rows = val(joined).shape
     with fake_mode or contextlib.nullcontext():
         past.meta["val"] = val(past).new_empty_strided(rows, token_major(rows, dim))
     builder = Builder(joined, fake_mode)
-    total, count = builder.size(past, dim), shape(new)[dim]
+    total, count = builder.size(past, dim), _count(how)
     start = total - count if isinstance(total, int) else builder.call(operator.sub, total, count)
-    written = builder.call(aten.slice_scatter.default, past, new, dim, start, total)
-    joined.replace_all_uses_with(written)
-    joined.graph.erase_node(joined)
-    _restride(written, fake_mode)
-    return written
+    joined.target, joined.args, joined.kwargs = aten.slice_scatter.default, (past, new, dim, start, total), {}
+    _restride(joined, fake_mode)
 
 
 def _restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Computes the metadata of what reads ``first`` anew, as far as its strides are to be seen."""
-    changed, node = {first}, first.next
+    """Computes the metadata of ``first`` anew, and of what reads it as far as its strides are to be seen."""
+    changed, node = {first}, first
     while node.op != "output":
-        if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
+        if node is first or (node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes)):
             if packet(node) is aten.view:
                 node.target = aten.reshape.default  # a view of dense rows may be none of these
             assert callable(node.target)
