@@ -216,6 +216,19 @@ def _note(c: Mapping[str, Any]) -> str:
     return f"{c['verdict']}; {'; '.join(found) or 'no attention site was found'}"
 
 
+def growing() -> str:
+    """A step in a cache that grows, with rows copied and with rows appended, and what each moves."""
+    about = data("growing_cache")
+    rows = []
+    for r in about["rows"]:
+        ms = {variant: times["median"] for variant, times in r["ms"].items()}
+        times = (f"{ms['inductor']:.0f}", f"{ms['copy']:.1f}", f"{ms['in_place']:.1f}")
+        moved = (f"{r['moved']['copy'] / 2**20:.1f}", f"{r['moved']['in_place'] / 2**10:.1f}")
+        rows.append((NAMES[r["model"]], r["batch"], r["context"], *times, *moved))
+    head = ("sizes", "batch", "cached tokens", "Inductor ms", "copy ms", "in place ms", "copied MiB", "appended KiB")
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "codes": all_codes,
     **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
@@ -228,6 +241,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sites": sites,
     "support": support,
     "step_masks": step_masks,
+    "growing": growing,
 }
 
 
