@@ -94,12 +94,20 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
 def _larger(rows: torch.Tensor, axis: int, least: int) -> _Memory:
     """New memory for more than ``least`` rows, with ``rows`` at its beginning."""
     # Powers of two: twice the room whenever it is full, and at most twice what is needed.
-    shape = (*rows.shape[:axis], 1 << least.bit_length(), *rows.shape[axis + 1 :])
-    # Not of inference mode, in which the cache may have been made and out of which it may be taken.
-    with torch.inference_mode(mode=False), torch.no_grad():
-        made = torch.empty_strided(shape, token_major(shape, axis), dtype=rows.dtype, device=rows.device)
+    try:
+        made = _memory(rows, axis, 1 << least.bit_length())
+    except torch.OutOfMemoryError:  # what a copy would take may still fit
+        made = _memory(rows, axis, least)
+    with torch.no_grad():
         made.narrow(axis, 0, rows.shape[axis]).copy_(rows)
     return _Memory(made, rows.shape[axis])
+
+
+def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+    shape = (*like.shape[:axis], count, *like.shape[axis + 1 :])
+    # Not of inference mode, in which the cache may have been made and out of which it may be taken.
+    with torch.inference_mode(mode=False):
+        return torch.empty_strided(shape, token_major(shape, axis), dtype=like.dtype, device=like.device)
 
 
 def _shown(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import mla_compile
-from mla_compile import pipeline
+from mla_compile import backend, pipeline
 from mla_compile.errors import OptionError
 from mla_compile.passes.ir.graph import packet
 from tests.support import models
@@ -122,6 +122,31 @@ def test_generate_with_beams_reorders_the_rows(how: dict[str, int]):
     given = models.prompt(2, PROMPT, 2)
     told = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **how}
     assert torch.equal(fast.generate(**given, **told), model.generate(**given, **told))
+
+
+class Shown(Toy):
+    """Returns views of its cache beside it, and something that is computed from all of it."""
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> Any:
+        y, rows = super().forward(x, rows)
+        return y, rows, rows[:, -1:], rows.mT, rows.flatten(1) * 2, rows.reshape(-1, rows.shape[-1]).sum(0)
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_views_of_the_cache_that_are_returned_show_what_they_showed(codegen: str, batch: int):
+    model = Shown().eval()
+    fast = torch.compile(model, backend=backend.mla, options={"codegen": codegen, "strict": True})
+    x, rows = decode_inputs(batch=batch)
+    expected = mine = rows
+    kept = []
+    with torch.no_grad():
+        for step in range(8):
+            want, have = model(x + step, expected), fast(x + step, mine)
+            expected, mine = want[1], have[1]
+            kept.append((want, have))
+    for want, have in kept:  # after all of them: no step wrote into what an earlier one returned
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_program_cannot_be_asked_to_append_in_place():

@@ -137,6 +137,25 @@ def test_threads_that_continue_the_same_rows() -> None:
     assert wrong == []
 
 
+def test_where_twice_the_memory_is_not_there_the_rows_alone_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = torch.empty_strided, []
+
+    def scarce(sizes: tuple[int, ...], *rest: object, **kind: object) -> torch.Tensor:
+        asked.append(sizes[2])
+        if sizes[2] > 7:
+            raise torch.OutOfMemoryError("no more than 7 rows")
+        return real(sizes, *rest, **kind)
+
+    monkeypatch.setattr(torch, "empty_strided", scarce)
+    rows, new = seeded(1, 1, 6, 3), seeded(1, 1, 1, 3)
+    joined = appended(rows, new, 2)
+    assert torch.equal(joined, torch.cat([rows, new], 2))
+    assert asked == [8, 7]
+    with pytest.raises(torch.OutOfMemoryError):
+        appended(joined, new, 2)
+    assert torch.equal(joined, torch.cat([rows, new], 2))
+
+
 def test_memory_goes_with_the_last_tensor_that_shows_it() -> None:
     rows = appended(seeded(1, 1, 4, 3), seeded(1, 1, 1, 3), 2)
     later = appended(rows, seeded(1, 1, 1, 3), 2)
