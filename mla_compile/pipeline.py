@@ -42,6 +42,7 @@ from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.absorb import absorb
+from mla_compile.passes.rewrite.columns import read_parts
 from mla_compile.passes.rewrite.fold import fold
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.lower import lower_to_aten
@@ -342,6 +343,10 @@ def _lower_projections(state: _State) -> int:
     return done
 
 
+def _read_parts(state: _State) -> int:
+    return read_parts(state.graph, state.program.fake_mode)
+
+
 def _schedule(state: _State) -> int:
     return share_schedules(state.graph, state.program.fake_mode)
 
@@ -369,6 +374,7 @@ PASSES = (
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
+    Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
     Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
     Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
 )

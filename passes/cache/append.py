@@ -21,12 +21,11 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils import _pytree as pytree
 
 from mla_compile.core.program import Append, Program
-from mla_compile.passes.ir.graph import Builder, evaluate_fake, packet, val
+from mla_compile.passes.ir.graph import Builder, restride, val
 from mla_compile.passes.ir.operators import Join, decode
-from mla_compile.passes.ir.sizes import Size, same_sizes, size
+from mla_compile.passes.ir.sizes import same_sizes
 
 aten = torch.ops.aten
 
@@ -136,23 +135,4 @@ def _rewrite(joined: fx.Node, how: Join, fake_mode: FakeTensorMode | None) -> No
     total, count = builder.size(past, dim), _count(how)
     start = total - count if isinstance(total, int) else builder.call(operator.sub, total, count)
     joined.target, joined.args, joined.kwargs = aten.slice_scatter.default, (past, new, dim, start, total), {}
-    _restride(joined, fake_mode)
-
-
-def _restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    """Computes the metadata of ``first`` anew, and of what reads it as far as its strides are to be seen."""
-    changed, node = {first}, first
-    while node.op != "output":
-        if node is first or (node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes)):
-            if packet(node) is aten.view:
-                node.target = aten.reshape.default  # a view of dense rows may be none of these
-            assert callable(node.target)
-            old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)
-            if _strides(old) != _strides(node.meta["val"]):
-                changed.add(node)
-        node = node.next
-
-
-def _strides(value: object) -> list[list[Size]]:
-    # Not compared as torch has them: its symbolic numbers would answer with a guard.
-    return [[size(n) for n in leaf.stride()] for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    restride(joined, fake_mode)

@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
+from torch.utils import _pytree as pytree
 
 from mla_compile.passes.ir.sizes import Size, hint, size
 
@@ -221,3 +222,22 @@ def evaluate_fake(
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
     with fake_mode or contextlib.nullcontext(), torch.no_grad():
         return op(*real_args, **real_kwargs)
+
+
+def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+    """Computes the metadata of ``first`` anew, and of what reads it as far as its strides are to be seen."""
+    changed, node = {first}, first
+    while node.op != "output":
+        if node is first or (node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes)):
+            if packet(node) is torch.ops.aten.view:
+                node.target = torch.ops.aten.reshape.default  # a view of dense rows may be none of these
+            assert callable(node.target)
+            old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)
+            if _strides(old) != _strides(node.meta["val"]):
+                changed.add(node)
+        node = node.next
+
+
+def _strides(value: object) -> list[list[Size]]:
+    # Not compared as torch has them: its symbolic numbers would answer with a guard.
+    return [[size(n) for n in leaf.stride()] for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

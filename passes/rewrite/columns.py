@@ -1,0 +1,57 @@
+"""Columns of a query that was joined from parts are read from the part that has them.
+
+Before: ``query = cat([nope, rope], -1)`` by the model, and ``slice(query, -1, 0, N)`` by a rewrite. After: ``nope``.
+
+Models join what the rotation left alone and what it turned; absorbed, each goes another way, and the join is dead. A
+compiler behind us does not look through it: it computes each column under a condition on which part it is of.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.graph import OURS, Builder, restride, val
+from mla_compile.passes.ir.operators import Join, Slice, decode
+from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.ir.walk import remove_dead_code
+
+
+def read_parts(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
+    """Replaces slices that rewrites added and that lie within one part of a join; returns how many."""
+    done = 0
+    for node in list(graph.nodes):
+        how = decode(node) if OURS in node.meta else None
+        if not isinstance(how, Slice) or not how.taken or how.taken.step != 1:
+            continue
+        part, taken = _part(how.x, how.dim, how.taken)
+        if part is how.x:
+            continue
+        new = part
+        if size(val(part).shape[how.dim]) != len(taken):
+            new = Builder(node, fake_mode).call(torch.ops.aten.slice.Tensor, part, how.dim, taken.start, taken.stop)
+        readers = list(node.users)
+        node.replace_all_uses_with(new)
+        for reader in readers:
+            restride(reader, fake_mode)
+        done += 1
+    remove_dead_code(graph)
+    return done
+
+
+def _part(x: fx.Node, dim: int, taken: range) -> tuple[fx.Node, range]:
+    """The innermost part of joins that has all positions ``taken`` of axis ``dim`` of ``x``, and where it has them."""
+    how = decode(x)
+    if not isinstance(how, Join) or how.dim != dim:
+        return x, taken
+    start = 0
+    for part in how.parts:
+        length = size(val(part).shape[dim])
+        if not isinstance(length, int):
+            break
+        if start <= taken.start and taken.stop <= start + length:
+            same = val(part).dtype == val(x).dtype  # a join converts to the widest of its parts
+            return _part(part, dim, range(taken.start - start, taken.stop - start)) if same else (x, taken)
+        start += length
+    return x, taken
