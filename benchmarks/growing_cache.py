@@ -70,10 +70,8 @@ def measure(args: argparse.Namespace, name: str, batch: int, tokens: int) -> dic
     if max(errors.values()) > args.tolerance:
         raise SystemExit(f"{name}, batch {batch}, {tokens} tokens: logits differ by {errors} of their largest")
     times = in_turns({v: (lambda v=v: step(v)) for v in variants}, args.rounds, args.budget)
-    row = batch * sum(
-        t.shape[-1] * t.element_size() for t in (caches["copy"].layers[0].keys, caches["copy"].layers[0].values)
-    )
     held = caches["in_place"].layers[0].keys
+    row = batch * (model.config.kv_lora_rank + model.config.qk_rope_head_dim) * held.element_size()
     return {
         "model": name, "dtype": args.dtype, "batch": batch, "context": tokens, "errors": errors,
         "ms": {v: asdict(Times.of(t)) for v, t in times.items()},
@@ -87,9 +85,7 @@ def measure(args: argparse.Namespace, name: str, batch: int, tokens: int) -> dic
 def describe(row: dict[str, Any]) -> list[str]:
     """One row as text."""
     times = [f"{t['median']:.2f} [{t['low']:.2f}-{t['high']:.2f}]" for t in row["ms"].values()]
-    moved = [
-        f"{row['moved'][v] / 2**20:.2f}" if v == "copy" else f"{row['moved'][v] / 2**10:.1f}" for v in row["moved"]
-    ]
+    moved = [f"{row['moved']['copy'] / 2**20:.2f}", f"{row['moved']['in_place'] / 2**10:.1f}"]
     return [row["model"], str(row["batch"]), str(row["context"]), *times, f"{row['in_place_over_copy']:.2f}", *moved]
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from mla_compile.core.program import Append, Program
-from mla_compile.passes.ir.graph import Builder, restride, val
+from mla_compile.passes.ir.graph import Builder, is_tensor, restride, val
 from mla_compile.passes.ir.operators import Join, decode
 from mla_compile.passes.ir.sizes import same_sizes
 
@@ -47,7 +47,8 @@ def append_in_place(program: Program, *, rewrite: bool = True) -> int:
     graph is compiled a second time for the strides that they would have until then.
     """
     before, returned = len(program.mutations), program.outputs
-    caches = {at: how for at, how in _joined(program) if len(how.parts) == 1 or _grows(program, how)}
+    fit = _fitting(program)
+    caches = {at: how for at, how in _joined(program) if len(how.parts) == 1 or _grows(how, fit)}
     written = {at: how for at, how in caches.items() if rewrite and _count(how)}
     settled = {at: how.dim for at, how in caches.items() if at not in written} | _first_rows(program)
     program.appends = tuple(Append(None, at, dim, 0) for at, dim in settled.items())
@@ -99,23 +100,31 @@ def _joined(program: Program) -> Iterator[tuple[int, Join]]:
             yield at, how
 
 
-def _grows(program: Program, how: Join) -> bool:
-    """Whether new rows are joined to an input, with which nothing else is done."""
-    if len(how.parts) != 2 or any(isinstance(n.target, HigherOrderOperator) for n in program.gm.graph.nodes):
-        return False  # the strides that such an operator was traced with cannot be changed
-    past, new = how.parts
+def _fitting(program: Program) -> set[fx.Node]:
+    """The inputs that may be given with room: nothing else is meant by them, and their sizes are known without them."""
+    if any(isinstance(node.target, HigherOrderOperator) for node in program.gm.graph.nodes):
+        return set()  # the strides that such an operator was traced with cannot be changed
+    inputs = program.placeholders
     # A size that only the old rows show could not be read from rows with room.
-    numbers = {str(n.meta["val"]) for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt)}
+    numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
     folded = {name for fold in program.folds for name in fold.weights}
     special = {*program.mutations, *program.aliases.values(), *program.latents, *program.parts, *folded}
-    return (
-        past.op == "placeholder"
-        and past.name not in special
-        and past is not new
-        and len(past.users) == 1
-        and {str(symbol) for symbol in free_symbols(val(past).shape)} <= numbers
-        and _alike(val(past), val(new), how.dim)
-    )
+    return {
+        node
+        for node in inputs
+        if node.name not in special
+        and len(node.users) == 1
+        and is_tensor(node)
+        and {str(symbol) for symbol in free_symbols(val(node).shape)} <= numbers
+    }
+
+
+def _grows(how: Join, fit: set[fx.Node]) -> bool:
+    """Whether new rows are joined to an input that may be given with room."""
+    if len(how.parts) != 2:
+        return False
+    past, new = how.parts
+    return past in fit and past is not new and _alike(val(past), val(new), how.dim)
 
 
 def _alike(past: torch.Tensor, new: torch.Tensor, dim: int) -> bool:

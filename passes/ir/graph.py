@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -226,16 +227,19 @@ def evaluate_fake(
 
 def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     """Computes the metadata of ``first`` anew, and of what reads it as far as its strides are to be seen."""
-    changed, node = {first}, first
-    while node.op != "output":
-        if node is first or (node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes)):
-            if packet(node) is torch.ops.aten.view:
-                node.target = torch.ops.aten.reshape.default  # a view of dense rows may be none of these
-            assert callable(node.target)
-            old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)
-            if _strides(old) != _strides(node.meta["val"]):
-                changed.add(node)
-        node = node.next
+    # In the order of the graph, so that what a node reads is known before it; no other node is looked at.
+    waiting, seen = [first], {first}
+    while waiting:
+        node = heapq.heappop(waiting)
+        if packet(node) is torch.ops.aten.view:
+            node.target = torch.ops.aten.reshape.default  # a view of dense rows may be none of these
+        assert callable(node.target)
+        old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)
+        told = node is first or _strides(old) != _strides(node.meta["val"])
+        for reader in node.users if told else ():
+            if reader.op == "call_function" and reader not in seen:
+                seen.add(reader)
+                heapq.heappush(waiting, reader)
 
 
 def _strides(value: object) -> list[list[Size]]:
