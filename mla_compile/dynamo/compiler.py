@@ -1,8 +1,8 @@
 """The compiler behind ``backend="mla"``: absorb what can be absorbed, then give every graph to Inductor.
 
 A graph that is not rewritten (it has no attention, gradients are wanted, nothing can be absorbed, or something failed)
-reaches Inductor exactly as it came, with the user's mode and Inductor options. The first rows of a cache that it returns
-may be moved to memory with room after it ran (:mod:`mla_compile.runtime.appending`).
+reaches Inductor exactly as it came, with the user's mode and Inductor options. The first rows of a cache that it
+returns may be moved to memory with room after it ran (:mod:`mla_compile.runtime.appending`).
 """
 
 from __future__ import annotations
