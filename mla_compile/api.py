@@ -259,7 +259,7 @@ def _artifact(program: Program, options: Options) -> _Artifact:
 
 
 def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
-    """Options for a program that is saved: nobody watches its weights, so folding them has to be asked for."""
+    """Options for a program that is saved: nobody watches its weights, so what is made of them is not kept."""
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
         raise OptionError(f"{', '.join(options.inductor)}: give options of Inductor to what compiles the program")
@@ -268,4 +268,5 @@ def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
             "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and cannot tell its "
             "caller to keep room behind them; a module that is optimized can"
         )
-    return replace(options, fold="never") if options.fold == "auto" else options
+    fold = "never" if options.fold == "auto" else options.fold
+    return replace(options, fold=fold, dequantize="step" if options.dequantize == "auto" else options.dequantize)

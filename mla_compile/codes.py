@@ -35,6 +35,8 @@ class Code(str, Enum):
     DROPOUT = "dropout"
     MASK_DEPENDS_ON_KEYS = "mask_depends_on_keys"
     UNSUPPORTED_WEIGHT = "unsupported_weight"
+    QUANTIZED_ROWS = "quantized_rows"
+    UNKNOWN_PRODUCT = "unknown_product"
     UNSUPPORTED_OP = "unsupported_op"
     GRAPH_BREAK = "graph_break"
     EXPANDED_CACHE = "expanded_cache"
@@ -134,6 +136,16 @@ CODES: dict[Code, CodeInfo] = {
         "refused",
         "an up-projection weight has a layout or dtype that cannot be used here (sparse, float8)",
         "dequantize the up-projection weight in the graph, or keep it dense in bfloat16, float16 or float32",
+    ),
+    Code.QUANTIZED_ROWS: CodeInfo(
+        "refused",
+        'rows are rounded to few bits before the up-projection, and the option quantized="exact" keeps that',
+        'use quantized="absorb", which multiplies unrounded rows with the dequantized weight',
+    ),
+    Code.UNKNOWN_PRODUCT: CodeInfo(
+        "refused",
+        "an operator of some library multiplies the latent by a weight in a format of its own",
+        "say how it is dequantized, with mla_compile.register_quantized_linear",
     ),
     Code.UNSUPPORTED_OP: CodeInfo(
         "refused",

@@ -15,6 +15,8 @@ Lowering = Literal["op", "aten"]
 Codegen = Literal["inductor", "eager"]
 CacheMode = Literal["auto", "latent", "expanded"]
 Appends = Literal["auto", "in_place", "copy"]
+Quantized = Literal["absorb", "exact"]
+Dequantize = Literal["auto", "once", "step"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Options:
             with room for more, which doubles when it is full, and writes the new ones there; what the caller keeps is a
             tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model
             does. ``auto`` is ``in_place`` for modules and ``copy`` for programs, which cannot make room.
+        quantized: what becomes of up-projections whose rows are rounded to few bits in every call (W8A8 and the like).
+            ``absorb`` absorbs them with the dequantized weight and without that rounding, as serving engines do;
+            ``exact`` leaves them. Weights that are stored quantized are absorbed either way.
+        dequantize: when the quantized weights of absorbed attentions are dequantized: ``once`` for each version of a
+            weight, kept in the precision of the model beside the stored one, or in every ``step``. ``auto`` takes for
+            each weight what moves fewer bytes in a step; for programs, whose weights may change unseen, ``step``.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.
@@ -45,6 +53,8 @@ class Options:
     codegen: Codegen = "inductor"
     cache: CacheMode = "auto"
     appends: Appends = "auto"
+    quantized: Quantized = "absorb"
+    dequantize: Dequantize = "auto"
     verify: bool = False
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -35,14 +35,17 @@ from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN
+from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.quantized.read import add_stand_ins
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.columns import read_parts
+from mla_compile.passes.rewrite.dequantize import dequantize_once
 from mla_compile.passes.rewrite.fold import fold
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.lower import lower_to_aten
@@ -115,7 +118,8 @@ def run(
     left as it was (``options.strict``: raises :class:`VerificationError`).
     """
     start = time.perf_counter()
-    base = with_latent_cache(program, own_cache) if options.cache == "latent" else program
+    plain = with_stand_ins(program, options)
+    base = with_latent_cache(plain, own_cache) if options.cache == "latent" else plain
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
     # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
     # again without it. This ends, because every round adds a site.
@@ -126,10 +130,29 @@ def run(
             state.apply(one)
         new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
         if not new:
-            return state.outcome(name, kept)
+            done = state.outcome(name, kept)
+            if plain is program:
+                return done
+            return replace(done, base=program if base is plain else settled(base))
         if options.strict:
             raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
         failed.update(new)
+
+
+def with_stand_ins(program: Program, options: Options) -> Program:
+    """A copy in which plain operators stand for quantized ones; the program itself where there are none."""
+    copied = program.copy()
+    exact = options.quantized == "exact"
+    added = add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)
+    return copied if added or exact else program
+
+
+def settled(program: Program) -> Program:
+    """The program, with the quantized operators back where they are still needed."""
+    settle(program.gm.graph)
+    remove_dead_code(program.gm.graph)
+    program.gm.recompile()
+    return program
 
 
 class _State:
@@ -328,9 +351,19 @@ def _fold(state: _State) -> int:
     return sum(map(len, state.folded.values()))
 
 
+def _dequantize(state: _State) -> int:
+    return dequantize_once(state.program, weights_of(state.program), state.rewritten, state.options.dequantize)
+
+
 def _narrow(state: _State) -> int:
     alone = [pair for v in state.chosen for pair in v.narrowed]
     return narrow(alone, LinearMaps(weights_of(state.program), state.program.fake_mode)) if alone else 0
+
+
+def _settle(state: _State) -> int:
+    done = settle(state.graph)
+    remove_dead_code(state.graph)
+    return done
 
 
 def _lower(state: _State) -> int:
@@ -371,7 +404,9 @@ PASSES = (
     Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
     Pass("verify", "the rewritten and the untouched graph", "", _verify),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
+    Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
+    Pass("settle", "stand-ins", "those that are still read, to the quantized operators", _settle),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),

@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.inline import levels_restored, written_out
+from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Program, copy_graph, view_source
 from mla_compile.errors import CaptureError, InputError, brief
@@ -34,12 +35,13 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
     their size is symbolic: caches are often buffers. Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
-    for node, origin, value in zip(
-        program.placeholders, gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True
-    ):
+    inputs = gm.graph.find_nodes(op="placeholder")
+    beside = state_beside_parameters(inputs, example_inputs)
+    for node, origin, value in zip(program.placeholders, inputs, example_inputs, strict=True):
         if not isinstance(value, torch.Tensor) or node.name in program.mutations:
             continue
-        constant = _is_module_state(getattr(origin, "_dynamo_source", None)) and not _is_resized(node)
+        state = origin.name in beside or _is_module_state(getattr(origin, "_dynamo_source", None))
+        constant = state and not _is_resized(node)
         if isinstance(value, torch.nn.Parameter) or constant:
             program.weights[node.name] = _with_values(value)
             for part, tensor in program.parts.get(node.name, {}).items():
@@ -151,6 +153,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     try:
         with levels_restored():
             flat = _flat(written_out(gm))
+            drop_idle_sets(flat, values)
             values, opened = open_subclasses(flat, values)
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("a graph within the graph cannot be written out", error) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,14 @@ class Fold:
     """A product of weights that a graph takes as an extra input instead of computing it in every call.
 
     ``compute`` maps the live tensors of ``weights`` (names of :attr:`Program.weights`) to the value of ``placeholder``.
+    ``stored``: the value is what quantized weights stand for, and this says how it is made of them, in words that are
+    equal for equal computations: graphs share such values, and look at the versions of the weights alone.
     """
 
     placeholder: str
     compute: Compute
     weights: tuple[str, ...]
+    stored: Hashable | None = None
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ class Compiler:
             except WeightError:
                 if self.options.fold == "always":
                     raise
-                outcome, folds = pipeline.run(program, replace(self.options, fold="never"), name), None
+                without = replace(self.options, fold="never", dequantize="step")
+                outcome, folds = pipeline.run(program, without, name), None
         except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
             if self.options.strict and not self.explain_only:
                 raise

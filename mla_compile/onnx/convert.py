@@ -12,7 +12,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 import torch
@@ -53,7 +53,8 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """The graph in the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     program = capture.from_exported(exported)
     tidy(program)
-    outcome = pipeline.run(program, options, frozen=True)
+    # Weights are baked into the file further on, dequantized or not.
+    outcome = pipeline.run(program, replace(options, dequantize="step"), frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_compile.core.program import Call, Fold, Inputs, Program
 from mla_compile.errors import StaleWeightError, WeightError
@@ -16,18 +17,21 @@ from mla_compile.errors import StaleWeightError, WeightError
 
 @dataclass(frozen=True)
 class _Seen:
-    """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values."""
+    """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values.
+
+    ``snapshot`` is None where its version is to tell whether it has changed.
+    """
 
     tensor: weakref.ref[torch.Tensor]
-    snapshot: torch.Tensor
-    version: int
-    address: int
+    snapshot: torch.Tensor | None
+    versions: tuple[int, ...]
+    addresses: tuple[int, ...]
 
     def is_current(self, live: torch.Tensor) -> bool:
         """Whether it is unchanged since: cheap signs first, then every bit."""
-        if self.tensor() is not live or self.version != version(live) or self.address != live.data_ptr():
+        if self.tensor() is not live or self.versions != versions(live) or self.addresses != addresses(live):
             return False
-        return same_bits(live.detach(), self.snapshot)
+        return self.snapshot is None or same_bits(live.detach(), self.snapshot)
 
 
 class FoldedWeights:
@@ -37,6 +41,9 @@ class FoldedWeights:
     neither the identity nor the address nor the version of ``p``. New values go into the same memory, so that a CUDA
     graph that holds the address stays right. One compiled graph may serve several layers in turn, so values are kept
     per set of weights until one of the weights is gone; the least recently used set is dropped first.
+
+    What quantized weights stand for is looked after by versions and addresses alone: to compare the stored numbers
+    would read as many bytes as to use them. Such values are shared by all graphs that need them.
     """
 
     SETS = 128
@@ -45,6 +52,7 @@ class FoldedWeights:
         self._folds = list(program.folds)
         positions = {node.name: index for index, node in enumerate(program.placeholders)}
         names = dict.fromkeys(name for fold in self._folds for name in fold.weights)
+        self._watched = {name for fold in self._folds if fold.stored is None for name in fold.weights}
         self._read = {name: weight_reader(program, positions, name) for name in names}
         self._known: dict[tuple[int, ...], tuple[dict[str, _Seen], list[torch.Tensor]]] = {}
         self._lock = threading.Lock()
@@ -60,18 +68,34 @@ class FoldedWeights:
         seen, values = self._known.pop(key, ({}, []))
         changed = {name for name in live if name not in seen or not seen[name].is_current(live[name])}
         if not values:
-            values = [compute(fold, live) for fold in self._folds]
+            values = [_shared(fold, live) for fold in self._folds]
         for fold, value in zip(self._folds, values, strict=True) if seen else ():
             if changed.intersection(fold.weights):
                 _overwrite(value, compute(fold, live), fold)
         for name in changed:
-            tensor = live[name].detach()
-            owner = weakref.ref(live[name], lambda _: self._known.pop(key, None))
-            seen[name] = _Seen(owner, tensor.clone(), version(tensor), tensor.data_ptr())
+            tensor = live[name]
+            owner = weakref.ref(tensor, lambda _: self._known.pop(key, None))
+            snapshot = tensor.detach().clone() if name in self._watched else None
+            seen[name] = _Seen(owner, snapshot, versions(tensor), addresses(tensor))
         self._known[key] = (seen, values)
         if len(self._known) > self.SETS:
             del self._known[next(iter(self._known))]
         return values
+
+
+_stored: weakref.WeakValueDictionary[tuple[object, ...], torch.Tensor] = weakref.WeakValueDictionary()
+"""Dequantized weights by how they are made and of which tensors, as long as a graph keeps them."""
+
+
+def _shared(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if fold.stored is None:
+        return compute(fold, live)
+    key = (fold.stored, *(id(live[name]) for name in fold.weights))
+    value = compute(fold, live)
+    known = _stored.setdefault(key, value)
+    if known is not value:  # an address may have been another tensor's before, or the weight another version
+        known.copy_(value)
+    return known
 
 
 def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -140,6 +164,23 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
 def version(tensor: torch.Tensor) -> int:
     """Counts the writes to a tensor; inference tensors have no such count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions(tensor: torch.Tensor) -> tuple[int, ...]:
+    """:func:`version` of a tensor, or of the tensors that it is made of."""
+    return tuple(map(version, _parts(tensor)))
+
+
+def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where a tensor lies, or the tensors that it is made of."""
+    return tuple(part.data_ptr() for part in _parts(tensor))
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:

@@ -11,12 +11,14 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, operator_name, packet, val
 from mla_compile.passes.ir.operators import Join, Stack, decode, is_contraction
+from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
-from mla_compile.passes.linear.records import Maps
-from mla_compile.passes.linear.stops import unexplained
+from mla_compile.passes.linear.records import Maps, quantizes
+from mla_compile.passes.linear.stops import barred, unexplained
+from mla_compile.passes.quantized.foreign import foreign_rows
 
 aten = torch.ops.aten
 
@@ -40,6 +42,8 @@ class Search:
 
 def explained(source: fx.Node, search: Search) -> Stop | None:
     """The operator to blame for a walk that ended at ``source``; None where no up-projection lies behind it."""
+    if BARRED in source.meta:
+        return barred(None, source)
     return _behind(source, search) or _blocked_projection(source, search)
 
 
@@ -52,8 +56,11 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     """Why ``source``, a product of rows with a weight, has no linear map; None where it is no such product."""
     maps = search.maps
     stop = maps.reasons.get(source)
-    if stop is None or not is_contraction(source):
-        return None
+    if stop is None or BARRED in source.meta:
+        return stop
+    if not is_contraction(source):
+        rows = foreign_rows(source, maps.weights)
+        return None if rows is None or rows in search.own else _foreign_product(source, rows)
     # A product of two activations, such as the scores of another attention, is no projection.
     if not any(maps.is_weight(n) for n in source.all_input_nodes) and not _widens(source):
         return None
@@ -61,6 +68,14 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     if all(n in search.own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
     return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
+
+
+def _foreign_product(node: fx.Node, rows: fx.Node) -> Stop:
+    if quantizes(val(rows).dtype):
+        return Stop(node, "nonlinear", "rows are rounded before this product by a scale that is not known to fit them")
+    name = operator_name(node if is_tensor(args_of(node)[0]) else args_of(node)[0])
+    how = f"{name} multiplies rows by a weight in a format of its own; register_quantized_linear says how to read it"
+    return Stop(node, "unknown_product", how)
 
 
 def _widens(node: fx.Node) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_compile.passes.ir.axes import Atom, Axis
 from mla_compile.passes.ir.graph import Builder, val
@@ -106,6 +107,20 @@ class Expr:
         args = _each(self.args, lambda e: e.with_leaves(fn))
         return Expr(self.value, self.fake_mode, None, self.op, args, self.kwargs)
 
+    def formula(self, names: Sequence[str]) -> str:
+        """How the tensor is computed, in text: equal text is an equal computation. Leaves are places in ``names``."""
+        memo: dict[Expr, str] = {}
+
+        def visit(expr: Expr) -> str:
+            if expr not in memo:
+                if expr.node is not None:
+                    memo[expr] = f"%{names.index(expr.node.name)}"
+                else:
+                    memo[expr] = f"{expr.op}({_each(expr.args, visit)!r}, {dict(expr.kwargs)!r})"
+            return memo[expr]
+
+        return visit(self)
+
     def evaluate_named(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """The tensor itself, from the values of its leaves by node name; computed in ``dtype`` if that is given."""
         # Expressions share parts (a weight that is used by K and V), and evaluation may take a large matrix product.
@@ -119,11 +134,27 @@ class Expr:
         def one(expr: Expr) -> object:  # a tensor, or several where the weight was split
             if expr.node is not None:
                 leaf = values[expr.node.name]
-                return leaf.to(dtype) if dtype is not None and leaf.is_floating_point() else leaf
+                # A tensor of several tensors is read through its parts, which are cast where they are used.
+                whole = dtype is None or is_traceable_wrapper_subclass(leaf)
+                return leaf if whole or not leaf.is_floating_point() else leaf.to(dtype)
             assert expr.op is not None
+            if dtype is not None and is_foreign(expr.op):
+                return in_own_precision(expr)
             kwargs = {k: widened(v, dtype) for k, v in expr.kwargs.items()}
             # The dtype is widened in casts too: an exact evaluation must not round where the graph would.
-            return expr.op(*(widened(a, dtype) for a in _each(expr.args, visit)), **kwargs)
+            result = expr.op(*(widened(a, dtype) for a in _each(expr.args, visit)), **kwargs)
+            if expr.op is getattr and dtype is not None and isinstance(result, torch.Tensor):
+                return result.to(dtype) if result.is_floating_point() and result.element_size() > 1 else result
+            return result
+
+        def in_own_precision(expr: Expr) -> object:
+            def as_it_was(one: Expr) -> object:
+                value = visit(one)
+                return value.to(one.value.dtype) if isinstance(value, torch.Tensor) else value
+
+            assert expr.op is not None
+            result = expr.op(*_each(expr.args, as_it_was), **expr.kwargs)
+            return result.to(dtype) if isinstance(result, torch.Tensor) and result.is_floating_point() else result
 
         result = visit(self)
         assert isinstance(result, torch.Tensor)
@@ -145,6 +176,14 @@ def widened(value: Any, dtype: torch.dtype | None) -> Any:
     """An argument of an operator, with a floating dtype (that of a cast) replaced by ``dtype`` where that is given."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return dtype if floating and dtype is not None else value
+
+
+def is_foreign(op: object) -> bool:
+    """Whether ``op`` belongs to a library: its kernels need not know the precision of an exact evaluation.
+
+    What such an operator makes of quantized numbers is what they mean, in the precision it has.
+    """
+    return getattr(op, "namespace", "aten") not in ("aten", "prims", "prim", "mla_compile")
 
 
 def _holds(value: object, expr: Expr) -> bool:

@@ -111,9 +111,14 @@ class Builder:
 
     def trace(self, function: Callable[..., torch.Tensor], operands: Sequence[Argument]) -> fx.Node:
         """Adds the operators of ``function``, which returns one tensor. Operands are nodes or numbers."""
+        (result,) = self.trace_all(function, operands)
+        return result
+
+    def trace_all(self, function: Callable[..., object], operands: Sequence[Argument]) -> tuple[fx.Node, ...]:
+        """:meth:`trace` for a function that returns several tensors."""
         nodes = [n for n in operands if isinstance(n, fx.Node)]
 
-        def of_nodes(*values: torch.Tensor) -> torch.Tensor:
+        def of_nodes(*values: torch.Tensor) -> object:
             # make_fx traces tensors only: numbers among the operands are put back in their places here.
             given = iter(values)
             return function(*(next(given) if isinstance(n, fx.Node) else n for n in operands))
@@ -121,8 +126,7 @@ class Builder:
         with self.fake_mode or contextlib.nullcontext(), torch.no_grad():
             traced = make_fx(of_nodes)(*(n.meta["val"] for n in nodes))
         assert self.graph.owning_module is not None
-        (result,) = splice(self.graph.owning_module, self.anchor, traced, nodes)
-        return result
+        return splice(self.graph.owning_module, self.anchor, traced, nodes)
 
     def size(self, node: fx.Node, dim: int) -> int | fx.Node:
         """A dimension to be used as an argument: the number, or a node that reads it at run time."""

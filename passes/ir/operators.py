@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.stand_in import stand_in
 
 aten = torch.ops.aten
 
@@ -345,6 +346,7 @@ _DECODERS: dict[object, Callable[[fx.Node], Reading | None]] = {
         ),
         _copy,
     ),
+    stand_in: _copy,
     aten.dropout: _dropout,
     **dict.fromkeys((aten.view, aten.reshape, aten.unsqueeze, aten.squeeze), _regroup),
     aten.permute: _permute,

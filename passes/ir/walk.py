@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import argument, packet
+from mla_compile.passes.ir.stand_in import waits
 
 REACH = 48
 """Operators that a search looks at before it gives up.
@@ -44,13 +45,16 @@ def nearest(
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Dead code removal, also of fused attentions without dropout, which torch counts as random operators."""
+    """Dead code removal, also of fused attentions without dropout, which torch counts as random operators.
+
+    What a stand-in stands for is none, though nothing reads it.
+    """
 
     def stays(node: fx.Node) -> bool:
         attention = packet(node) is torch.ops.aten.scaled_dot_product_attention
         sure = attention and argument(node, 4, "dropout_p", 0.0) == 0.0
         # torch keeps what draws random numbers, as removing it would shift the generator; with p = 0 none is drawn.
-        return node.is_impure() and not sure
+        return waits(node) or (node.is_impure() and not sure)
 
     graph.eliminate_dead_code(stays)
 

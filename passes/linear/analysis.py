@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.ir.axes import Axes, fresh_axes
 from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.graph import is_tensor, packet, shape, val
+from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, VirtualSources
 from mla_compile.passes.linear.rows import one_of_all, some_rows
 from mla_compile.passes.linear.rules import Rule, rule_of
-from mla_compile.passes.linear.stops import unexplained
+from mla_compile.passes.linear.stops import barred, unexplained
 
 _NONE = VirtualSources()
 
@@ -106,7 +107,7 @@ class LinearMaps:
     def _rule(self, node: fx.Node) -> Rule | None:
         if node in self.sources or self.is_weight(node):
             return None
-        rule = rule_of(node)
+        rule = barred if BARRED in node.meta else rule_of(node)
         return some_rows if rule is not None and node in self.virtual.slices else rule
 
     def operands(self, node: fx.Node) -> list[fx.Node]:

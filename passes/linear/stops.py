@@ -8,6 +8,7 @@ from torch import fx
 from mla_compile.passes.ir.graph import args_of, argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.operators import PRODUCTS
 from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 
 aten = torch.ops.aten
@@ -66,6 +67,13 @@ def _chosen(node: fx.Node, name: str) -> Stop:
     if all(same(s, 1) for s in shape(condition)[:-1]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     return Stop(node, "position_dependent", f"{name} by a condition that differs from row to row")
+
+
+def barred(_: object, node: fx.Node) -> Stop:
+    """The reason where rows are rounded and must stay so."""
+    return Stop(
+        node, "quantized_rows", f'rows are rounded here (to {node.meta[BARRED]}), and quantized="exact" keeps that'
+    )
 
 
 def unexplained(node: fx.Node) -> Stop:

@@ -14,6 +14,7 @@ from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.locate import locate
+from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.verify.check import Check
@@ -26,6 +27,7 @@ def site_report(
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += verdict.notes
     notes += [] if verdict.plan is None else _masks(verdict.plan)
+    notes += _roundings(verdict)
     notes += [check.note] if check is not None and check.note else []
     report = SiteReport(
         index=index,
@@ -74,6 +76,15 @@ def _masks(plan: AbsorbPlan) -> list[str]:
     of_keys = all(m.kind != "add" and not rows & set(flatten(m.operand.axes)) for m in seen.masks)
     left = [f"left as a mask{' of keys' * of_keys}: {why}" for why in seen.left]
     return [f"mask: {'; '.join([*told, *left]) or 'hides nothing'}"]
+
+
+def _roundings(verdict: Verdict) -> list[str]:
+    """What the absorbed form no longer rounds."""
+    if not verdict.absorb or verdict.plan is None:
+        return []
+    visited = (visit.node for term in verdict.plan.terms for visit in term.piece.path)
+    dropped = dict.fromkeys(node.meta[DROPPED] for node in visited if DROPPED in node.meta)
+    return [f"rows are no longer rounded to {', '.join(dropped)} before the up-projection"] if dropped else []
 
 
 def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteReport:

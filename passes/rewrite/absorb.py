@@ -56,7 +56,8 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths)
     """
     rewriter = Whole(plan, fake_mode, lengths) if plan.whole else Products(plan, fake_mode)
     out = rewriter.run()
-    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, tuple(rewriter.views.values()))
+    views, weights = tuple(rewriter.views.values()), tuple(rewriter.weights)
+    return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, views, weights)
 
 
 class Whole(Sides):

@@ -101,19 +101,7 @@ class _Folder:
 
     def _input(self, factor: Factor, dtype: torch.dtype) -> tuple[fx.Node, float | None]:
         """A new program input that holds ``factor``, and the relative error of rounding it to ``dtype``."""
-        closed, names = _closed(factor.expr)
-        exact = wide(dtype)
-
-        def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return closed.evaluate_named(live, exact).to(dtype).contiguous()
-
-        graph = self.program.gm.graph
-        # After all other inputs: callers pass those by position.
-        last = list(graph.find_nodes(op="placeholder"))[-1]
-        with graph.inserting_after(last):
-            node = graph.placeholder(f"folded_{len(self.program.folds)}")
-        node.meta["val"] = factor.expr.value.new_empty(factor.expr.shape, dtype=dtype)
-        self.program.folds.append(Fold(node.name, compute, names))
+        node, closed, names = add_input(self.program, factor.expr, dtype, "folded")
         key = (factor.expr.shape, dtype)
         if key not in self.measured:
             self.measured[key] = self._rounding(closed, names, dtype)
@@ -128,6 +116,29 @@ class _Folder:
             exact = closed.evaluate_named(live, torch.float64)
             rounded = closed.evaluate_named(live, wide(dtype)).to(dtype).double()
         return float((rounded - exact).norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def add_input(
+    program: Program, expr: Expr, dtype: torch.dtype, name: str, *, stored: bool = False
+) -> tuple[fx.Node, Expr, tuple[str, ...]]:
+    """A new input that holds ``expr`` in ``dtype``; with it the expression over the program's inputs, and their names.
+
+    ``stored``: the value only writes out what the weights store (:attr:`mla_compile.core.program.Fold.stored`).
+    """
+    closed, names = _closed(expr)
+    exact = wide(dtype)
+
+    def compute(live: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return closed.evaluate_named(live, exact).to(dtype).contiguous()
+
+    graph = program.gm.graph
+    # After all other inputs: callers pass those by position.
+    last = list(graph.find_nodes(op="placeholder"))[-1]
+    with graph.inserting_after(last):
+        node = graph.placeholder(f"{name}_{len(program.folds)}")
+    node.meta["val"] = expr.value.new_empty(expr.shape, dtype=dtype)
+    program.folds.append(Fold(node.name, compute, names, (closed.formula(names), dtype) if stored else None))
+    return node, closed, names
 
 
 def _closed(expr: Expr) -> tuple[Expr, tuple[str, ...]]:

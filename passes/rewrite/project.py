@@ -18,6 +18,7 @@ from mla_compile.passes.ir.arrange import aligned, einsum
 from mla_compile.passes.ir.axes import Atom
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, packet, val
 from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.quantized.stored import dequantized_by_library, stored_leaves
 
 aten = torch.ops.aten
 
@@ -53,16 +54,24 @@ def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
             continue
         equation, (x, weight) = args_of(node)
         (lx, lw), lo = equation.split("->")[0].split(","), equation.split("->")[1]
-        converted = packet(weight) is aten._to_copy and val(weight.args[0]).dtype.itemsize == 2
-        if converted and _rows(x, lx, lw) <= FEW_ROWS:
+        if _is_converted(weight) and rows_sharing_weight(node) <= FEW_ROWS:
             node.replace_all_uses_with(_multiply_and_sum(Builder(node, fake_mode), x, lx, weight, lw, lo))
             graph.erase_node(node)
             done += 1
     return done
 
 
-def _rows(x: fx.Node, lx: str, lw: str) -> int:
-    """How many rows share the weight, at the sizes seen when the graph was traced."""
+def _is_converted(weight: fx.Node) -> bool:
+    """Whether ``weight`` is computed in each call, from fewer bytes, by operators that a compiler fuses."""
+    if packet(weight) is aten._to_copy and val(args_of(weight)[0]).dtype.itemsize == 2:
+        return True
+    return bool(stored_leaves(weight)) and not dequantized_by_library(weight)
+
+
+def rows_sharing_weight(node: fx.Node) -> int:
+    """How many rows share the weight of an einsum that a rewrite added, at the sizes seen when the graph was traced."""
+    equation, (x, _) = args_of(node)
+    lx, lw = equation.split("->")[0].split(",")
     return math.prod(hint(size(d), d) for letter, d in zip(lx, val(x).shape, strict=True) if letter not in lw)
 
 

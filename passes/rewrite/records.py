@@ -14,6 +14,7 @@ class Absorbed:
     """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
 
     ``latent`` is None where the values stay expanded. ``views`` are rows of virtual sources, added to the graph.
+    ``weights`` are the nodes of W_kc and W_v.
     """
 
     plan: AbsorbPlan
@@ -21,6 +22,7 @@ class Absorbed:
     queries: tuple[fx.Node, ...]
     latent: fx.Node | None
     views: tuple[fx.Node, ...] = ()
+    weights: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mla_compile.passes.decide.records import AbsorbPlan, Rows
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
-from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
@@ -45,6 +45,7 @@ class Sides:
         # What folding asks for later: the products q W_kc, and the attended latent before W_v.
         self.queries: list[fx.Node] = []
         self.latent: fx.Node | None = None
+        self.weights: dict[fx.Node, None] = {}
         # What the probabilities of a row sum to, [batch, queries, heads], where that may not be 1: a bias on the values
         # comes back that many times.
         self.mass: fx.Node | None = None
@@ -76,7 +77,7 @@ class Sides:
             axes = tuple((a,) for a in (*own, *term.features))
             q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*self.outer, *rows.width)])
         else:
-            weight = piece.weight.expr.emit(self.builder, self.memo)
+            weight = self._weight(piece.weight)
             # The weight calls a head by the atom of the piece, the query by that of the site.
             inner = [term.at.get(a, a) for a in own]
             order = [*(term.at.get(a, a) for a in self.outer), *rows.width]
@@ -88,6 +89,11 @@ class Sides:
         if piece.scale != 1.0:
             q = self.builder.call(aten.mul.Tensor, q, piece.scale)
         return q
+
+    def _weight(self, weight: Factor) -> fx.Node:
+        node = weight.expr.emit(self.builder, self.memo)
+        self.weights[node] = None
+        return node
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
         """``q . b``, the same for every key: what a bias on the keys adds to the scores."""
@@ -176,7 +182,7 @@ class Sides:
                 axes = tuple((a,) for a in (*inner, *width))
                 out = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in order])
             else:
-                weight = piece.weight.expr.emit(self.builder, self.memo)
+                weight = self._weight(piece.weight)
                 out = project(self.builder, latent, (*inner, *width), weight, piece.weight.atoms, order)
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)

@@ -9,10 +9,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.passes.ir.expr import widened
+from mla_compile.passes.ir.expr import is_foreign, widened
 from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor, val
 from mla_compile.passes.ir.sizes import Size, hint, size
+from mla_compile.passes.ir.stand_in import original_of
 
 aten = torch.ops.aten
 
@@ -101,11 +104,16 @@ class Evaluation:
                     pending.pop()
                     continue
                 leaf = self._leaf(current)
-                missing = [] if leaf is not None else [n for n in current.all_input_nodes if n not in self._values]
+                # In its own precision the model runs its quantized operators, and what they stand for in any other.
+                original = original_of(current) if self.dtype is None and leaf is None else None
+                needed = [] if leaf is not None else current.all_input_nodes if original is None else [original]
+                missing = [n for n in needed if n not in self._values]
                 if missing:
                     pending.extend(missing)
                     continue
                 pending.pop()
+                if original is not None:
+                    leaf = self._values[original]
                 self._values[current] = leaf if leaf is not None else self._call(current)
         result = self._values[node]
         assert isinstance(result, torch.Tensor)
@@ -141,7 +149,9 @@ class Evaluation:
         return self._cast(draw(node, sizes, width**-0.5, generator))
 
     def _cast(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+        # A tensor of several tensors is read through its parts, which are cast one by one.
+        whole = self.dtype is None or is_traceable_wrapper_subclass(value)
+        return value.to(self.dtype) if not whole and value.is_floating_point() else value
 
     def _call(self, node: fx.Node) -> object:
         args = tuple(widened(a, self.dtype) for a in fx.map_arg(args_of(node), self._values.__getitem__))
@@ -152,7 +162,20 @@ class Evaluation:
         if node.target is aten.view.default:  # the values drawn here may lie in another order
             return aten.reshape.default(*args)
         assert callable(node.target)
+        if self.dtype is not None and is_foreign(node.target):
+            return self._in_own_precision(node)
         return node.target(*_promoted(node.target, args, self.dtype), **kwargs)
+
+    def _in_own_precision(self, node: fx.Node) -> object:
+        """What an operator of a library computes from the dtypes it knows, in the precision of the evaluation."""
+
+        def as_it_was(n: fx.Node) -> Any:
+            value = self._values[n]
+            return value.to(val(n).dtype) if isinstance(value, torch.Tensor) and is_tensor(n) else value
+
+        assert callable(node.target)
+        args, kwargs = fx.map_arg((args_of(node), node.kwargs), as_it_was)
+        return pytree.tree_map_only(torch.Tensor, self._cast, node.target(*args, **kwargs))
 
 
 def _narrowed_to(node: fx.Node) -> float | None:

@@ -1,0 +1,36 @@
+"""Products by operators without a rule: libraries multiply the weights they packed by kernels of their own."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import same
+
+_ATEN = {"_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm"}
+"""Operators of ATen that multiply by a quantized weight. Any other of ATen is no product, or is known as one."""
+
+
+def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
+    """The rows that ``node`` multiplies by a weight in a format of its own; None where it does nothing like it.
+
+    It reads weights and rows [..., in], perhaps with scales of the rows, and returns as many rows of another width.
+    """
+    call = args_of(node)[0] if packet(node) is operator.getitem else node
+    target = call.target if isinstance(call, fx.Node) else None
+    if not isinstance(target, torch._ops.OpOverload) or not is_tensor(node):
+        return None
+    if target.namespace in ("aten", "prims") and target._opname not in _ATEN:
+        return None
+    read = [n for n in call.all_input_nodes if is_tensor(n) and len(shape(n)) > 1]
+    given = [n for n in read if n not in weights]
+    if not given or len(given) == len(read):
+        return None
+    rows = max(given, key=lambda n: bytes_hint(n) // val(n).itemsize)
+    as_many = same(math.prod(shape(rows)[:-1]), math.prod(shape(node)[:-1]))
+    return rows if as_many and not same(shape(rows)[-1], shape(node)[-1]) else None

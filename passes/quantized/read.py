@@ -1,0 +1,139 @@
+"""Finds quantized products and roundings of rows, and puts plain stand-ins beside them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.errors import InputError
+from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, stand_in
+from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
+from mla_compile.passes.quantized.registry import QuantizedLinear, named_arguments, registered, schema_name
+from mla_compile.passes.quantized.rows import RowTracker
+from mla_compile.passes.rewrite.project import wide
+
+aten = torch.ops.aten
+
+
+def add_stand_ins(
+    graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, *, exact: bool
+) -> int:
+    """Puts a stand-in beside every node that is plain rows but for rounding; returns how many.
+
+    ``exact``: where rows are rounded the node is barred instead, so that an attention behind it is refused.
+    """
+    reader = _Reader(graph, weights, fake_mode, exact)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node not in weights and is_tensor(node):
+            reader.visit(node)
+    return reader.found
+
+
+class _Reader:
+    def __init__(
+        self, graph: fx.Graph, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None, exact: bool
+    ) -> None:
+        self.weights = set(weights)
+        self.fake_mode = fake_mode
+        self.exact = exact
+        self.tracker = RowTracker(self.weights, fake_mode)
+        self.found = 0
+
+    def visit(self, node: fx.Node) -> None:
+        product = self._product(node)
+        if product is not None:
+            self._replace(node, *product)
+            return
+        found = self._rule(node)
+        if found is None:
+            return
+        if found.settled and val(node).dtype.is_floating_point and val(node).dtype.itemsize > 1:
+            self._replace(node, found.plain, found.dropped)
+        else:
+            self.tracker.known[node] = found
+
+    def _rule(self, node: fx.Node) -> Any:
+        if packet(node) is operator.getitem:
+            rule = MEMBERS.get(schema_name(args_of(node)[0]))
+        else:
+            rule = ROWS.get(schema_name(node))
+        return self.tracker.read(node) if rule is None else rule(self.tracker, node)
+
+    def _product(self, node: fx.Node) -> tuple[fx.Node, str] | None:
+        """``rows W^T + bias`` for a product that is known, and what it rounds of its rows."""
+        call = args_of(node)[0] if packet(node) is operator.getitem else node
+        if packet(node) is operator.getitem and args_of(node)[1] != 0:
+            return None
+        known = registered.get(call) or PRODUCTS.get(call)
+        if known is None:
+            return None
+        told = named_arguments(call)
+        rows = told.pop(known.rows, None)
+        # Computed of weights alone, or of two activations: a product, but none of rows with a weight.
+        if not is_tensor(rows) or rows in self.weights or not all(n in self.weights for n in _nodes(told)):
+            return None
+        dtype = wide(val(rows).dtype)
+        builder = Builder(node, self.fake_mode)
+        weight, bias = self._dequantized(node, call, known, rows, told)
+        x = builder.cast(rows, dtype)
+        given = [builder.cast(w, dtype) for w in (weight, bias) if w is not None]
+        plain = builder.call(aten.linear.default, x, *given)
+        return plain, "few bits" if known.rounds else ""
+
+    def _dequantized(
+        self, node: fx.Node, call: fx.Node, known: QuantizedLinear, rows: fx.Node, told: dict[str, Any]
+    ) -> tuple[fx.Node, fx.Node | None]:
+        """The nodes of the weight [out, in] and of the bias."""
+        out, width = shape(node)[-1], shape(rows)[-1]
+        operands = _nodes(told)
+
+        def compute(*tensors: torch.Tensor) -> Any:
+            arguments: Any = fx.map_arg(told, dict(zip(operands, tensors, strict=True)).__getitem__)
+            if known.dequantize is None:
+                units = torch.eye(int(width), dtype=val(rows).dtype, device=val(rows).device)
+                made: Any = call.target(**{known.rows: units, **arguments})  # type: ignore[operator]
+                made = made[0] if isinstance(made, (tuple, list)) else made
+                return (made.mT,)
+            made = known.dequantize(**arguments)
+            return tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
+
+        found = Builder(node, self.fake_mode).trace_all(compute, operands)
+        weight, bias = (*found, None)[:2]
+        assert weight is not None
+        if not (len(shape(weight)) == 2 and same(shape(weight)[0], out) and same(shape(weight)[1], width)):
+            raise InputError(
+                f"the dequantization of {schema_name(call)} returned a tensor of shape {list(val(weight).shape)}, "
+                f"expected the weight [out, in] = [{out}, {width}]"
+            )
+        if not val(weight).dtype.is_floating_point or val(weight).dtype.itemsize < 2:
+            raise InputError(
+                f"the dequantization of {schema_name(call)} returned {val(weight).dtype}, expected float32"
+            )
+        return weight, bias
+
+    def _replace(self, node: fx.Node, plain: fx.Node, dropped: str) -> None:
+        """Has every reader of ``node`` read ``plain`` instead, or bars the node where it may not be replaced."""
+        if dropped and self.exact:
+            node.meta[BARRED] = dropped
+            return
+        builder = Builder(node, self.fake_mode)
+        new = builder.call(stand_in, builder.cast(plain, val(node).dtype))
+        node.replace_all_uses_with(new)
+        node.meta[WAITS] = new.meta[STANDS_FOR] = node.name
+        if dropped:
+            new.meta[DROPPED] = dropped
+        self.found += 1
+
+
+def _nodes(told: dict[str, Any]) -> list[fx.Node]:
+    """The nodes among some arguments, each once."""
+    found: dict[fx.Node, None] = {}
+    fx.map_arg(told, found.setdefault)
+    return list(found)

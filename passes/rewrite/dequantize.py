@@ -1,0 +1,75 @@
+"""Weights that are dequantized once and kept, instead of in every call.
+
+Before::
+
+    w = mul(_to_copy(packed, float32), scales); q~ = einsum(q, w)
+
+After::
+
+    q~ = einsum(q, _to_copy(kept, float32))    with kept = w, an input in the precision of the model
+
+Whoever runs the program keeps these inputs up to date, like folded weights (:class:`mla_compile.core.program.Fold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Program
+from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.graph import OURS, Builder, packet, val
+from mla_compile.passes.ir.walk import reachable, remove_dead_code
+from mla_compile.passes.quantized.stored import dequantized_by_library, is_float8, made_of, stored_leaves
+from mla_compile.passes.rewrite.fold import add_input
+from mla_compile.passes.rewrite.project import FEW_ROWS, rows_sharing_weight
+from mla_compile.passes.rewrite.records import Absorbed
+
+aten = torch.ops.aten
+Dequantize = Literal["auto", "once", "step"]
+
+
+def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Sequence[Absorbed], mode: Dequantize) -> int:
+    """Makes inputs of the dequantized weights of absorbed sites, where that saves time; returns how many."""
+    done = 0
+    if mode == "step":
+        return done
+    for site in sites:
+        dtype = val(site.plan.site.v.node).dtype
+        for weight in site.weights:
+            if weight not in weights or not weight.users:
+                continue
+            stored = stored_leaves(weight)
+            if stored and (mode == "once" or _saves(weight, stored, dtype)):
+                _keep(program, weight, dtype)
+                done += 1
+    if done:
+        remove_dead_code(program.gm.graph)
+    return done
+
+
+def _saves(weight: fx.Node, stored: Sequence[fx.Node], dtype: torch.dtype) -> bool:
+    """Whether a step that reads the dequantized weight moves fewer bytes than one that dequantizes it.
+
+    For few rows a compiler reads the stored numbers as it goes (:mod:`mla_compile.passes.rewrite.project`), unless an
+    operator of a library stands in between. Else the weight is written in float32 and read again.
+    """
+    # The stored numbers may be those of K and V, of which this is one.
+    share = val(weight).numel() / max(val(n).numel() for n in made_of(weight))
+    read = share * sum(val(n).numel() * val(n).itemsize for n in stored)
+    products = [n for n in reachable([weight], lambda n: n.users, 4) if packet(n) is aten.einsum and OURS in n.meta]
+    few = all(rows_sharing_weight(n) <= FEW_ROWS for n in products)
+    # No CPU converts float8, and the code that does it by hand takes longer than the bytes that it saves.
+    slow = val(weight).device.type == "cpu" and any(is_float8(val(n).dtype) for n in stored)
+    fused = few and not slow and not dequantized_by_library(weight)
+    return val(weight).numel() * dtype.itemsize < read + (0 if fused else 8 * val(weight).numel())
+
+
+def _keep(program: Program, weight: fx.Node, dtype: torch.dtype) -> None:
+    """Has every reader of ``weight`` read an input that holds it in ``dtype``."""
+    node, *_ = add_input(program, Expr.leaf(weight, program.fake_mode), dtype, "dequantized", stored=True)
+    builder = Builder(weight, program.fake_mode)
+    weight.replace_all_uses_with(builder.cast(node, val(weight).dtype))
