@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.models import config_file, quantization, skeleton
 from mla_compile.models.quantization import stored_weights
-from mla_compile.models.weights import tensors_of
+from mla_compile.models.weights import Tensor, tensors_of
 from mla_compile.report.stored import StoredWeights
 from tests.support.explaining import TINY
 from tests.support.facts import V3_DIMS
@@ -276,3 +280,70 @@ def test_a_broken_config_is_refused(fields, text, tmp_path):
     with pytest.raises(InputError) as error:
         quantization.read(config_file.read(str(path))[0])
     assert text in str(error.value)
+
+
+def packed(fields: object, rows: int, columns: int) -> int:
+    """Bytes of one matrix with all that belongs to it."""
+    (read, notes), _ = quantized(fields)
+    assert read is not None, notes
+    packing = read.packing(Tensor("model.layers.0.linear", (rows, columns), linear=True))
+    assert packing is not None
+    return sum(packing.sizes(rows, columns))
+
+
+def bytes_of(state: Mapping[str, torch.Tensor], *few: str) -> int:
+    """Bytes of tensors, without those of a few bytes."""
+    return sum(t.numel() * t.element_size() for name, t in state.items() if not name.endswith(few))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_are_those_of_tensors_that_bitsandbytes_makes():
+    layers = pytest.importorskip("bitsandbytes").nn
+    plain = nn.Linear(128, 72, bias=False).state_dict()
+    few = ("quant_map", "quant_state.bitsandbytes__nf4", "weight_format")
+    for made, fields in (
+        (layers.Linear4bit(128, 72, bias=False, quant_type="nf4", compress_statistics=False), {"load_in_4bit": True}),
+        (layers.Linear8bitLt(128, 72, bias=False, has_fp16_weights=False), {"load_in_8bit": True}),
+    ):
+        made.load_state_dict(plain)
+        assert bytes_of(made.to("cpu").state_dict(), *few) == packed(fields, 72, 128)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("form", "weights"),
+    [
+        ("pack-quantized", {**INT4, "group_size": 32}),
+        ("pack-quantized", {**INT4, "group_size": 32, "symmetric": False}),
+        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}),
+        ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}),
+        ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    ],
+)
+def test_sizes_are_those_of_tensors_that_compressed_tensors_makes(form, weights):
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    model = nn.Sequential(nn.Linear(128, 72, bias=False)).to(torch.bfloat16)
+    group = {"targets": ["Linear"], "weights": weights}
+    schemes.apply_quantization_config(model, schemes.QuantizationConfig(config_groups={"group_0": group}, format=form))
+    compressors.ModelCompressor.from_pretrained_model(model, form).compress_model(model)
+    assert bytes_of(model.state_dict(), "weight_shape", "global_scale") == packed(compressed(weights, form), 72, 128)
+
+
+def test_keys_and_values_from_weights_of_their_own_are_counted_together():
+    """W_kc and W_v are two matrices here; a matrix of another shape beside them is not taken for one."""
+    (read, _), _ = quantized({"quant_method": "fp8", "modules_to_not_convert": ["v_up"]})
+    shapes = {"k_up": (4 * 12, 20), "v_up": (4 * 10, 20), "q_up": (4 * 18, 20)}
+    tensors = [Tensor(f"attention.{name}", shape, linear=True) for name, shape in shapes.items()]
+    counted = stored_weights(tensors, read, {"attention": Dims(H=4, L=20, R=6, N=12, V=10)})
+    assert counted.up is not None
+    assert (counted.up.names, counted.up.layers, counted.up.values) == (("k_up", "v_up"), 1, 4 * 22 * 20)
+    assert counted.up.bytes == (48 * 20 + 4) + 2 * 40 * 20
+
+
+def test_the_text_part_of_a_config_says_it_for_the_model():
+    text = {**TINY, "model_type": "mistral4", "quantization_config": {"quant_method": "awq"}}
+    config, _ = config_file.parse({"model_type": "mistral3", "text_config": text}, Path("config.json"))
+    read, _ = quantization.read(config)
+    assert read is not None
+    assert read.method == "awq"
