@@ -32,10 +32,13 @@ def plan(
     users: Annotated[str, typer.Option(help="Users decoded together.")] = "32",
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Of the weights: {', '.join(BYTES)}. As the config says they are stored, or bf16."),
+        typer.Option(help=f"Of the weights: {', '.join(BYTES)}. Left out: as the config stores them, else bf16."),
     ] = None,
     cache_dtype: Annotated[
-        str | None, typer.Option(help="Of the cache; where left out that of the weights, of quantized ones in use.")
+        str | None,
+        typer.Option(
+            help="Of the cache. Left out: that of the weights; of quantized ones, that in which they are used."
+        ),
     ] = None,
     tp: Annotated[str, typer.Option(help="GPUs that share the model (tensor parallel).")] = "1",
     dcp: Annotated[str, typer.Option(help="GPUs of them that share a context; all where left out.")] = "1",

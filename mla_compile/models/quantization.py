@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from mla_compile.core.dims import Dims
 from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 from mla_compile.models.weights import Tensor
-from mla_compile.report.stored import PartName, StoredPart, StoredWeights, UpProjections
 
 _DTYPES: Mapping[Any, str] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -48,7 +46,7 @@ class Packing:
     def sizes(self, rows: int, columns: int) -> tuple[int, int]:
         """Bytes of the weights, and of everything that is stored beside them.
 
-        A few bytes per matrix are not counted: its shape, a code book, one scale for the whole.
+        A few bytes per matrix are not counted: its shape, a code book, a scale of its scales.
         """
         if self.flat:
             return math.ceil(rows * columns * self.bits / 8), math.ceil(
@@ -67,7 +65,7 @@ def _words(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of the modules whose path begins with a match: packed, or stored as they are (``None``)."""
+    """What becomes of modules whose path the pattern matches from its beginning: packed, or left alone (``None``)."""
 
     pattern: re.Pattern[str]
     packing: Packing | None
@@ -77,8 +75,8 @@ class Rule:
 class Quantization:
     """What a config says: the first rule that matches a module decides, and only matrices that multiply are packed.
 
-    ``keeps_head``: the output projection is not quantized, whatever the rules say. ``arithmetic``: see
-    :class:`StoredWeights`.
+    ``keeps_head``: the output projection is not quantized, whatever the rules say. ``dtype``: of what is not quantized.
+    ``arithmetic``: the dtype in which quantized weights are multiplied.
     """
 
     method: str
@@ -112,7 +110,8 @@ def read(config: Any) -> tuple[Quantization | None, tuple[str, ...]]:
     if not method and any(fields.get(f"load_in_{bits}bit") for bits in (4, 8)):
         method = "bitsandbytes"  # published before the field was
     if not method:
-        raise InputError(f"the config's quantization_config names no quant_method; the ones read are {_known()}")
+        known = ", ".join(_READERS)
+        raise InputError(f"the config's quantization_config names no quant_method; the ones read are {known}")
     try:
         if method not in _READERS:
             raise _NotReadError
@@ -120,10 +119,6 @@ def read(config: Any) -> tuple[Quantization | None, tuple[str, ...]]:
     except _NotReadError as error:
         what = f"{method!r}" + (f" ({error})" if str(error) else "")
         return None, (f"quantized with {what}, which is not read: weights are counted as if they were not quantized",)
-
-
-def _known() -> str:
-    return ", ".join(_READERS)
 
 
 class _Fields(dict[str, Any]):
@@ -219,11 +214,11 @@ def _gptq(fields: _Fields, dtype: str) -> Quantization:
     sizes = (2, 3, 4, 5, 6, 7, 8)
     bits, group = fields.bits("bits", 4, sizes), fields.group("group_size", 128)
     rules = []
-    for pattern, more in fields.part("dynamic").items():
+    for pattern in (dynamic := fields.part("dynamic")):
         if pattern.startswith("-:"):
             rules.append(Rule(_regex(pattern.removeprefix("-:")), None))
             continue
-        own = _Fields(more) if isinstance(more, Mapping) else _Fields()
+        own = dynamic.part(pattern)
         chosen = packing(own.bits("bits", bits, sizes), own.group("group_size", group or -1))
         rules.append(Rule(_regex(pattern.removeprefix("+:")), chosen))
     rules.append(Rule(_ALL, packing(bits, group)))
@@ -261,7 +256,7 @@ def _bitsandbytes(fields: _Fields, dtype: str) -> Quantization:
 def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
     """The formats of compressed-tensors 0.20; ``ignore`` comes first, then the groups in their order."""
     rules = [Rule(_named(name), None) for name in fields.names("ignore")]
-    arithmetic = {dtype}
+    arithmetic = dtype
     groups = fields.part("config_groups")
     if not groups:
         raise InputError("the config's quantization_config has no config_groups, expected at least one")
@@ -272,10 +267,8 @@ def _compressed_tensors(fields: _Fields, dtype: str) -> Quantization:
         packing = _of_group(weights, form, dtype) if weights and form != "dense" else None
         rules += [Rule(_named(target), packing) for target in group.names("targets")]
         if packing and packing.words.startswith("fp8") and inputs.get("num_bits") == 8:
-            arithmetic.add("fp8")
-    return Quantization(
-        "compressed-tensors", dtype, "fp8" if "fp8" in arithmetic else dtype, tuple(rules), keeps_head=False
-    )
+            arithmetic = "fp8"
+    return Quantization("compressed-tensors", dtype, arithmetic, tuple(rules), keeps_head=False)
 
 
 def _named(target: str) -> re.Pattern[str]:
@@ -331,66 +324,3 @@ _READERS: Mapping[str, Callable[[_Fields, str], Quantization]] = {
     "awq": _awq,
     "bitsandbytes": _bitsandbytes,
 }
-
-
-def stored_weights(
-    tensors: Iterable[Tensor], quantization: Quantization, attentions: Mapping[str, Dims | None]
-) -> StoredWeights:
-    """Counts the bytes of a model's weights; ``attentions`` are the paths of its attentions, and their sizes."""
-    values: dict[PartName, list[int]] = {"attention": [0] * 4, "routed experts": [0] * 4, "rest": [0] * 4}
-    packings: dict[str, None] = {}
-    unquantized: dict[str, None] = {}
-    lookup = 0
-    found: dict[str, list[tuple[Tensor, Packing | None, int]]] = {}
-    for tensor in tensors:
-        packing = quantization.packing(tensor)
-        if packing is not None:
-            rows, columns = tensor.shape
-            size, scales = (tensor.copies * n for n in packing.sizes(rows, columns))
-            packings[packing.words] = None
-        else:
-            size, scales = tensor.values * BYTES[quantization.dtype], 0
-            if len(tensor.shape) > 1:
-                unquantized[re.sub(r"\.\d+(?=\.|$)", ".N", tensor.module)] = None
-        owner = next((path for path in _above(tensor.module) if path in attentions), None)
-        part: PartName = "routed experts" if tensor.expert else "rest" if owner is None else "attention"
-        for i, n in enumerate((tensor.values, tensor.values if packing else 0, size + scales, scales)):
-            values[part][i] += n
-        lookup += tensor.table * (size + scales)
-        if owner is not None:
-            found.setdefault(owner, []).append((tensor, packing, size + scales))
-    return StoredWeights(
-        quantization.method, tuple(packings), quantization.dtype, quantization.arithmetic,
-        tuple(StoredPart(name, *counts) for name, counts in values.items()), lookup, tuple(unquantized),
-        _up_projections({path: (attentions[path], owned) for path, owned in found.items()}),
-    )  # fmt: skip
-
-
-def _above(path: str) -> Iterable[str]:
-    """A path and those of the modules around it, the innermost first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-
-
-def _up_projections(
-    found: Mapping[str, tuple[Dims | None, Sequence[tuple[Tensor, Packing | None, int]]]],
-) -> UpProjections | None:
-    """The weights that make K and V of an attention from its rows, by their shapes, in all attentions together."""
-    names: dict[str, None] = {}
-    words: dict[str, None] = {}
-    layers = values = size = 0
-    for dims, owned in found.values():
-        if dims is None:
-            continue
-        both = (dims.H * (dims.N + dims.V), dims.L)
-        apart = {(dims.H * dims.N, dims.L), (dims.H * dims.V, dims.L)}
-        # Of two of one shape (the up-projection of the query may have it) the later one stands behind the latent.
-        taken = [one for one in owned if one[0].shape == both][-1:] or [one for one in owned if one[0].shape in apart]
-        if sum(tensor.values for tensor, _, _ in taken) != both[0] * both[1]:
-            continue
-        layers, values = layers + 1, values + both[0] * both[1]
-        size += sum(n for _, _, n in taken)
-        names |= {tensor.module.rpartition(".")[2]: None for tensor, _, _ in taken}
-        words |= {packing.words: None for _, packing, _ in taken if packing}
-    return UpProjections(tuple(names), layers, values, size, " or ".join(words) or None) if layers else None

@@ -20,7 +20,8 @@ import mla_compile
 from mla_compile.core.dims import Dims
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, quantization, skeleton, sources
-from mla_compile.models.quantization import Quantization, stored_weights
+from mla_compile.models.quantization import Quantization
+from mla_compile.models.stored import stored_weights
 from mla_compile.models.weights import first_int, tensors_of, text_config, weights_of
 from mla_compile.report.facts import CachedLayers, Facts, Family, Weights, family_of, latent_sites
 from mla_compile.report.report import Report
@@ -92,7 +93,11 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
     surveyed = _assemble(model, report, layers, cached, weights, notes + left_out)
     if quantized is None:
         return surveyed
-    attentions = {path: site.dims for site in report.sites for path in layers.stands_for(site.where.module)}
+    attentions = {
+        path: site.dims if site.verdict == "absorbed" else None
+        for site in report.sites
+        for path in layers.stands_for(site.where.module)
+    }
     stored = stored_weights(tensors, quantized, attentions)
     return surveyed._replace(facts=replace(surveyed.facts, stored=stored))
 

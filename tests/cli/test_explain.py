@@ -105,6 +105,12 @@ def test_attention_that_is_not_quantized_has_nothing_to_dequantize(explained_mod
     assert "of weights as stored (compressed-tensors)" in Path("page.html").read_text(encoding="utf-8")
 
 
+def test_what_is_not_absorbed_is_not_dequantized_either(explained_models):
+    wide = {**TINY, "kv_lora_rank": 96, "num_hidden_layers": 2, "quantization_config": KINDS["fp8"]}
+    said = json.loads(call(write(wide), "--json").stdout)
+    assert (said["family"], said["stored"]["up"], said["stored"]["kept_bytes"]) == ("kept", None, 0)
+
+
 def test_quantized_weights_without_a_latent(explained_models):
     """Nothing is taken apart; the weights count all the same."""
     done = call(write({**LLAMA, "quantization_config": KINDS["awq"]}), "--json")

@@ -14,7 +14,7 @@ from torch import nn
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.models import config_file, quantization, skeleton
-from mla_compile.models.quantization import stored_weights
+from mla_compile.models.stored import stored_weights
 from mla_compile.models.weights import Tensor, tensors_of
 from mla_compile.report.stored import StoredWeights
 from tests.support.explaining import TINY
@@ -265,6 +265,7 @@ def test_no_quantization():
         ({"quant_method": "gptq", "bits": 9}, "bits is 9, expected one of 2, 3, 4, 5, 6, 7, 8"),
         ({"quant_method": "gptq", "group_size": 0}, "group_size is 0, expected a whole number above 0, or -1"),
         ({"quant_method": "gptq", "group_size": True}, "group_size is True"),
+        ({"quant_method": "gptq", "dynamic": {"layers": 8}}, "layers is 8, expected an object"),
         ({"quant_method": "awq", "bits": 3}, "bits is 3, expected one of 4"),
         ({"quant_method": "bitsandbytes"}, "expected one of load_in_4bit and load_in_8bit to be true"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": "yes"}, "load_in_4bit is 'yes', expected true or false"),
