@@ -348,3 +348,12 @@ def test_the_text_part_of_a_config_says_it_for_the_model():
     read, _ = quantization.read(config)
     assert read is not None
     assert read.method == "awq"
+
+
+def test_the_up_projection_behind_the_latent_is_the_later_of_two_alike():
+    """With a rank of the query as wide as the latent, and R = V, its up-projection has the same shape."""
+    (read, _), _ = quantized({"quant_method": "fp8", "modules_to_not_convert": ["q_b"]})
+    tensors = [Tensor(f"attention.{name}", (4 * 22, 20), linear=True) for name in ("q_b", "kv_b")]
+    counted = stored_weights(tensors, read, {"attention": Dims(H=4, L=20, R=10, N=12, V=10)})
+    assert counted.up is not None
+    assert (counted.up.names, counted.up.bytes) == (("kv_b",), 88 * 20 + 4)
