@@ -58,8 +58,8 @@ def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
                 tuple(parameter.shape),
                 linear=isinstance(owner, nn.Linear) and name == "weight",
                 expert=any(module.startswith(f"{experts}.") for experts in lists),
-                table=owner is table,
-                head=owner is head,
+                table=_within(module, table),
+                head=_within(module, head),
             )
         )
     return tuple(found)
@@ -89,8 +89,12 @@ def _unstacked(module: str, name: str, parameter: nn.Parameter, count: int) -> I
         yield Tensor(f"{module}.0.{part}", (rows, columns), count, linear=True, expert=True)
 
 
-def _embeddings(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The input embedding, unless it is tied, and the output projection, as far as the model tells."""
+def _within(path: str, outer: str | None) -> bool:
+    return outer is not None and f"{path}.".startswith(f"{outer}.")
+
+
+def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
+    """The paths of the input embedding, unless it is tied, and the output projection, as far as the model tells."""
     if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
         return None, None
     owner: Any = model
@@ -99,7 +103,8 @@ def _embeddings(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     except NotImplementedError:  # transformers raises it for a model made of several
         return None, None
     tied = head is not None and isinstance(table, nn.Module) and head.weight is table.weight
-    return (None if tied else table), (head if isinstance(head, nn.Module) else None)
+    paths = {id(module): path for path, module in model.named_modules()}
+    return (None if tied else paths.get(id(table))), paths.get(id(head))
 
 
 def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Weights:
