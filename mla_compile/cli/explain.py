@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,10 @@ def explain(
             metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION (see above)."
         ),
     ],
-    dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(BYTES)}.")] = "bf16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Of weights and cache: {', '.join(BYTES)}. Left out: as the config stores them, else bf16."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -42,13 +46,16 @@ def explain(
     that cannot be read.
     """
     with ending():
-        name = values.dtype(dtype)
+        asked = None if dtype is None else values.dtype(dtype)
         target = None if html is None else checked(html)
         own = (Path(source), Path(source) / "config.json")
         if target is not None and target.exists() and any(p.exists() and p.samefile(target) for p in own):
             raise InputError(f"{target} is the model's config, which the page would replace; give it another name")
         with err.status("tracing a decode step"):
-            facts, report = survey(source, name)
+            facts, report = survey(source, asked or "bf16")
+            if asked is not None:
+                facts = replace(facts, stored=None)
+            name = asked or (facts.stored.dtype if facts.stored else "bf16")
             result = explained(facts, name, BYTES[name])
             if target is not None:
                 write_page(result, target, _title(source))
@@ -89,6 +96,8 @@ def _show(result: Explained, report: Report) -> None:
         out.print(_cost_table(result))
     for choice in result.choices:
         say(*_choice_lines(choice))
+    if model.stored:
+        say(*model.stored.lines())
     if model.family == "refused":
         say("nothing is absorbed; the report above says what stands in the way, and where")
     elif model.family == "kept":

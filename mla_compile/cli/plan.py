@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,8 +30,16 @@ def plan(
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, cpu, or a .yaml or .json file.")] = "h200",
     context: Annotated[str, typer.Option(help="Tokens of context per user; k is 1,024.")] = "128k",
     users: Annotated[str, typer.Option(help="Users decoded together.")] = "32",
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(BYTES)}.")] = "bf16",
-    cache_dtype: Annotated[str | None, typer.Option(help="Of the cache; that of the weights where left out.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Of the weights: {', '.join(BYTES)}. Left out: as the config stores them, else bf16."),
+    ] = None,
+    cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the cache. Left out: that of the weights; of quantized ones, that in which they are used."
+        ),
+    ] = None,
     tp: Annotated[str, typer.Option(help="GPUs that share the model (tensor parallel).")] = "1",
     dcp: Annotated[str, typer.Option(help="GPUs of them that share a context; all where left out.")] = "1",
     reserve: Annotated[float, typer.Option(help="Share of memory kept free for everything else.")] = 0.1,
@@ -40,13 +49,16 @@ def plan(
 ) -> None:
     """Plan decoding: weights, cache per user, users that fit, the floor of a step's time, and what bounds it.
 
+    Weights are counted as the config says they are stored, with the dequantized W_kc and W_v that absorbing keeps;
+    --dtype counts all of them in one dtype, and nothing beside them.
+
     A floor is what memory, arithmetic and links allow, at the shares of their data sheets that good kernels reach; real
     steps take longer. Latent attention is counted in its absorbed form, plain attention as it is.
 
     Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
     """
     with ending():
-        weight_dtype = values.dtype(dtype)
+        weight_dtype = "bf16" if dtype is None else values.dtype(dtype)
         if not 0 <= reserve < 1:
             raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
         request = Request(
@@ -63,6 +75,9 @@ def plan(
             check(plot)
         with err.status("reading the model's sizes"):
             model = survey(source).facts
+        if dtype is None and model.stored:
+            cache = model.stored.dtype if cache_dtype is None else request.cache_dtype
+            request = replace(request, weight_dtype=planning.AS_STORED, cache_dtype=cache)
         result = planning.plan(model, machine, request)
         if plot is not None:
             draw(model, machine, request, plot)
@@ -92,7 +107,7 @@ def formula_lines(result: Plan, latent: bool) -> list[str]:
 def _show(result: Plan) -> None:
     request, machine = result.request, result.machine
     where = f"{request.tp} x {machine.name}" if request.tp > 1 else machine.name
-    dtypes = request.weight_dtype
+    dtypes = f"weights {planning.AS_STORED}" if result.stored else request.weight_dtype
     if request.cache_dtype != request.weight_dtype:
         dtypes += f", cache in {request.cache_dtype}"
     memory, compute = f"{machine.memory_share:.0%}", f"{machine.compute_share:.0%}"
@@ -100,6 +115,7 @@ def _show(result: Plan) -> None:
         f"{result.model} ({result.family}) on {where}, {dtypes}: {request.users:,} users of {request.context:,} tokens",
         *(f"note: {note}" for note in result.notes),
         f"floors at {memory} of the data sheet's bandwidth and {compute} of its FLOP/s",
+        *(result.stored.lines() if result.stored else ()),
     )
     names = [planning.LABELS[row.layout] + (f" (dcp {row.dcp})" if row.dcp > 1 else "") for row in result.layouts]
     table = Table()

@@ -58,6 +58,10 @@ def check_sizes(raw: Mapping[str, Any], where: str) -> None:
     for name, value in raw.items():
         if name.startswith("rope_"):  # factors, not sizes
             continue
+        if name == "quantization_config":  # its reader checks what is in it; a group of -1 is a whole row
+            if not isinstance(value, Mapping | None):
+                raise InputError(f"{where}: quantization_config is {value!r}, expected an object with a quant_method")
+            continue
         if isinstance(value, Mapping):
             check_sizes(value, f"{where}, {name}")
             continue

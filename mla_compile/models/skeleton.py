@@ -34,10 +34,13 @@ class Layers:
     path: str
     like: tuple[int, ...]
 
-    def standing_for(self, module: str) -> int:
-        """How many modules of the model the one at this path stands for."""
-        found = re.match(re.escape(self.path) + r"\.(\d+)(\.|$)", module) if self.path else None
-        return self.like.count(int(found[1])) if found else 1
+    def stands_for(self, module: str) -> tuple[str, ...]:
+        """The paths of the modules of the model that the one at this path stands for."""
+        found = re.match(rf"({re.escape(self.path)}\.)(\d+)(?=\.|$)", module) if self.path else None
+        if not found:
+            return (module,)
+        alike = (i for i, first in enumerate(self.like) if first == int(found[2]))
+        return tuple(f"{found[1]}{i}{module[found.end() :]}" for i in alike)
 
     def kinds(self) -> dict[int, int]:
         """Each layer that is traced, and how many layers are like it."""

@@ -19,8 +19,10 @@ from torch import nn
 import mla_compile
 from mla_compile.core.dims import Dims
 from mla_compile.errors import CaptureError, InputError
-from mla_compile.models import config_file, skeleton, sources
-from mla_compile.models.weights import first_int, text_config, weights_of
+from mla_compile.models import config_file, quantization, skeleton, sources
+from mla_compile.models.quantization import Quantization
+from mla_compile.models.stored import stored_weights
+from mla_compile.models.weights import first_int, tensors_of, text_config, weights_of
 from mla_compile.report.facts import CachedLayers, Facts, Family, Weights, family_of, latent_sites
 from mla_compile.report.report import Report
 
@@ -55,7 +57,8 @@ def survey(source: str, dtype: str = "bf16") -> Survey:
 
 def survey_config(config: Any, dtype: str = "bf16", notes: tuple[str, ...] = ()) -> Survey:
     """Survey the causal language model of a transformers config. Raises :class:`InputError`."""
-    return _of_language_model(skeleton.build(config, _DTYPES[dtype]), notes)
+    quantized, more = quantization.read(config)
+    return _of_language_model(skeleton.build(config, _DTYPES[dtype]), notes + more, quantized)
 
 
 def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Mapping[str, Any]]:
@@ -75,8 +78,9 @@ def _parts(made: Any, source: str) -> tuple[nn.Module, Sequence[Any] | None, Map
     return model.eval(), args, kwargs
 
 
-def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
-    layers, weights = skeleton.layers_of(model), weights_of(model)
+def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quantization | None = None) -> Survey:
+    layers, tensors = skeleton.layers_of(model), tensors_of(model)
+    weights = weights_of(model, tensors)
     skeleton.thin(model, layers)
     cache, left_out = skeleton.cached_call(model)
     cached = _cached_layers(cache, layers)
@@ -86,7 +90,16 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...]) -> Survey:
     if len(kinds) < len(layers.like):
         traced = ", ".join(f"layer {i} for {n}" if n > 1 else f"layer {i}" for i, n in kinds.items())
         notes += (f"of {len(layers.like)} layers {len(kinds)} are traced, one of each kind: {traced}",)
-    return _assemble(model, report, layers, cached, weights, notes + left_out)
+    surveyed = _assemble(model, report, layers, cached, weights, notes + left_out)
+    if quantized is None:
+        return surveyed
+    attentions = {
+        path: site.dims if site.verdict == "absorbed" else None
+        for site in report.sites
+        for path in layers.stands_for(site.where.module)
+    }
+    stored = stored_weights(tensors, quantized, attentions)
+    return surveyed._replace(facts=replace(surveyed.facts, stored=stored))
 
 
 def _step_explained(model: nn.Module, cache: Any) -> Report:
@@ -114,7 +127,7 @@ def _assemble(
     weights: Weights,
     notes: tuple[str, ...],
 ) -> Survey:
-    copies = tuple(layers.standing_for(site.where.module) for site in report.sites)
+    copies = tuple(len(layers.stands_for(site.where.module)) for site in report.sites)
     widened = [site.dims and _with_widths(site.dims, model, site.where.module) for site in report.sites]
     sites = latent_sites(zip(report.sites, widened, copies, strict=True))
     config = text_config(model)

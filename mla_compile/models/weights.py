@@ -1,54 +1,131 @@
-"""How many parameters a model has, and how many of them one token reads."""
+"""The weights of a model, how many parameters they are, and how many of them one token reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from mla_compile.errors import InputError
 from mla_compile.report.facts import Weights
 
 
-def weights_of(model: nn.Module) -> Weights:
+@dataclass(frozen=True)
+class Tensor:
+    """``copies`` weights of the same shape, as a checkpoint has them: routed experts one by one, gate and up apart.
+
+    Attributes:
+        module: the path of the module that a checkpoint keeps them in, of an expert that of the first.
+        shape: outputs and inputs of a matrix.
+        linear: whether the module multiplies by it; an embedding, a norm and a router may not be quantized.
+        expert: whether it belongs to a routed expert.
+        table: the input embedding, where it is not also the output projection.
+        head: the output projection.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    copies: int = 1
+    linear: bool = False
+    expert: bool = False
+    table: bool = False
+    head: bool = False
+
+    @property
+    def values(self) -> int:
+        """Of all copies."""
+        return torch.Size(self.shape).numel() * self.copies
+
+
+def tensors_of(model: nn.Module) -> tuple[Tensor, ...]:
+    """All weights of a model on any device, tied ones once, without those of experts that have none."""
+    count, idle = _experts(model)
+    table, head = _embeddings(model)
+    lists = _lists_of_experts(model, count, idle)
+    found: list[Tensor] = []
+    for path, parameter in model.named_parameters():
+        module, _, name = path.rpartition(".")
+        owner = model.get_submodule(module)
+        if _stacked(parameter, count, idle):
+            found += _unstacked(module, name, parameter, count)
+            continue
+        found.append(
+            Tensor(
+                module,
+                tuple(parameter.shape),
+                linear=isinstance(owner, nn.Linear) and name == "weight",
+                expert=any(module.startswith(f"{experts}.") for experts in lists),
+                table=_within(module, table),
+                head=_within(module, head),
+            )
+        )
+    return tuple(found)
+
+
+def _lists_of_experts(model: nn.Module, count: int, idle: int) -> list[str]:
+    """Lists of as many modules as there are experts; not a list of layers, which may be as many and have experts."""
+    lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
+    return [
+        path
+        for path, modules in lists.items()
+        if not any(other.startswith(f"{path}.") for other in lists)
+        and not any(_stacked(parameter, count, idle) for parameter in modules.parameters())
+    ]
+
+
+def _stacked(parameter: nn.Parameter, count: int, idle: int) -> bool:
+    """Whether it is one tensor for all experts of a layer."""
+    return count > 0 and parameter.dim() == 3 and parameter.shape[0] in (count, count + idle)
+
+
+def _unstacked(module: str, name: str, parameter: nn.Parameter, count: int) -> Iterator[Tensor]:
+    """The matrices of one tensor for all experts; transformers also joins two of each expert, gate and up, in it."""
+    joined = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    rows, columns = parameter.shape[1] // len(joined), parameter.shape[2]
+    for part in joined:
+        yield Tensor(f"{module}.0.{part}", (rows, columns), count, linear=True, expert=True)
+
+
+def _within(path: str, outer: str | None) -> bool:
+    return outer is not None and f"{path}.".startswith(f"{outer}.")
+
+
+def _embeddings(model: nn.Module) -> tuple[str | None, str | None]:
+    """The paths of the input embedding, unless it is tied, and the output projection, as far as the model tells."""
+    if not (hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings")):
+        return None, None
+    owner: Any = model
+    try:
+        table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
+    except NotImplementedError:  # transformers raises it for a model made of several
+        return None, None
+    tied = head is not None and isinstance(table, nn.Module) and head.weight is table.weight
+    paths = {id(module): path for path, module in model.named_modules()}
+    return (None if tied else paths.get(id(table))), paths.get(id(head))
+
+
+def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Weights:
     """Counts parameters, on any device. Raises :class:`InputError` if a token takes more experts than there are."""
-    total = sum(p.numel() for p in model.parameters())
-    lookup = 0
-    if hasattr(model, "get_input_embeddings") and hasattr(model, "get_output_embeddings"):
-        owner: Any = model
-        try:
-            table, head = owner.get_input_embeddings(), owner.get_output_embeddings()
-        except NotImplementedError:  # transformers raises it for a model made of several
-            table = head = None
-        if isinstance(table, nn.Module) and (head is None or head.weight is not table.weight):
-            lookup = sum(p.numel() for p in table.parameters())
-    config = text_config(model)
-    count = first_int(config, ("num_local_experts", "n_routed_experts", "num_experts"))
-    top_k = first_int(config, ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"))
+    tensors = tuple(tensors_of(model) if tensors is None else tensors)
+    total, lookup = sum(t.values for t in tensors), sum(t.values for t in tensors if t.table)
+    count, idle = _experts(model)
+    top_k = first_int(text_config(model), ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"))
     if not count or not top_k:
         return Weights(total, lookup)
-    idle = first_int(config, ("zero_expert_num",)) or 0  # experts without weights, which a token may take too
     if top_k > count + idle:
         raise InputError(f"a token takes {top_k} experts by the model's config, and there are {count + idle}")
-    experts, unused = _expert_values(model, count, idle)
-    return Weights(total - unused, lookup, experts, count, top_k * count / (count + idle))
+    experts = sum(t.values for t in tensors if t.expert)
+    return Weights(total, lookup, experts, count, top_k * count / (count + idle))
 
 
-def _expert_values(model: nn.Module, count: int, idle: int) -> tuple[int, int]:
-    """Weights of the routed experts, and weights that some code allocates for experts that have none.
-
-    The experts of a layer are either one tensor or a list of that many modules.
-    """
-    used = unused = 0
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            used += sum(p.numel() for p in module.parameters())
-        for p in module.parameters(recurse=False):
-            if p.dim() == 3 and p.shape[0] in (count, count + idle):
-                used += p.numel() // p.shape[0] * count
-                unused += p.numel() // p.shape[0] * (p.shape[0] - count)
-    return used, unused
+def _experts(model: nn.Module) -> tuple[int, int]:
+    """Routed experts of a layer, and experts without weights, which a token may take too; some code allocates them."""
+    config = text_config(model)
+    count = first_int(config, ("num_local_experts", "n_routed_experts", "num_experts"))
+    return count or 0, first_int(config, ("zero_expert_num",)) or 0
 
 
 def text_config(model: nn.Module) -> Any:

@@ -103,6 +103,7 @@ class Explained:
         record: dict[str, Any] = {"schema": SCHEMA, "dtype": self.dtype, "contexts": list(CONTEXTS)}
         record |= {"model": model.name, "family": model.family, "notes": list(self.notes)}
         record["weights"] = asdict(model.weights) | {"active": model.weights.active}
+        record["stored"] = model.stored and model.stored.to_dict()
         record["cached_by_its_code"] = [asdict(layer) | {"values": layer.values} for layer in model.cached]
         record["sites"] = [asdict(site) for site in model.latent]
         record["cache"] = [asdict(row) for row in self.cache]
@@ -112,7 +113,7 @@ class Explained:
 
 
 def explained(model: Facts, dtype: str, element_bytes: int) -> Explained:
-    """The tables of one model, for weights and cache of ``element_bytes`` per value."""
+    """The tables of one model, for a cache of ``element_bytes`` per value, and such weights or those stored."""
     return Explained(
         model, dtype, element_bytes, _cache(model, element_bytes), token_costs(model, element_bytes),
         tuple(_choice(site.dims, site.count, element_bytes) for site in model.latent if site.whole),
@@ -157,7 +158,8 @@ def _values(formula: sympy.Expr, letters: Mapping[str, float], groups: int) -> i
 
 def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) -> tuple[TokenCost, ...]:
     """A decoded token at each context: as it is, or expanded and absorbed. Of unknown weights, the attentions only."""
-    active = model.weights.active
+    active, stored = model.weights.active, model.stored
+    read = model.weights.share_read(stored) if stored else element * active
     if model.in_part or model.family in _UNTOLD:
         return ()
     if not model.latent:
@@ -165,16 +167,23 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
             return ()
         per_token = sum(2 * model.heads * (c.key_width + c.value_width) * c.count for c in model.cached)
         flops = tuple(2 * active + per_token * T for T in contexts)
-        moved = tuple(element * (active + model.cache_values * T) for T in contexts)
+        moved = tuple(read + element * model.cache_values * T for T in contexts)
         return (TokenCost("as it is", flops, moved),)
     # The formulas of the forms include the up-projections of K and V, which each form uses in its own way.
-    rest = active - model.over_sites(lambda d: d.H * d.L * (d.N + d.V)) if model.weights.total else 0
+    ups = model.over_sites(lambda d: d.H * d.L * (d.N + d.V))
+    rest = active - ups if model.weights.total else 0
+    rest_bytes = read - element * ups if model.weights.total else 0
+    # Expanding reads them as they are stored, absorbing as they were dequantized.
+    more = {"expanded": 0, "absorbed": stored.kept_bytes - stored.read_in_their_place if stored else 0}
     forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
     return tuple(
         TokenCost(
             name,
             tuple(2 * rest + _all_sites(model, formulas.flops(form), T=T) for T in contexts),
-            tuple(element * rest + _all_sites(model, formulas.moved_bytes(form), T=T, E=element) for T in contexts),
+            tuple(
+                rest_bytes + more[name] + _all_sites(model, formulas.moved_bytes(form), T=T, E=element)
+                for T in contexts
+            ),
         )
         for name, form in forms
     )

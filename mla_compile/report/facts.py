@@ -9,6 +9,7 @@ from typing import Literal
 
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import SiteReport
+from mla_compile.report.stored import StoredWeights
 
 Family = Literal["MLA", "MHA", "GQA", "MQA", "not MLA", "refused", "kept", "no attention"]
 """``refused``: sites that could be proved neither to be MLA nor to be anything else. ``kept``: sites whose latent is no
@@ -41,6 +42,12 @@ class Weights:
     def active(self) -> int:
         """Read for one token, routed experts included."""
         return self.dense + round(self.experts * self.expert_top_k / self.expert_count)
+
+    def share_read(self, stored: StoredWeights) -> int:
+        """The bytes of those that are active, as stored."""
+        experts = stored.part("routed experts").bytes
+        dense = stored.bytes - experts - stored.lookup_bytes
+        return dense + round(experts * self.expert_top_k / self.expert_count)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Facts:
     """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
 
     ``sites`` and ``messages`` are those of its report; ``copies``: how many attentions each of the sites stands for.
+    ``stored``: the weights as a quantized checkpoint has them; ``None`` if nothing says that they are quantized.
     """
 
     name: str
@@ -90,6 +98,7 @@ class Facts:
     notes: tuple[str, ...] = ()
     copies: tuple[int, ...] = ()
     messages: tuple[str, ...] = ()
+    stored: StoredWeights | None = None
 
     @property
     def cache_values(self) -> int:

@@ -26,9 +26,12 @@ from mla_compile.errors import InputError
 from mla_compile.passes.decide import formulas
 from mla_compile.passes.decide.formulas import B, E, G, H, L, R, T
 from mla_compile.report.facts import Facts
+from mla_compile.report.stored import StoredWeights
 from mla_compile.workbench.machines import Machine
 
 SCHEMA = "mla_compile.plan/1"
+AS_STORED = "as stored"
+"""The dtype of weights in a request that takes them as the model's checkpoint stores them."""
 Layout = Literal["replicated", "context", "data"]
 LABELS: dict[Layout, str] = {
     "replicated": "cache replicated",
@@ -41,7 +44,8 @@ K, V_ = sympy.symbols("K V", positive=True)  # widths of a key head and a value 
 D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
 W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: outside experts, of heads, of experts
 n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
-E_w = sympy.Symbol("E_w", positive=True)  # bytes per weight
+E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
+U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept, and what then is not read
 
 MEANING = {
     B: "users",
@@ -56,7 +60,11 @@ MEANING = {
     P: "machines that share the model (tp)",
     C: "machines that share a context (dcp)",
     E: "bytes per cached value",
-    E_w: "bytes per weight",
+    E_w: "bytes per weight outside routed experts",
+    E_h: "bytes per weight from, into and out of heads",
+    E_x: "bytes per weight of routed experts",
+    U: "bytes of dequantized W_kc and W_v",
+    Z: "bytes of W_kc and W_v as stored, where they are dequantized",
     A: "bytes per activation on a link",
     W: "weights outside routed experts",
     W_h: "weights from, into and out of heads",
@@ -86,7 +94,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free."""
+    """What is asked for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
+
+    ``weight_dtype`` is one dtype for all weights, or :data:`AS_STORED`.
+    """
 
     context: int = 131072
     users: int = 32
@@ -123,7 +134,7 @@ class LayoutPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every layout of one request."""
+    """Every layout of one request; ``stored`` is what it counts if it takes weights as they are stored."""
 
     model: str
     family: str
@@ -131,6 +142,7 @@ class Plan:
     request: Request
     layouts: tuple[LayoutPlan, ...]
     notes: tuple[str, ...]
+    stored: StoredWeights | None = None
 
     @property
     def fits(self) -> bool:
@@ -139,7 +151,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the key ``schema`` names the layout."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return {"schema": SCHEMA, **asdict(self), "stored": self.stored and self.stored.to_dict()}
 
 
 @cache
@@ -171,7 +183,7 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
     """Every quantity of one layout, per machine; attention and network are those of one layer."""
     flops, moved = core(latent)
     touched = X * (1 - (1 - k / n) ** B)  # of experts that at least one of B tokens takes, if all are equally likely
-    heads = W_h if layout == "data" else W_h / P
+    heads = 1 if layout == "data" else 1 / P
     joined = 2 * (P - 1) / P * B * D * A  # all-reduce, or all-gather and reduce-scatter, of B tokens
     network = joined if layout == "data" else 2 * joined
     if layout == "context":
@@ -182,8 +194,8 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
         "attention FLOPs": share(flops, layout),
         "attention bytes": share(moved, layout),
         "cache bytes per user": stored if layout == "data" else share(stored, layout),
-        "weight bytes": E_w * ((W - W_h + X) / P + heads),
-        "weight bytes read": E_w * ((W - W_h + touched) / P + heads),
+        "weight bytes": (E_w * W - E_h * W_h + E_x * X) / P + (E_h * W_h + U) * heads,
+        "weight bytes read": (E_w * W - E_h * W_h + E_x * touched) / P + (E_h * W_h + U - Z) * heads,
         "weight FLOPs": 2 * B * (W + X * k / n) / P,
         "network bytes": network,
     }
@@ -218,7 +230,7 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
 
 def plan(model: Facts, machine: Machine, request: Request) -> Plan:
     """Every layout that the request's machines allow; a single machine allows only one. Raises :class:`InputError`."""
-    sites = attentions(model)
+    sites, stored = attentions(model), _stored(model, request)
     _check(sites, machine, request)
     layouts: list[tuple[Layout, int]] = [("replicated", 1)]
     if request.tp > 1:
@@ -228,11 +240,35 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
         notes.append(f"attentions absorbed in part or by groups of heads ({model.in_part}) are counted as whole ones")
     elif model.family in ("refused", "kept"):
         notes.append("nothing is absorbed; what is recomputed from the cache in every step is not counted")
-    for dtype in dict.fromkeys((request.weight_dtype, request.cache_dtype)):
+    for dtype in dict.fromkeys((stored.arithmetic if stored else request.weight_dtype, request.cache_dtype)):
         if dtype not in machine.flops_per_s:
             notes.append(f"{machine.name} computes no {dtype}: it is read as {dtype} and computed as bf16")
     rows = tuple(_layout(layout, dcp, model, sites, machine, request) for layout, dcp in layouts)
-    return Plan(model.name, model.family, machine, request, rows, tuple(notes))
+    return Plan(model.name, model.family, machine, request, rows, tuple(notes), stored)
+
+
+def _stored(model: Facts, request: Request) -> StoredWeights | None:
+    """The weights as stored, if that is how they are asked for."""
+    if request.weight_dtype != AS_STORED:
+        return None
+    if model.stored is None:
+        raise InputError(f"nothing says how the weights of {model.name} are stored; name their dtype")
+    return model.stored
+
+
+def _weight_bytes(model: Facts, request: Request) -> dict[str, float]:
+    """What the formulas take for the bytes of weights; of heads it is the average of all weights of attentions."""
+    stored, weights = _stored(model, request), model.weights
+    if stored is None:
+        return dict.fromkeys(("E_w", "E_h", "E_x"), BYTES[request.weight_dtype])
+    attention, experts = stored.part("attention"), stored.part("routed experts")
+    return {
+        "E_w": (stored.bytes - experts.bytes - stored.lookup_bytes) / max(1, weights.dense),
+        "E_h": attention.bytes / max(1, attention.values),
+        "E_x": experts.bytes / max(1, experts.values),
+        "U": stored.kept_bytes,
+        "Z": stored.read_in_their_place,
+    }
 
 
 def _check(sites: tuple[Attention, ...], machine: Machine, request: Request) -> None:
@@ -248,10 +284,11 @@ def _check(sites: tuple[Attention, ...], machine: Machine, request: Request) -> 
 def _layout(
     layout: Layout, dcp: int, model: Facts, sites: tuple[Attention, ...], machine: Machine, request: Request
 ) -> LayoutPlan:
-    weights = model.weights
-    common = {
+    weights, stored = model.weights, _stored(model, request)
+    plain = stored.dtype if stored else request.weight_dtype
+    common = _weight_bytes(model, request) | {
         "B": request.users, "T": request.context, "P": request.tp, "C": dcp, "D": model.width or 0,
-        "E": BYTES[request.cache_dtype], "E_w": BYTES[request.weight_dtype], "A": max(2, BYTES[request.weight_dtype]),
+        "E": BYTES[request.cache_dtype], "A": max(2, BYTES[plain]),
         "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
         "n": weights.expert_count, "k": weights.expert_top_k,
     }  # fmt: skip
@@ -262,9 +299,10 @@ def _layout(
     def once(what: str) -> float:
         return _number(layout, sites[0].latent, what, _values(sites[0], **common))
 
-    stored = once("weight bytes") + weights.lookup * BYTES[request.weight_dtype] / request.tp
+    lookup = stored.lookup_bytes if stored else weights.lookup * BYTES[plain]
+    held = once("weight bytes") + lookup / request.tp
     per_user = total("cache bytes per user")
-    room = max(0.0, machine.memory_bytes * (1 - request.reserve) - stored)
+    room = max(0.0, machine.memory_bytes * (1 - request.reserve) - held)
     most = math.floor(room / per_user) * (request.tp if layout == "data" else 1)
     peak, bandwidth = machine.peak(request.cache_dtype), machine.bandwidth
     memory_s, compute_s = total("attention bytes") / bandwidth, total("attention FLOPs") / peak
@@ -276,7 +314,7 @@ def _layout(
         for s in sites
     )  # fmt: skip
     read_s = once("weight bytes read") / bandwidth
-    multiply_s = once("weight FLOPs") / machine.peak(request.weight_dtype)
+    multiply_s = once("weight FLOPs") / machine.peak(stored.arithmetic if stored else plain)
     network_s = total("network bytes") / machine.link_bytes_per_s if machine.link_bytes_per_s else 0.0
     parts = {
         "reading the cache": memory_s if memory_s >= compute_s else 0.0,
@@ -287,7 +325,7 @@ def _layout(
     }
     step_s = attention_s + max(read_s, multiply_s) + network_s
     return LayoutPlan(
-        layout, dcp, stored, per_user, most, most >= request.users, memory_s, compute_s, attention_s, read_s,
+        layout, dcp, held, per_user, most, most >= request.users, memory_s, compute_s, attention_s, read_s,
         multiply_s, network_s, step_s, request.users / step_s, max(parts, key=lambda name: parts[name]),
     )  # fmt: skip
 

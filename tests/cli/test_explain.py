@@ -58,6 +58,74 @@ def test_layers_that_are_not_traced_count_as_those_they_are_like(explained_model
     assert "fold verdict" in done.output
 
 
+KINDS = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 4}}},
+    },
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 4},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 4},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, kind):
+    """The verdicts and dims stay, bytes of weights are those of the format, and what is dequantized is said."""
+    plain = json.loads(call(write(TINY), "--json").stdout)
+    quantized = write({**TINY, "quantization_config": KINDS[kind]})
+    said = json.loads(call(quantized, "--json").stdout)
+    assert [said[key] for key in ("family", "sites", "cache", "choices", "weights", "dtype")] == [
+        plain[key] for key in ("family", "sites", "cache", "choices", "weights", "dtype")
+    ]
+    stored = said["stored"]
+    assert (plain["stored"], stored["method"]) == (None, kind)
+    assert [part["name"] for part in stored["parts"]] == ["attention", "routed experts", "rest"]
+    assert sum(part["values"] for part in stored["parts"]) == said["weights"]["total"]
+    assert stored["parts"][0]["values"] == 5 * (28 * 48 + 72 * 28 + 26 * 48 + 88 * 20 + 48 * 40 + 28 + 20)
+    assert (stored["up"]["layers"], stored["up"]["values"], stored["kept_bytes"]) == (5, 5 * 88 * 20, 5 * 88 * 20 * 2)
+    # What an absorbed token reads: stored weights less experts it does not take, W_kc and W_v dequantized.
+    experts = stored["parts"][1]["bytes"]
+    read = stored["bytes"] - stored["lookup_bytes"] - experts + round(experts * 2 / 6)
+    fewer = [[p - s for p, s in zip(a["bytes"], b["bytes"], strict=True)] for a, b in zip(plain["costs"], said["costs"], strict=True)]  # noqa: E501  # fmt: skip
+    expanded = 2 * plain["weights"]["active"] - read
+    assert fewer == [[expanded] * 3, [expanded - (stored["kept_bytes"] - stored["up"]["bytes"])] * 3]
+    text = call(quantized).output
+    assert f"weights as stored ({kind}): " in text
+    assert "dequantized once to be absorbed, and kept: W_kc and W_v take 3.52 kB per attention in bf16" in text
+    assert json.loads(call(quantized, "--dtype", "bf16", "--json").stdout)["costs"] == plain["costs"]
+
+
+def test_attention_that_is_not_quantized_has_nothing_to_dequantize(explained_models):
+    fields = {**KINDS["compressed-tensors"], "ignore": ["re:.*self_attn.*"]}
+    done = call(write({**TINY, "quantization_config": fields}), "--html", "page.html")
+    assert done.exit_code == 0, done.output
+    assert "kv_b_proj: stored in bf16, absorbed as stored, nothing to dequantize" in done.output
+    assert "of weights as stored (compressed-tensors)" in Path("page.html").read_text(encoding="utf-8")
+
+
+def test_what_is_not_absorbed_is_not_dequantized_either(explained_models):
+    wide = {**TINY, "kv_lora_rank": 96, "num_hidden_layers": 2, "quantization_config": KINDS["fp8"]}
+    said = json.loads(call(write(wide), "--json").stdout)
+    assert (said["family"], said["stored"]["up"], said["stored"]["kept_bytes"]) == ("kept", None, 0)
+
+
+def test_quantized_weights_without_a_latent(explained_models):
+    """Nothing is taken apart; the weights count all the same."""
+    done = call(write({**LLAMA, "quantization_config": KINDS["awq"]}), "--json")
+    assert done.exit_code == 1, done.output
+    stored = json.loads(done.stdout)["stored"]
+    assert (stored["up"], stored["kept_bytes"]) == (None, 0)
+    assert stored["parts"][0]["values"] == 3 * (48 * 48 * 2 + 24 * 48 * 2)
+
+
+def test_a_format_that_is_not_read_is_a_note(explained_models):
+    done = call(write({**TINY, "quantization_config": {"quant_method": "quark"}}))
+    assert done.exit_code == 0, done.output
+    assert "note: quantized with 'quark', which is not read: weights are counted as if they were not" in done.output
+
+
 def test_grouped_heads_are_named_and_nothing_is_absorbed(explained_models):
     done = call(write(LLAMA))
     assert done.exit_code == 1, done.output
@@ -173,6 +241,8 @@ def vision(kind: str, architecture: str, **sizes: object) -> dict[str, object]:
         ({**TINY, "num_experts_per_tok": 7}, "a token takes 7 experts by the model's config, and there are 6"),
         ({"model_type": "llava", "text_config": {**LLAMA, "vocab_size": 0}}, "text_config: vocab_size is 0"),
         ({**LLAMA, "hidden_size": "many"}, "hidden_size"),
+        ({**LLAMA, "quantization_config": "fp8"}, "is 'fp8', expected an object with a quant_method"),
+        ({**LLAMA, "quantization_config": {"quant_method": "gptq", "group_size": 0}}, "group_size is 0, expected"),
         ({**LLAMA, "num_attention_heads": 5}, "multiple of the number of attention heads"),
         ({**LLAMA, "model_type": ["llama"]}, "has ['llama'] as its model_type"),
         ({"model_type": "vit"}, "builds no causal language model from a config of type 'vit': it has none"),

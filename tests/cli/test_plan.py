@@ -17,6 +17,11 @@ from mla_compile.report.report import Report
 from mla_compile.workbench.machines import machine
 from tests.support.facts import GROUPED, V3
 
+SMALL = {
+    "model_type": "minicpm3", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10,
+}  # fmt: skip
 CUSTOM = {"memory_bytes": 32e9, "bytes_per_s": 1e12, "flops_per_s": {"bf16": 1e14}}
 
 
@@ -50,17 +55,41 @@ def test_a_request_as_text_and_as_json(here):
 
 
 def test_the_whole_way_from_a_config(tmp_path):
-    config = {
-        "model_type": "minicpm3", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 28,
-        "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10,
-    }  # fmt: skip
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(SMALL))
     done = call(str(path), "--gpu", "cpu", "--context", "4k", "--users", "2", "--json")
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)["layouts"]
     assert row["cache_bytes_per_user"] == 3 * 26 * 2 * 4096
+
+
+def test_weights_as_the_config_stores_them(tmp_path):
+    """Quantized ones take less, W_kc and W_v a little more beside them; a dtype that is typed counts alone."""
+    path = tmp_path / "config.json"
+    fields = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    path.write_text(json.dumps(SMALL | {"quantization_config": fields}))
+    done = call(str(path), "--gpu", "cpu", "--context", "4k", "--users", "2", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert (said["request"]["weight_dtype"], said["request"]["cache_dtype"]) == ("as stored", "bf16")
+    matrices = [(28, 48), (72, 28), (26, 48), (88, 20), (48, 40), (56, 48), (56, 48), (48, 56)]
+    plain = 3 * (2 * 48 + 28 + 20) + 48 + (1 if SMALL.get("tie_word_embeddings", True) else 2) * 97 * 48
+    stored = 3 * sum(r * c + 4 * r for r, c in matrices) + 2 * plain
+    assert said["stored"]["bytes"] == stored
+    assert said["stored"]["kept_bytes"] == 3 * 88 * 20 * 2
+    assert said["layouts"][0]["weight_bytes"] == pytest.approx(stored + 3 * 88 * 20 * 2)
+    text = call(str(path), "--gpu", "cpu", "--context", "4k").output
+    assert "weights as stored (bitsandbytes)" in text
+    assert "kv_b_proj: stored as int8 with a scale for an output, dequantized once to be absorbed, and kept" in text
+    typed = json.loads(call(str(path), "--gpu", "cpu", "--context", "4k", "--dtype", "fp8", "--json").stdout)
+    assert (typed["stored"], typed["request"]["weight_dtype"]) == (None, "fp8")
+    path.write_text(json.dumps(SMALL | {"quantization_config": {"quant_method": "quark"}}))
+    done = call(str(path), "--gpu", "cpu", "--context", "4k")
+    assert "note: quantized with 'quark', which is not read: weights are counted as if" in done.output
+    path.write_text(json.dumps(SMALL | {"quantization_config": {"quant_method": "gptq", "bits": "four"}}))
+    done = call(str(path), "--gpu", "cpu")
+    assert done.exit_code == 2, done.output
+    assert "quantization_config: bits is 'four', expected one of 2, 3, 4, 5, 6, 7, 8" in done.output
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 PUBLISHED = {
     "deepseek-v2-lite": (15.7, 0.1, 2.4, 0.1),
     "deepseek-v3": (671.0, 0.5, 37.0, 1.0),
+    "deepseek-v3.2": (671.0, 1.0, 37.0, 1.0),
     "glm-4.7-flash": (30.0, 1.0, 3.0, 0.7),
+    "glm-5-fp8": (744.0, 0.5, 40.0, 1.0),
     "kimi-k2": (1026.0, 15.0, 32.0, 0.7),
+    "kimi-k2-thinking": (1026.0, 15.0, 32.0, 0.7),
     "longcat-flash": (560.0, 2.0, 27.0, 1.0),
     "minicpm3-4b": (4.07, 0.05, 4.07, 0.05),
     "mistral-small-4": (119.0, 1.0, 6.0, 0.5),

@@ -10,8 +10,8 @@ import sympy
 from mla_compile.errors import InputError
 from mla_compile.workbench import planning
 from mla_compile.workbench.machines import machine
-from mla_compile.workbench.planning import Attention, Request, expressions, floor_seconds, plan
-from tests.support.facts import GROUPED, V3, V3_WEIGHTS
+from mla_compile.workbench.planning import AS_STORED, Attention, Request, expressions, floor_seconds, plan
+from tests.support.facts import GROUPED, V3, V3_STORED, V3_WEIGHTS
 
 H200 = machine("h200")
 
@@ -91,6 +91,39 @@ def test_experts_that_are_read_grow_with_the_users():
     many = plan(V3, H200, Request(context=1, users=10**4)).layouts[0]
     assert many.weight_memory_s * H200.bandwidth == pytest.approx(2 * (V3_WEIGHTS.total - V3_WEIGHTS.lookup))
     assert many.bottleneck == "arithmetic of weights"
+
+
+def test_weights_as_stored_and_what_absorbing_keeps_beside_them():
+    """W_kc and W_v of 33.5 MB a layer lie beside the stored weights, and are read in the place of those."""
+    model = replace(V3, stored=V3_STORED)
+    request = Request(context=1, users=10**4, weight_dtype=AS_STORED)
+    (row,) = plan(model, H200, request).layouts
+    kept, replaced = 61 * 2 * 2**24, 61 * (2**24 + 2**12)
+    assert row.weight_bytes == pytest.approx(V3_STORED.bytes + kept)
+    read = V3_STORED.bytes - 2 * V3_WEIGHTS.lookup + kept - replaced
+    assert row.weight_memory_s * H200.bandwidth == pytest.approx(read)
+    fp8, bf16 = (plan(model, H200, replace(request, weight_dtype=dtype)).layouts[0] for dtype in ("fp8", "bf16"))
+    assert row.weight_compute_s == fp8.weight_compute_s == bf16.weight_compute_s / 2
+    assert fp8.weight_bytes == V3_WEIGHTS.total
+    assert plan(model, H200, request).to_dict()["stored"]["kept_bytes"] == kept
+    assert plan(model, H200, replace(request, weight_dtype="fp8")).stored is None
+
+
+def test_dequantized_weights_are_split_along_the_heads():
+    model = replace(V3, stored=V3_STORED)
+    plain = replace(V3_STORED, up=None)
+    request = Request(context=1, users=8, weight_dtype=AS_STORED, tp=8)
+    kept = 61 * 2 * 2**24
+    for row, without in zip(
+        plan(model, H200, request).layouts, plan(replace(V3, stored=plain), H200, request).layouts, strict=True
+    ):
+        share = kept if row.layout == "data" else kept / 8
+        assert row.weight_bytes - without.weight_bytes == pytest.approx(share)
+
+
+def test_weights_as_stored_of_a_model_that_does_not_say():
+    with pytest.raises(InputError, match="nothing says how the weights of V3 are stored"):
+        plan(V3, H200, Request(weight_dtype=AS_STORED))
 
 
 def test_grouped_heads_are_split_as_far_as_they_go():

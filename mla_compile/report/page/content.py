@@ -181,6 +181,9 @@ def _facts(model: Facts, dtype: str) -> tuple[str, ...]:
         said.append(f"{amount(weights.total)} parameters")
         if weights.active != weights.total:
             said.append(f"{amount(weights.active)} read for a token")
+    if model.stored:
+        said.append(f"{gigabytes(model.stored.bytes)} of weights as stored ({model.stored.method})")
+        return (*said, f"cache in {dtype}")
     return (*said, f"weights and cache in {dtype}")
 
 

@@ -233,8 +233,8 @@ def test_other_families_have_a_page_too(explained_models):
     assert "This is GQA, not Multi-head Latent Attention: there is no latent to absorb." in found.texts
     assert explained_models.name in found.texts  # a config.json is called what its directory is
     assert set(said) == {
-        "schema", "dtype", "contexts", "model", "family", "notes", "weights", "cached_by_its_code", "sites", "cache",
-        "costs", "choices", "report",
+        "schema", "dtype", "contexts", "model", "family", "notes", "weights", "stored", "cached_by_its_code", "sites",
+        "cache", "costs", "choices", "report",
     }  # fmt: skip
     values = [float(a["data-value"]) for a in found.all("circle")]
     assert values == [*said["costs"][0]["flops"], *said["costs"][0]["bytes"]]
