@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -160,7 +161,9 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     traced: Any
     try:
-        with torch.no_grad(), levels_restored():
+        with torch.no_grad(), levels_restored(), warnings.catch_warnings():
+            # A library's operator without a kernel of its own stays one node, as it should.
+            warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
             traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("the graph cannot be made functional", error) from error

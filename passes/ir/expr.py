@@ -178,12 +178,17 @@ def widened(value: Any, dtype: torch.dtype | None) -> Any:
     return dtype if floating and dtype is not None else value
 
 
+_PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
+
+
 def is_foreign(op: object) -> bool:
-    """Whether ``op`` belongs to a library: its kernels need not know the precision of an exact evaluation.
+    """Whether ``op`` belongs to a library or to one machine: its kernels need not know the dtype of an exact evaluation.
 
     What such an operator makes of quantized numbers is what they mean, in the precision it has.
     """
-    return getattr(op, "namespace", "aten") not in ("aten", "prims", "prim", "mla_compile")
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    return op.namespace not in ("aten", "prims", "prim", "mla_compile") or op._opname.startswith(_PACKED)
 
 
 def _holds(value: object, expr: Expr) -> bool:

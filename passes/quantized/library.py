@@ -71,7 +71,9 @@ PRODUCTS = Products(
         "aten::_weight_int4pack_mm_with_scales_and_zeros": QuantizedLinear("self", None),
         "aten::_dyn_quant_matmul_4bit": QuantizedLinear("inp", None, rounds=True),
         "bitsandbytes::gemm_4bit": QuantizedLinear("A", _bitsandbytes_4bit),
-        "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
+        # Repacked for a CPU with instructions for bfloat16; on a GPU it is for one row, which no cache of rows is.
+    "bitsandbytes::gemv_4bit": QuantizedLinear("A", None),
+    "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
         # The kernels that transformers loads for checkpoints in float8 blocks; the namespace ends in a build's hash.
         "_finegrained_fp8_*::w8a8_block_dynamic_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
         "_finegrained_fp8_*::w8a8_block_static_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),

@@ -1,0 +1,212 @@
+"""Rows that are rounded before a product: legal where their own largest number made the scale, refused elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.codes import Code
+from tests.support.quantized import Int8, error, exact, optimized
+
+FP8 = torch.float8_e4m3fn
+
+
+def scale(x: Tensor, top: float = 127) -> Tensor:
+    return x.abs().amax(-1, keepdim=True).clamp(min=1e-5) / top
+
+
+def int_mm(layer: Int8, q: Tensor, s: Tensor, x: Tensor) -> Tensor:
+    total = torch._int_mm(q.reshape(-1, q.shape[-1]), layer.weight.t())
+    return (total.float() * s.reshape(-1, 1) * layer.scale).reshape(*x.shape[:-1], -1).to(x.dtype)
+
+
+def divided(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s, x)
+
+
+def by_reciprocal(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x * s.reciprocal()).round().to(torch.int8), s, x)
+
+
+def by_one_over(layer: Int8, x: Tensor) -> Tensor:
+    up = 127 / x.abs().amax(-1, keepdim=True)
+    return int_mm(layer, torch.round(x * up).to(torch.int8), 1 / up, x)
+
+
+def largest_of_dim(layer: Int8, x: Tensor) -> Tensor:
+    s = x.float().abs().max(dim=-1, keepdim=True).values / 127 + 1e-9
+    return int_mm(layer, (x.float() / s).round().to(torch.int8), s, x)
+
+
+def flat_first(layer: Int8, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    s = rows.abs().amax(-1).div(127).clamp_min(1e-6)
+    q = (rows / s[:, None]).round().clamp(-127, 127).to(torch.int8)
+    total = torch._int_mm(q, layer.weight.t()).to(torch.float32)
+    return (total * s.unsqueeze(-1) * layer.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
+
+
+def in_float(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x.float())
+    q = (x.float() / s).round()
+    return (F.linear(q, layer.weight.float()) * (s * 1.0) * layer.scale).to(x.dtype)
+
+
+def one_scale(layer: Int8, x: Tensor) -> Tensor:
+    s = x.abs().max() / 127
+    total = torch._int_mm((x / s).round().to(torch.int8).flatten(0, 1), layer.weight.t())
+    return (total.float() * s * layer.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
+
+
+def float8(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x.float(), 448)
+    rows = (x.float() / s).clamp(-448, 448).to(FP8).float() * s
+    return F.linear(rows.to(x.dtype), layer.weight.to(x.dtype) * layer.scale[:, None].to(x.dtype))
+
+
+def float8_groups(layer: Int8, x: Tensor) -> Tensor:
+    groups = x.float().unflatten(-1, (-1, 16))
+    s = scale(groups, 448)
+    rows = ((groups / s).to(FP8).float() * s).flatten(-2)
+    return F.linear(rows, layer.weight.float() * layer.scale[:, None]).to(x.dtype)
+
+
+def fake_quantized(layer: Int8, x: Tensor) -> Tensor:
+    rows = torch.fake_quantize_per_tensor_affine(x.float(), 0.05, 0, -32768, 32767)
+    return F.linear(rows, layer.weight.float() * layer.scale[:, None]).to(x.dtype)
+
+
+LEGAL = [divided, by_reciprocal, by_one_over, largest_of_dim, flat_first, in_float, one_scale, float8, float8_groups, fake_quantized]  # fmt: skip
+
+
+@pytest.mark.parametrize("product", LEGAL)
+def test_rounded_rows_are_absorbed_and_nearer_to_the_dequantized_model(product):
+    """The absorbed form multiplies unrounded rows: nearer to float64 of the dequantized weights than the original."""
+    torch.manual_seed(0)
+    fast, after, before = optimized(Int8(product), verify=True)
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.ABSORBED, site.reason
+    assert any("no longer rounded" in note for note in site.notes)
+    torch.manual_seed(0)
+    truth = exact(Int8(product).dense())
+    assert error(after, truth) <= 1.05 * error(before, truth)
+    assert error(after, truth) < 0.02
+
+
+@pytest.mark.parametrize("product", [p for p in LEGAL if p not in (float8, float8_groups, fake_quantized)])
+def test_exact_leaves_them(product):
+    fast, after, before = optimized(Int8(product), quantized="exact")
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.QUANTIZED_ROWS
+    assert "rounded" in site.reason
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("product", [float8, float8_groups, fake_quantized])
+def test_exact_keeps_the_rounding_where_the_rounded_rows_are_rows(product):
+    """Rows that are dequantized before the product are a latent like any other: absorbed, and rounded as they were."""
+    torch.manual_seed(0)
+    fast, after, before = optimized(Int8(product), torch.float32, quantized="exact", verify=True)
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.ABSORBED
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+def test_scaled_mm():
+    torch.manual_seed(0)
+    weight = torch.randn(4 * 56, 64).to(FP8)
+    scales = torch.rand(4 * 56) + 0.5
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", weight)
+            self.register_buffer("scales", scales)
+
+        def forward(self, x):
+            s = scale(x.float(), 448)
+            q = (x.float() / s).to(FP8).flatten(0, 1)
+            how = (s.reshape(-1, 1), self.scales[None, :])
+            return torch._scaled_mm(q, self.weight.t(), *how, out_dtype=torch.bfloat16).unflatten(0, x.shape[:-1])
+
+    fast, after, before = optimized(Layer(), verify=True)
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.ABSORBED, site.reason
+    truth = exact(weight.double() * scales.double()[:, None])
+    assert error(after, truth) <= error(before, truth)
+
+
+def clipped(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x) / 2
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s, x)
+
+
+def cut_off(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x / s).to(torch.int8), s, x)
+
+
+def floored(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x / s).floor().clamp(-128, 127).to(torch.int8), s, x)
+
+
+def ternary(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x, 1)
+    return int_mm(layer, (x / s).round().to(torch.int8), s, x)
+
+
+def scaled_twice(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s * s, x)
+
+
+def never_scaled_back(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), torch.ones_like(s), x)
+
+
+def scales_of_other_rows(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x.flip(1))
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s, x)
+
+
+def scaled_back_in_another_order(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s.transpose(0, 1).contiguous(), x)
+
+
+def scales_of_columns(layer: Int8, x: Tensor) -> Tensor:
+    s = x.abs().amax(-1, keepdim=True)[:, :1].expand(-1, x.shape[1], -1) / 127
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s * 1, x)
+
+
+def float8_overflowing(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x.float(), 1000)
+    rows = (x.float() / s).to(FP8).float() * s
+    return F.linear(rows.to(x.dtype), layer.weight.to(x.dtype))
+
+
+ILLEGAL = [clipped, cut_off, floored, ternary, scaled_twice, never_scaled_back, scales_of_other_rows, scaled_back_in_another_order, scales_of_columns]  # fmt: skip
+
+
+@pytest.mark.parametrize("product", ILLEGAL)
+def test_what_is_no_quantization_of_the_rows_is_refused(product):
+    torch.manual_seed(0)
+    fast, after, before = optimized(Int8(product))
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.NONLINEAR, (site.code, site.reason)
+    assert torch.equal(after, before)
+
+
+def test_a_float8_cast_that_overflows_is_no_quantization():
+    fast, after, before = optimized(Int8(float8_overflowing))
+    (site,) = fast.mla_report.sites
+    # The rows after the cast are rows like any other: absorbed with their overflow.
+    assert site.verdict == "absorbed"
+    assert not any("no longer rounded" in note for note in site.notes)
+    assert torch.equal(after.isnan(), before.isnan())
