@@ -33,6 +33,7 @@ PUBLIC = {
     "export_onnx",
     "migrate_cache",
     "optimize",
+    "register_quantized_linear",
 }
 
 
@@ -188,11 +189,14 @@ ROOMS = {
     "passes.ir": "core",
     "passes.linear": "passes.ir",
     "passes.attention": "passes.ir",
+    "passes.quantized": "errors passes.ir",
     "passes.dependence": "passes.ir",
     "passes.canonical": "passes.attention passes.ir",
-    "passes.decide": "codes core errors passes.attention passes.dependence passes.ir passes.linear",
+    "passes.decide": """codes core errors passes.attention passes.dependence passes.ir passes.linear
+        passes.quantized""",
     "passes.cache": "core passes.attention passes.decide passes.ir passes.linear",
-    "passes.rewrite": "core ops passes.attention passes.decide passes.dependence passes.ir passes.linear",
+    "passes.rewrite": """core ops passes.attention passes.decide passes.dependence passes.ir passes.linear
+        passes.quantized""",
     "passes.verify": "passes.attention passes.decide passes.ir passes.rewrite",
     "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
     # From a model to what runs in its place.
@@ -200,7 +204,7 @@ ROOMS = {
     "caching": "analysis core passes.cache passes.decide",
     "report": "codes core errors passes.decide version",
     "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir
-        passes.linear passes.report passes.rewrite passes.verify report""",
+        passes.linear passes.quantized passes.report passes.rewrite passes.verify report""",
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
     "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",
@@ -209,7 +213,7 @@ ROOMS = {
     # The doors.
     "backend": "dynamo options report",
     "api": "capture core dynamo errors options pipeline report runtime",
-    "mla_compile": "api core errors onnx ops options report version",
+    "mla_compile": "api core errors onnx ops options passes.quantized report version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",
     "workbench": "backend core errors mla_compile models passes.decide report",

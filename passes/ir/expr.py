@@ -172,6 +172,11 @@ class Factor:
         return Factor(self.expr, tuple(names.get(a, a) for a in self.atoms))
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of projections and accumulation: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def widened(value: Any, dtype: torch.dtype | None) -> Any:
     """An argument of an operator, with a floating dtype (that of a cast) replaced by ``dtype`` where that is given."""
     floating = isinstance(value, torch.dtype) and value.is_floating_point
@@ -182,7 +187,7 @@ _PACKED = ("_weight_int4pack_mm", "_weight_int8pack_mm", "_dyn_quant_matmul")
 
 
 def is_foreign(op: object) -> bool:
-    """Whether ``op`` belongs to a library or to one machine: its kernels need not know the dtype of an exact evaluation.
+    """Whether ``op`` belongs to a library or to one machine: it need not know the dtype of an exact evaluation.
 
     What such an operator makes of quantized numbers is what they mean, in the precision it has.
     """

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from mla_compile.errors import InputError
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import args_of, is_tensor, shape, val
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.quantized.registry import Products, QuantizedLinear, named_arguments, schema_name
 from mla_compile.passes.quantized.rows import RowTracker, Scale, Scaled, block, covers, short
-from mla_compile.passes.rewrite.project import wide
 
 aten, ops = torch.ops.aten, torch.ops
 
@@ -72,8 +72,8 @@ PRODUCTS = Products(
         "aten::_dyn_quant_matmul_4bit": QuantizedLinear("inp", None, rounds=True),
         "bitsandbytes::gemm_4bit": QuantizedLinear("A", _bitsandbytes_4bit),
         # Repacked for a CPU with instructions for bfloat16; on a GPU it is for one row, which no cache of rows is.
-    "bitsandbytes::gemv_4bit": QuantizedLinear("A", None),
-    "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
+        "bitsandbytes::gemv_4bit": QuantizedLinear("A", None),
+        "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
         # The kernels that transformers loads for checkpoints in float8 blocks; the namespace ends in a build's hash.
         "_finegrained_fp8_*::w8a8_block_dynamic_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
         "_finegrained_fp8_*::w8a8_block_static_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),

@@ -11,13 +11,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.errors import InputError
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, stand_in
 from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
 from mla_compile.passes.quantized.registry import QuantizedLinear, named_arguments, registered, schema_name
 from mla_compile.passes.quantized.rows import RowTracker
-from mla_compile.passes.rewrite.project import wide
 
 aten = torch.ops.aten
 

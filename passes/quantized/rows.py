@@ -22,10 +22,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, Regroup, decode
 from mla_compile.passes.ir.sizes import Size, quotient, same
-from mla_compile.passes.rewrite.project import wide
 
 aten = torch.ops.aten
 

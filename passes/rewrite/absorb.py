@@ -33,10 +33,10 @@ from mla_compile.passes.attention.site import MaskTerm
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
 from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.products import Products
-from mla_compile.passes.rewrite.project import wide
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.sides import Sides
 

@@ -26,11 +26,11 @@ from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projectio
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
-from mla_compile.passes.ir.expr import Expr, Factor
+from mla_compile.passes.ir.expr import Expr, Factor, wide
 from mla_compile.passes.ir.graph import Builder, args_of, val
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.records import Maps
-from mla_compile.passes.rewrite.project import project, wide
+from mla_compile.passes.rewrite.project import project
 from mla_compile.passes.rewrite.records import Absorbed, Folded
 
 aten = torch.ops.aten

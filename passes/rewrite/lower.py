@@ -13,9 +13,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, argument, packet, val
 from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, positions, probabilities
-from mla_compile.passes.rewrite.project import wide
 
 aten = torch.ops.aten
 _TENSORS = ("query", "latent", "rope", "values", "mask", "seq_lens")

@@ -20,9 +20,9 @@ from mla_compile.passes.attention.site import Product
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, einsum, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.linear.records import Term
-from mla_compile.passes.rewrite.project import wide
 from mla_compile.passes.rewrite.sides import Sides
 from mla_compile.passes.rewrite.unfuse import written_out
 

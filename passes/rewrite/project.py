@@ -30,11 +30,6 @@ again by the product. A fused multiply and sum reads two bytes a value for each 
 """
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of projections and accumulation: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def project(
     builder: Builder, x: fx.Node, x_atoms: Sequence[Atom], weight: fx.Node, w_atoms: Sequence[Atom], out: Sequence[Atom]
 ) -> fx.Node:

@@ -19,11 +19,11 @@ from mla_compile.passes.decide.records import AbsorbPlan, Rows
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
-from mla_compile.passes.ir.expr import Expr, Factor
+from mla_compile.passes.ir.expr import Expr, Factor, wide
 from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
-from mla_compile.passes.rewrite.project import project, wide
+from mla_compile.passes.rewrite.project import project
 
 aten = torch.ops.aten
 

@@ -18,9 +18,9 @@ from mla_compile.passes.attention.flex import Flex, flex_of
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.ir.arrange import Sizes, arrange, einsum, same_layout, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
+from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, val
 from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, positions, probabilities
-from mla_compile.passes.rewrite.project import wide
 
 
 def written_out(site: AttentionSite, fake_mode: FakeTensorMode | None) -> AttentionSite:

@@ -29,6 +29,8 @@ def test_codes_are_stable():
         "dropout": "refused",
         "mask_depends_on_keys": "refused",
         "unsupported_weight": "refused",
+        "quantized_rows": "refused",
+        "unknown_product": "refused",
         "unsupported_op": "refused",
         "graph_break": "refused",
         "expanded_cache": "refused",

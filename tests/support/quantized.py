@@ -66,7 +66,9 @@ def inputs(dtype: torch.dtype = torch.bfloat16, batch: int = B, tokens: int = T,
     return q.to(dtype), (latent * size).to(dtype), rotary.to(dtype)
 
 
-def optimized(layer: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: object) -> tuple[nn.Module, Tensor, Tensor]:
+def optimized(
+    layer: nn.Module, dtype: torch.dtype = torch.bfloat16, **options: object
+) -> tuple[nn.Module, Tensor, Tensor]:
     """An attention with ``layer``, absorbed where it may be; its result, and that of the original."""
     torch._dynamo.reset()
     module = Attention(layer).eval()

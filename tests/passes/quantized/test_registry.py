@@ -60,7 +60,8 @@ def test_an_unknown_product_is_refused_by_its_name(doubled):
 
 @pytest.mark.parametrize("name", ["packet", "overload", "text", "pattern"])
 def test_registered_it_is_absorbed(doubled, products, name):
-    op = {"packet": doubled, "overload": doubled.default, "text": "tests_quantized::doubled", "pattern": "tests_*::doubled"}
+    names = {"text": "tests_quantized::doubled", "pattern": "tests_*::doubled"}
+    op = {"packet": doubled, "overload": doubled.default, **names}
     mla_compile.register_quantized_linear(op[name], lambda codes, bias: (2 * codes.float(), bias), rows="x")
     layer = Layer(doubled, bias=False)
     fast, after, before = optimized(layer, verify=True)

@@ -80,7 +80,10 @@ def fake_quantized(layer: Int8, x: Tensor) -> Tensor:
     return F.linear(rows, layer.weight.float() * layer.scale[:, None]).to(x.dtype)
 
 
-LEGAL = [divided, by_reciprocal, by_one_over, largest_of_dim, flat_first, in_float, one_scale, float8, float8_groups, fake_quantized]  # fmt: skip
+LEGAL = [
+    divided, by_reciprocal, by_one_over, largest_of_dim, flat_first, in_float, one_scale, float8, float8_groups,
+    fake_quantized,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("product", LEGAL)
@@ -191,7 +194,10 @@ def float8_overflowing(layer: Int8, x: Tensor) -> Tensor:
     return F.linear(rows.to(x.dtype), layer.weight.to(x.dtype))
 
 
-ILLEGAL = [clipped, cut_off, floored, ternary, scaled_twice, never_scaled_back, scales_of_other_rows, scaled_back_in_another_order, scales_of_columns]  # fmt: skip
+ILLEGAL = [
+    clipped, cut_off, floored, ternary, scaled_twice, never_scaled_back, scales_of_other_rows,
+    scaled_back_in_another_order, scales_of_columns,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("product", ILLEGAL)
