@@ -13,6 +13,7 @@ from torch import fx
 
 from mla_compile import pipeline
 from mla_compile.capture import cache_change, capture, emit
+from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
 from mla_compile.core.program import Program
@@ -30,6 +31,7 @@ _ONE_FORM = (
     "the number of queries is symbolic, and for the traced one expanding is cheaper; an artifact holds one form: use "
     'forms="absorbed", or trace with few queries'
 )
+_CASTS = "the casts of autocast are written out in the program: run it outside of autocast"
 _DYNAMO_SETTINGS = ("dynamic", "fullgraph")
 
 
@@ -116,7 +118,8 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
         program = capture.from_exported(model)
     else:
         program = capture.from_graph_module(model, _flat_inputs(model, example_inputs) if example_inputs else None)
-    return pipeline.run(program, options, draw=True).report
+    with without_autocast():
+        return pipeline.run(program, options, draw=True).report
 
 
 def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: float | None = None) -> Migrated:
@@ -247,15 +250,18 @@ def _flat_inputs(gm: fx.GraphModule, args: Sequence[Any]) -> list[Any]:
 
 def _artifact(program: Program, options: Options) -> _Artifact:
     """The program rewritten into one form: where each call would choose, the traced sizes do."""
-    outcome = pipeline.run(program, options, own_cache=True)
-    report = outcome.report
-    if outcome.variants and not pays_as_traced(outcome.base, outcome.variants):
-        outcome = pipeline.run(program, replace(options, forms="expanded"), own_cache=True)
-        report = replace(outcome.report, messages=(*outcome.report.messages, _ONE_FORM))
-    tell(report)
-    made = outcome.program
-    change = None if made.cache is None else cache_change.of_program(made, made.weights)
-    return _Artifact(made, report, folded_values(made), change)
+    with without_autocast():
+        outcome = pipeline.run(program, options, own_cache=True)
+        report = outcome.report
+        if outcome.variants and not pays_as_traced(outcome.base, outcome.variants):
+            outcome = pipeline.run(program, replace(options, forms="expanded"), own_cache=True)
+            report = replace(outcome.report, messages=(*outcome.report.messages, _ONE_FORM))
+        if program.autocast and isinstance(program.original, torch.export.ExportedProgram):
+            report = replace(report, messages=(*report.messages, _CASTS))
+        tell(report)
+        made = outcome.program
+        change = None if made.cache is None else cache_change.of_program(made, made.weights)
+        return _Artifact(made, report, folded_values(made), change)
 
 
 def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from mla_compile.capture.inline import levels_restored, written_out
+from mla_compile.capture.autocast import acting, has_regions, is_active, without_autocast, write_casts
+from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Program, copy_graph, view_source
@@ -80,16 +81,25 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | Non
 
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
     """The program of an ExportedProgram; ``original`` is that ExportedProgram with its in-place writes removed."""
-    flat = _called_flat(exported)
     try:
-        functional = flat.run_decompositions({})
+        gm = copy.deepcopy(exported.graph_module)
+        if gm.graph.find_nodes(op="get_attr"):
+            gm = calls_written_out(gm)
+        # torch itself would write the casts of some operators as it makes the program functional, and lose others.
+        autocast = is_active() or has_regions(gm.graph)
+        if autocast:
+            write_casts(gm, renew=True)
+        flat = _called_flat(exported, gm)
+        with without_autocast():
+            functional = flat.run_decompositions({})
+    except CaptureError:
+        raise
     except Exception as error:  # whatever an operator or its fake kernel raises
         raise _failure("the exported program cannot be made functional", error) from error
     _call_like(exported, functional)
     signature = functional.graph_signature
     graph = copy_graph(functional.graph)
     _drop_grad_mode(graph)
-    gm = fx.GraphModule(functional.graph_module, graph)
     by_target = {spec.target: spec.arg.name for spec in signature.input_specs if spec.target is not None}
     mutated: list[str] = []
     for spec in signature.output_specs:
@@ -107,11 +117,12 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         for target, name in by_target.items()
         if isinstance(tensors.get(target), torch.Tensor) and name not in mutated
     }
-    return _finish(Program(gm, tuple(mutated), weights, original=functional))
+    traced = fx.GraphModule(functional.graph_module, graph)
+    return _finish(Program(traced, tuple(mutated), weights, original=functional, autocast=autocast))
 
 
-def _called_flat(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """``exported`` with flat outputs and one flat keyword argument per input.
+def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
+    """``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
 
     ``run_decompositions`` would build the containers of the inputs, and what those compute as they are built (the
     DynamicCache of transformers appends to empty tensors) would end up in constants that nothing owns.
@@ -125,11 +136,15 @@ def _called_flat(exported: torch.export.ExportedProgram) -> torch.export.Exporte
         out_spec=pytree.tree_structure(tuple(range(first.signature.out_spec.num_leaves))),
         forward_arg_names=None,
     )
-    gm = copy.deepcopy(exported.graph_module)
+    graph_signature = copy.deepcopy(exported.graph_signature)
+    returned: Any = gm.graph.output_node().args[0]
+    for spec, value in zip(graph_signature.output_specs, returned, strict=True):
+        if isinstance(value, fx.Node):  # what was inlined has another name in this graph
+            spec.arg = dataclasses.replace(spec.arg, name=value.name)
     return torch.export.ExportedProgram(
         root=gm,
         graph=gm.graph,
-        graph_signature=copy.deepcopy(exported.graph_signature),
+        graph_signature=graph_signature,
         state_dict=exported.state_dict,
         range_constraints=exported.range_constraints,
         module_call_graph=[dataclasses.replace(first, signature=signature), *rest],
@@ -150,21 +165,27 @@ def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.Export
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     """``aot_export_module``, then parameters and buffers put back as get_attr nodes under their old names."""
-    _refuse_autocast(gm, values)
     try:
         with levels_restored():
             flat = _flat(written_out(gm))
             drop_idle_sets(flat, values)
             values, opened = open_subclasses(flat, values)
+    except CaptureError:
+        raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("a graph within the graph cannot be written out", error) from error
+    autocast = is_active() or has_regions(flat.graph)
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     traced: Any
     try:
-        with torch.no_grad(), levels_restored(), warnings.catch_warnings():
+        with torch.no_grad(), levels_restored(), acting(flat), warnings.catch_warnings():
             # A library's operator without a kernel of its own stays one node, as it should.
             warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
             traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
+        if autocast:
+            write_casts(traced)
+    except CaptureError:
+        raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("the graph cannot be made functional", error) from error
     graph: fx.Graph = traced.graph
@@ -216,7 +237,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
             weights.pop(node.name, None)
             graph.erase_node(node)
     traced_gm = fx.GraphModule({target: attributes[target] for target in used}, graph)
-    program = _finish(Program(traced_gm, mutations, weights, original=gm))
+    program = _finish(Program(traced_gm, mutations, weights, original=gm, autocast=autocast))
     program.parts = {one.name: {name: tensor for name, _, tensor in one.parts} for one in opened}
     return program
 
@@ -245,16 +266,6 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
     output = graph.output_node()
     output.args = (tuple(pytree.tree_leaves(output.args[0])),)
     return fx.GraphModule(gm, graph)
-
-
-def _refuse_autocast(gm: fx.GraphModule, values: Sequence[object]) -> None:
-    """Pre-dispatch graphs do not show autocast's casts, so nothing could be proved about their dtypes."""
-    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
-    inside = any(getattr(node.target, "__name__", "") == "_enter_autocast" for node in gm.graph.nodes)
-    if inside or any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind)):
-        raise CaptureError(
-            "autocast is active and its casts are not in the graph; cast the model with .to(dtype) instead"
-        )
 
 
 def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:

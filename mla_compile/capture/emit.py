@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputSpec, Tenso
 from torch.fx.graph_module import _assign_attr
 from torch.utils import _pytree as pytree
 
+from mla_compile.capture import autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.emit_cache import new_calls, new_examples, new_guards, new_signature, rows_in_graph_module
 from mla_compile.core.program import Program, view_source
@@ -92,6 +93,8 @@ def to_plain_graph_module(
         raise CaptureError(f"the graph returned {len(leaves)} values, its rewritten form {len(flat)}")
     output.args = (pytree.tree_unflatten(flat, spec),)
     _check_inputs(gm, original)
+    if program.autocast:
+        _switch_autocast_off(gm.graph)
     gm.graph.set_codegen(original.graph._codegen)
     _keep_state(gm, original)
     gm.meta = dict(original.meta)
@@ -113,6 +116,18 @@ def _keep_state(gm: fx.GraphModule, original: fx.GraphModule) -> None:
     for path, module in gm.named_modules():
         prefix = f"{path}." if path else ""
         module._non_persistent_buffers_set.update(leaf for leaf in module._buffers if prefix + leaf not in known)
+
+
+def _switch_autocast_off(graph: fx.Graph) -> None:
+    """Runs the graph without autocast: its casts are written out, and products that are float32 on purpose stay so."""
+    values = [node.meta["val"] for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    devices = dict.fromkeys(v.device.type for v in values if torch.amp.is_autocast_available(v.device.type))
+    for device in devices:
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(first):
+            entered = graph.call_function(autocast.ENTER, (device, None, False, None))
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(autocast.LEAVE, (entered,))
 
 
 def _check_inputs(gm: fx.GraphModule, original: fx.GraphModule) -> None:

@@ -14,30 +14,49 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mla_compile.capture import autocast
 from mla_compile.core.program import copy_graph
+from mla_compile.errors import CaptureError
 from mla_compile.passes.ir.graph import splice
 
 # Operator -> the positions of its nested graph and of its first operand among its arguments.
 _CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
 _CALLERS["invoke_subgraph"] = (0, 2)  # in between: the name of the region
+_CALLERS["wrap_with_autocast"] = (4, 5)  # before it: the device, the dtype, whether it is on, whether casts are kept
+_CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # before it: the mode, which means nothing without gradients
 
 
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm`` itself, or a copy of it without nested calls and without levels of ``torch.func``."""
+    gm = calls_written_out(gm)
+    graph = copy_graph(gm.graph)
+    regions = list(_regions(graph))
+    if not regions:
+        return gm
+    if autocast.is_active() or autocast.has_regions(graph):
+        raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func cannot be seen")
+    owner = fx.GraphModule(gm, graph)
+    for region in regions:
+        _write_out_region(owner, graph, region)
+    graph.lint()
+    owner.recompile()
+    return owner
+
+
+def calls_written_out(gm: fx.GraphModule) -> fx.GraphModule:
+    """``gm`` itself, or a copy of it without nested calls."""
     graph = copy_graph(gm.graph)
     owner = fx.GraphModule(gm, graph)
     calls = 0
     while (call := next(_calls(owner, graph), None)) is not None:
         _write_out_call(graph, *call)
         calls += 1
-    regions = list(_regions(graph))
-    for region in regions:
-        _write_out_region(owner, graph, region)
-    if not calls and not regions:
+    if not calls:
         return gm
     graph.lint()
     owner.recompile()
@@ -75,12 +94,16 @@ def _write_out_call(graph: fx.Graph, node: fx.Node, nested: fx.GraphModule, oper
     inner = nested.graph.find_nodes(op="placeholder")
     env = dict(zip(inner, operands, strict=True))
     with graph.inserting_before(node):
+        if node.target is wrap_with_autocast:
+            entered = graph.call_function(autocast.ENTER, node.args[:4])
         for own in nested.graph.nodes:
             if own.op in ("placeholder", "output"):
                 continue
             env[own] = graph.node_copy(own, lambda n: env[n])
             if own.op in ("get_attr", "call_module"):
                 env[own].target = f"{prefix}.{own.target}"
+        if node.target is wrap_with_autocast:
+            graph.call_function(autocast.LEAVE, (entered,))
     results: Any = fx.map_arg(nested.graph.output_node().args[0], lambda n: env[n])
     for user in list(node.users):  # getitem: these operators return tuples only
         index: Any = user.args[1]

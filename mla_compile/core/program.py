@@ -72,6 +72,7 @@ class Program:
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
         appends: the caches that new rows are written behind.
+        autocast: whether casts of autocast, on within the graph or around its capture, are written out in it.
     """
 
     gm: fx.GraphModule
@@ -85,6 +86,7 @@ class Program:
     latents: dict[str, Any] = field(default_factory=dict)
     cache: Any = None
     appends: tuple[Append, ...] = ()
+    autocast: bool = False
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
@@ -101,6 +103,7 @@ class Program:
             latents=dict(self.latents),
             cache=self.cache,
             appends=self.appends,
+            autocast=self.autocast,
         )
 
     @property

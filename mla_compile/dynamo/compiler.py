@@ -20,6 +20,7 @@ from torch._logging._internal import trace_structured
 
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
+from mla_compile.capture.autocast import is_active, without_autocast
 from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.dynamo.monitor import watch_current_function
@@ -110,15 +111,8 @@ class Compiler:
         try:
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
-            name = str(gm.meta.get("dynamo_compile_id", ""))
-            outcome = pipeline.run(program, self.options, name, draw=self.explain_only)
-            try:
-                folds = self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
-            except WeightError:
-                if self.options.fold == "always":
-                    raise
-                without = replace(self.options, fold="never", dequantize="step")
-                outcome, folds = pipeline.run(program, without, name), None
+            with without_autocast():
+                outcome, folds = self._outcome(program, example_inputs, str(gm.meta.get("dynamo_compile_id", "")))
         except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
             if self.options.strict and not self.explain_only:
                 raise
@@ -138,6 +132,16 @@ class Compiler:
         done = _Rewritten(program, outcome, folds)
         return done if done.changed or outcome.program.appends else None
 
+    def _outcome(self, program: Program, example_inputs: Inputs, name: str) -> tuple[Outcome, FoldedWeights | None]:
+        outcome = pipeline.run(program, self.options, name, draw=self.explain_only)
+        try:
+            return outcome, self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
+        except WeightError:
+            if self.options.fold == "always":
+                raise
+            without = replace(self.options, fold="never", dequantize="step")
+            return pipeline.run(program, without, name), None
+
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
         if not program.folds or self.explain_only:
@@ -151,14 +155,16 @@ class Compiler:
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
             native.load()  # built while everything else is, not in the first decode step
         program, base = done.outcome.program, done.outcome.base
+        autocast = is_active()
 
         def generate(one: Program) -> Call:
-            if one is done.captured:
+            # Under autocast the captured program and not its graph, which has no casts: it runs where autocast is off.
+            if one is done.captured and not autocast:
                 return self._generate(gm, example_inputs)
             return self._generate(emit.to_graph_module(one), _inputs_of(one, done.captured, example_inputs))
 
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             call = generate(program if done.changed else done.captured)
             if done.folds is not None:
                 call = with_folds(call, done.folds)
@@ -166,6 +172,8 @@ class Compiler:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(base))
             if program.appends:
                 call = with_room(call, program)
+        if autocast:  # Dynamo compiles again when it is switched off
+            call = _outside_autocast(call)
         if base.cache is not None:
             call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
@@ -187,6 +195,16 @@ class Compiler:
             )
             return gm
         return cast("Call", code)
+
+
+def _outside_autocast(call: Call) -> Call:
+    """``call`` with autocast off: the casts are in its graph, and products that are float32 on purpose stay so."""
+
+    def outside(*inputs: Any) -> Any:
+        with without_autocast():
+            return call(*inputs)
+
+    return outside
 
 
 def _latents(gm: fx.GraphModule, example_inputs: Inputs) -> dict[str, LatentTensor]:

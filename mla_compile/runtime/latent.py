@@ -43,7 +43,8 @@ class _Cell:
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         self.check()
         assert self.recipe is not None
-        with torch.no_grad():
+        # The recipe has the casts of the graph that made the rows, whatever is active where K is read.
+        with torch.no_grad(), torch._C._DisableAutocast():
             made: torch.Tensor = expand(self.recipe, rows, self.leaves, at_once)
         return made.contiguous()
 

@@ -365,25 +365,6 @@ def test_a_symbolic_trace_is_captured_for_its_example_inputs_and_refuses_other_s
         back(torch.ones(3, 4))
 
 
-def test_autocast_is_refused_because_its_casts_are_not_in_the_graph() -> None:
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return x @ x
-
-    errors: list[str] = []
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        with pytest.raises(CaptureError, match="autocast") as caught:
-            from_dynamo(gm, inputs)
-        errors.append(str(caught.value))
-        return gm
-
-    torch.compile(inside, backend=backend)(torch.ones(2, 2))
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2))
-    assert len(errors) == 2
-
-
 def test_what_cannot_be_traced_is_a_capture_error_with_the_reason() -> None:
     gm = torch.fx.symbolic_trace(lambda x: x.reshape(7))
     with pytest.raises(CaptureError, match="shape"):

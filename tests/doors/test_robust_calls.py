@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_compile import CaptureError, MlaCompileWarning, analysis, explain, optimize, pipeline
+from mla_compile import MlaCompileWarning, analysis, optimize, pipeline
 from mla_compile.passes.linear import analysis as linear_map
 from mla_compile.runtime import folds
 from tests.support.toy import Toy, decode_inputs
@@ -25,26 +25,6 @@ def assert_same(fast: Any, model: Any, inputs: Any = None) -> None:
     assert got[0].requires_grad == want[0].requires_grad
     assert got[0].is_inference() == want[0].is_inference()
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("warm", [False, True])
-def test_autocast_around_a_call_gives_what_the_original_gives_and_says_why_it_is_slow(warm: bool) -> None:
-    model = Toy().eval()
-    fast = optimize(model, **FAST)
-    with torch.no_grad():
-        if warm:
-            assert_same(fast, model)
-        with torch.autocast("cpu", torch.bfloat16):
-            with pytest.warns(MlaCompileWarning, match="autocast is active"):
-                assert_same(fast, model)
-            with pytest.raises(CaptureError, match="autocast"):
-                explain(model, *decode_inputs())
-        assert_same(fast, model)
-        assert fast.mla_report.absorbed == 1
-        with torch.autocast("cpu", enabled=False):
-            assert_same(fast, model)
-        with torch.autocast("cpu", torch.bfloat16):  # compiled above, with its casts
-            assert_same(fast, model)
 
 
 def test_gradient_modes_may_alternate() -> None:

@@ -1,0 +1,268 @@
+"""The casts of ``torch.autocast``, written into a graph.
+
+Autocast works inside the dispatcher: ``linear`` is called with float32 tensors, cast, and computed in bfloat16. A graph
+traced above the dispatcher shows the call and the dtype of the result, but no cast.
+
+Before: ``y = linear(x, w)`` with x and w float32, y bfloat16
+
+After: ``y = linear(_to_copy(x, bfloat16), _to_copy(w, bfloat16))``, which computes the same without autocast.
+
+What the operands of an operator are cast to is not written down here a second time: the kernel that autocast itself
+would run is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DispatchKey, DispatchKeySet
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from mla_compile.errors import CaptureError
+from mla_compile.passes.ir.graph import args_of, evaluate_fake, splice
+
+aten = torch.ops.aten
+
+without_autocast = torch._C._DisableAutocast
+"""Switches autocast off on all devices, in a ``with``."""
+
+_KEYS = [key for name, key in DispatchKey.__members__.items() if name.startswith("Autocast") and name != "Autocast"]
+ENTER, LEAVE = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+"""What a graph calls to switch autocast, and to switch it back."""
+
+
+def is_active() -> bool:
+    """Whether autocast is on for some device."""
+    active: bool = torch._C._is_any_autocast_enabled()
+    return active
+
+
+def has_regions(graph: fx.Graph) -> bool:
+    """Whether autocast is switched within ``graph``."""
+    return any(node.target is ENTER for node in graph.nodes)
+
+
+@contextmanager
+def acting(gm: fx.GraphModule) -> Iterator[None]:
+    """Makes the nodes of ``gm`` that switch autocast do so while it is traced; those that trace it only record them.
+
+    A trace that fails leaves autocast as it was.
+    """
+    entered: list[torch.autocast] = []
+
+    def enter(*how: Any) -> torch.autocast:
+        mode = torch.autocast(*how)
+        mode.__enter__()
+        entered.append(mode)
+        return mode
+
+    def leave(mode: torch.autocast) -> None:
+        entered.remove(mode)
+        mode.__exit__(None, None, None)
+
+    for node in gm.graph.nodes:
+        if node.target in (ENTER, LEAVE):
+            node.target = enter if node.target is ENTER else leave
+    gm.recompile()
+    try:
+        yield
+    finally:
+        while entered:
+            entered.pop().__exit__(None, None, None)
+
+
+def write_casts(gm: fx.GraphModule, *, renew: bool = False) -> None:
+    """Writes the casts of every operator of a traced graph, and removes the nodes that switch autocast.
+
+    Autocast is taken to be on at the beginning of the graph where it is on now. ``renew``: the dtypes recorded in the
+    graph are those of other circumstances, and are computed anew. Raises :class:`CaptureError` for an operator that
+    casts where it cannot be seen.
+    """
+    modes: dict[fx.Node, torch.autocast] = {}
+    cached = torch.is_autocast_cache_enabled()
+    # A cast weight that is kept for later would be the trace's, not the model's.
+    torch.set_autocast_cache_enabled(False)
+    try:
+        for node in list(gm.graph.nodes):
+            if node.target is ENTER:
+                modes[node] = torch.autocast(*args_of(node))
+                modes[node].__enter__()
+            elif node.target is LEAVE:
+                modes.pop(node.all_input_nodes[0]).__exit__(None, None, None)
+            else:
+                _write(gm, node, renew)
+    finally:
+        for mode in reversed(modes.values()):
+            mode.__exit__(None, None, None)
+        torch.set_autocast_cache_enabled(cached)
+    for node in reversed(list(gm.graph.nodes)):
+        if node.target in (ENTER, LEAVE):
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _write(gm: fx.GraphModule, node: fx.Node, renew: bool = False) -> bool:
+    """Writes the casts of one node, which goes; whether it has any."""
+    if node.op != "call_function":
+        return False
+    if renew and _is_floating(node):
+        node.meta["val"] = _evaluated(node)
+    keys = _active_keys(node)
+    if not keys:
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        _check_nested(gm, node, keys)
+        return False
+    key = _kernel(node.target, keys)
+    if key is not None:
+        # Its kernel casts, then calls the operator again with autocast off: what is traced is written out.
+        traced = _traced(node, lambda op, *args, **kwargs: op._op_dk(key, *args, **kwargs))
+        if not _is_cast(traced, node):
+            return False
+    elif _is_composite(node.target):
+        # Autocast passes it by and acts on the operators that it is made of.
+        traced = _traced(node, lambda op, *args, **kwargs: op.decompose(*args, **kwargs))
+        if not sum(_write(traced, own) for own in list(traced.graph.nodes)):
+            return False
+        if any(_writes(own) for own in traced.graph.nodes):
+            raise CaptureError(f"autocast is active, and {node.target} is made of operators that write in place")
+    else:
+        _check_unchanged(node)
+        return False
+    _replace(gm, node, traced)
+    return True
+
+
+def _active_keys(node: fx.Node) -> list[DispatchKey]:
+    """The dispatch keys of autocast that a call of this operator meets."""
+    tensors = [v for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val"))]
+    devices = [v for v in tensors if isinstance(v, torch.Tensor)]
+    if not any(
+        torch.amp.is_autocast_available(v.device.type) and torch.is_autocast_enabled(v.device.type) for v in devices
+    ):
+        return []
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    present = [torch._C._dispatch_keys(v) for v in devices]
+    return [key for key in _KEYS if not excluded.has(key) and any(one.has(key) for one in present)]
+
+
+def _kernel(op: torch._ops.OpOverload, keys: list[DispatchKey]) -> DispatchKey | None:
+    """The key of the kernel that autocast runs in the place of ``op``, if it has one."""
+    own = DispatchKeySet(DispatchKey.Undefined)
+    for key in keys:
+        name = str(key).rpartition(".")[2]
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            op.name(), name
+        ) and not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(op.name(), name):
+            own = own.add(key)
+    return own.highestPriorityTypeId() if any(own.has(key) for key in keys) else None
+
+
+def _is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator is made of others. Those that show the memory of their operand compute nothing."""
+    views = any(returned.alias_info is not None for returned in op._schema.returns)
+    return not views and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def _traced(node: fx.Node, call: Callable[..., object]) -> fx.GraphModule:
+    """The operators of ``call(operator, *arguments)`` as a graph over the node's inputs."""
+    inputs = node.all_input_nodes
+
+    def function(*values: Any) -> Any:
+        env = dict(zip(inputs, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        # Above the dispatcher stands the mode that records: it would call the operator itself once more.
+        with torch._C.DisableTorchFunction():
+            return call(node.target, *args, **kwargs)
+
+    values = [n.meta["val"] for n in inputs]
+    modes = (v.fake_mode for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor))
+    with next(modes, nullcontext()), torch.no_grad():
+        traced = make_fx(function, pre_dispatch=True)(*values)
+    for own in traced.graph.nodes:
+        if own.target is aten.to.dtype:
+            x, dtype, *_ = own.args
+            own.target, own.args, own.kwargs = aten._to_copy.default, (x,), {"dtype": dtype}
+    return traced
+
+
+def _is_cast(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether the kernel does anything but call the operator with the arguments that it was given."""
+    calls = [own for own in traced.graph.nodes if own.op == "call_function"]
+    inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    if len(calls) != 1 or calls[0].target is not node.target:
+        return True
+    given = fx.map_arg((calls[0].args, calls[0].kwargs), lambda n: inputs[n])
+    return bool(given != (node.args, node.kwargs))
+
+
+def _replace(gm: fx.GraphModule, node: fx.Node, traced: fx.GraphModule) -> None:
+    several = isinstance(node.meta["val"], (tuple, list))
+    results = splice(gm, node, traced, node.all_input_nodes)
+    for new in results:
+        for key in ("nn_module_stack", "source_fn_stack", "seq_nr"):
+            if key in node.meta:
+                new.meta.setdefault(key, node.meta[key])
+    if several:
+        for user in list(node.users):  # getitem: it reads one of several results
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+        return
+    (result,) = results
+    node.replace_all_uses_with(result)
+    gm.graph.erase_node(node)
+    if result.op == "call_function":
+        result.name = node.name  # signatures know what is returned by its name
+
+
+def _check_unchanged(node: fx.Node) -> None:
+    """An operator that is neither cast nor made of others may still call some that are."""
+    if not _is_floating(node) or _writes(node):
+        return
+    with without_autocast():
+        bare = _evaluated(node)
+    pairs = zip(pytree.tree_leaves(bare), pytree.tree_leaves(node.meta["val"]), strict=True)
+    if any(isinstance(a, torch.Tensor) and a.dtype != b.dtype for a, b in pairs):
+        raise CaptureError(f"autocast is active, and {node.target} casts where it cannot be seen")
+
+
+def _check_nested(gm: fx.GraphModule, node: fx.Node, keys: list[DispatchKey]) -> None:
+    """Graphs within the graph (``cond``, a score function) are left alone, so nothing in them may be cast."""
+    for n in node.all_input_nodes:
+        nested = gm.get_submodule(str(n.target)) if n.op == "get_attr" and "val" not in n.meta else None
+        if not isinstance(nested, fx.GraphModule):
+            continue
+        for own in nested.graph.nodes:
+            op = own.target
+            if own.op != "call_function":
+                continue
+            if not isinstance(op, torch._ops.OpOverload):
+                _check_nested(nested, own, keys)
+            elif _kernel(op, keys) is not None or _is_composite(op):
+                raise CaptureError(f"autocast is active, and casts in a graph within the graph (at {op})")
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_floating(node: fx.Node) -> bool:
+    leaves = [v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    # A size that is only known when it is computed would get another name each time.
+    return any(v.is_floating_point() for v in leaves) and not any(map(free_unbacked_symbols, leaves))
+
+
+def _evaluated(node: fx.Node) -> Any:
+    values = (v for n in node.all_input_nodes for v in pytree.tree_leaves(n.meta.get("val")))
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+    assert callable(node.target)
+    return evaluate_fake(mode, node.target, node.args, dict(node.kwargs))
