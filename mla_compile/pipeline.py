@@ -39,7 +39,7 @@ from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.quantized.read import add_stand_ins
+from mla_compile.passes.quantized.read import add_stand_ins, is_quantized
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
@@ -141,6 +141,8 @@ def run(
 
 def with_stand_ins(program: Program, options: Options) -> Program:
     """A copy in which plain operators stand for quantized ones; the program itself where there are none."""
+    if not is_quantized(program.gm.graph):
+        return program
     copied = program.copy()
     exact = options.quantized == "exact"
     added = add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)

@@ -18,8 +18,21 @@ from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, s
 from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
 from mla_compile.passes.quantized.registry import QuantizedLinear, named_arguments, registered, schema_name
 from mla_compile.passes.quantized.rows import RowTracker
+from mla_compile.passes.quantized.stored import is_narrow
 
 aten = torch.ops.aten
+
+
+def is_quantized(graph: fx.Graph) -> bool:
+    """Whether anything in ``graph`` is stored in a byte or less, or rounded. Cheap: most graphs hold nothing like it."""
+    return any(is_tensor(n) and (is_narrow(val(n).dtype) or _rounds(n)) for n in graph.nodes)
+
+
+def _rounds(node: fx.Node) -> bool:
+    if packet(node) is aten.round or registered.get(node) is not None:
+        return True
+    name = schema_name(node)
+    return PRODUCTS.get(node) is not None or name in ROWS
 
 
 def add_stand_ins(

@@ -11,9 +11,9 @@ from mla_compile.passes.ir.walk import reachable
 
 
 def stored_leaves(weight: fx.Node) -> list[fx.Node]:
-    """The inputs that ``weight`` is computed from, where one of them stores numbers of a byte or less; else nothing."""
+    """The inputs that ``weight`` is computed from, where one of them stores narrow numbers; else nothing."""
     tensors = [n for n in made_of(weight) if n.op in ("placeholder", "get_attr") or n.target is getattr]
-    return tensors if any(_is_narrow(val(n).dtype) for n in tensors) else []
+    return tensors if any(is_narrow(val(n).dtype) or _is_packed(val(n)) for n in tensors) else []
 
 
 def made_of(weight: fx.Node) -> list[fx.Node]:
@@ -31,5 +31,11 @@ def is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def _is_narrow(dtype: torch.dtype) -> bool:
-    return is_float8(dtype) or not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether its numbers take a byte or less."""
+    return dtype.itemsize == 1 and dtype != torch.bool
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    """Whether it is a matrix of integers: several narrow numbers in each."""
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.dim() > 1
