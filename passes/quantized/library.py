@@ -8,19 +8,20 @@ choose scales, which rules of the second read (``_CHOICES``).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
-from mla_compile.passes.ir.graph import args_of, is_tensor, shape, val
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.quantized.registry import Products, QuantizedLinear, named_arguments, schema_name
-from mla_compile.passes.quantized.rows import RowTracker, Scale, Scaled, block, covers, short
+from mla_compile.passes.quantized.rows import FINE, RowTracker, Scale, Scaled, block, covers, short
 
 aten, ops = torch.ops.aten, torch.ops
 
@@ -87,14 +88,6 @@ PRODUCTS = Products(
 # Rows, rounded by scales. ``value = rows / scale + zero`` in all of these.
 
 
-def _chosen(scale: fx.Node) -> tuple[fx.Node, dict[str, Any]] | None:
-    """The operator that chose a scale, and its arguments, where it is known to fit the rows to the scale."""
-    whole = args_of(scale)[0] if getattr(scale.target, "__name__", "") == "getitem" else scale
-    if not isinstance(whole, fx.Node) or schema_name(whole) not in _CHOICES:
-        return None
-    return whole, named_arguments(whole)
-
-
 _CHOICES = {
     "torchao::choose_qparams_affine": "input",
     "torchao::choose_scale_float8": "tensor",
@@ -107,79 +100,89 @@ _CHOICES = {
 """Operators that choose a scale and a zero point for rows, and the argument that holds the rows."""
 
 
-def _quantized(tracker: RowTracker, node: fx.Node, x: Any, scale: Any, zero: Any, dropped: str) -> Scaled | None:
-    """``x / scale + zero``, rounded; the scale was chosen for these rows, or is a constant."""
-    if not is_tensor(x) or tracker.is_weight(x) or tracker.of(x) is not None or not isinstance(scale, fx.Node):
+@dataclass(frozen=True)
+class _Names:
+    """What an operator calls its rows, their scale, their zero point and the dtype that they are rounded to."""
+
+    x: str
+    scale: str
+    zero: str = ""
+    dtype: str = ""
+
+
+_QUANTIZE = {
+    "torchao::quantize_affine": _Names("input", "scale", "zero_point", "output_dtype"),
+    "torchao::quantize_affine_float8_non_decomposed": _Names("tensor", "scale", dtype="float8_dtype"),
+    "quantized_decomposed::quantize_per_token": _Names("input", "scales", "zero_points", "dtype"),
+    "quantized_decomposed::quantize_per_tensor": _Names("input", "scale", "zero_point", "dtype"),
+}
+_DEQUANTIZE = {
+    "torchao::dequantize_affine": _Names("input", "scale", "zero_point"),
+    "torchao::dequantize_affine_float8_non_decomposed": _Names("tensor", "scale"),
+    "quantized_decomposed::dequantize_per_token": _Names("input", "scales", "zero_points"),
+    "quantized_decomposed::dequantize_per_tensor": _Names("input", "scale", "zero_point"),
+}
+
+
+def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
+    """``x / scale + zero``, rounded, with a scale that was chosen for these very rows."""
+    names, told = _QUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
+    x, scale = told[names.x], told[names.scale]
+    if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale):
         return None
-    if not covers(_trailing(scale, x), shape(x)):
-        return None
-    found = _chosen(scale)
-    if found is None:
-        return None
-    whole, told = found
-    if told[_CHOICES[schema_name(whole)]] is not x:
-        return None
-    # Symmetric ones have a zero point of zeros. It is known again all the same, where it is given back.
-    symmetric = told.get("mapping_type") == "SYMMETRIC" or "symmetric" in schema_name(whole).split("_")[-1:]
+    chosen = _choice(scale)
     length = block(scale, x)
-    if length is None:
+    if chosen is None or length is None or not covers(_as_wide(scale, x), shape(x)):
         return None
-    scales = (Scale(scale, length, -1),)
-    return Scaled(x, scales, whole=True, dropped=dropped, zero=None if symmetric else zero)
+    how, choice = chosen
+    if choice[_CHOICES[how]] is not x or choice.get("block_size") != told.get("block_size", choice.get("block_size")):
+        return None
+    low, high = _range(told, told[names.dtype])
+    least, most = _range(choice, told[names.dtype])
+    # What the scale was chosen for has to be there, and finely enough.
+    if low > least or high < most or most - least < 2 * FINE:
+        return None
+    # Symmetric ones have a zero point of zeros. Any other has to be taken off again with the scale.
+    symmetric = str(choice.get("mapping_type", "")).startswith("SYMMETRIC") or how.endswith("_symmetric")
+    zero = None if symmetric or not names.zero else told[names.zero]
+    return Scaled(x, (Scale(scale, length, -1),), whole=True, dropped=short(told[names.dtype]), zero=zero)
 
 
-def _trailing(scale: fx.Node, x: fx.Node) -> tuple[Any, ...]:
+def _choice(scale: fx.Node) -> tuple[str, dict[str, Any]] | None:
+    """The operator that chose a scale, and its arguments, where it is known to fit the rows to the scale."""
+    whole = args_of(scale)[0] if packet(scale) is operator.getitem else scale
+    name = schema_name(whole) if isinstance(whole, fx.Node) else ""
+    return (name, cast("dict[str, Any]", named_arguments(whole))) if name in _CHOICES else None
+
+
+def _range(told: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the largest number that an operator is told to round to; by default those of the dtype."""
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    low, high = told.get("quant_min"), told.get("quant_max")
+    return (info.min if low is None else float(low)), (info.max if high is None else float(high))
+
+
+def _as_wide(scale: fx.Node, x: fx.Node) -> tuple[Size, ...]:
     """The shape of a scale whose axes of size one at the end may have been left out."""
     own = shape(scale)
-    return (*own, *([1] * (len(shape(x)) - len(own)))) if len(own) < len(shape(x)) else own
+    return (*own, *([1] * (len(shape(x)) - len(own))))
 
 
-def _dequantized(tracker: RowTracker, node: fx.Node, q: Any, scale: Any, zero: Any) -> Scaled | None:
+def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """``(q - zero) * scale``: the rows, where both are those that quantized them."""
-    x = tracker.of(q)
+    names, told = _DEQUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
+    x, scale = tracker.of(told[names.x]), told[names.scale]
     if x is None or len(x.scales) != 1 or x.scales[0].exponent != -1 or x.scales[0].root is not scale:
         return None
+    zero = told[names.zero] if names.zero else None
     return replace(x, scales=(), zero=None) if x.zero is None or x.zero is zero else None
 
 
-def _quantize_affine(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
-    return _quantized(tracker, node, told["input"], told["scale"], told["zero_point"], short(told["output_dtype"]))
-
-
-def _dequantize_affine(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
-    return _dequantized(tracker, node, told["input"], told["scale"], told["zero_point"])
-
-
-def _quantize_float8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
-    return _quantized(tracker, node, told["tensor"], told["scale"], None, short(told["float8_dtype"]))
-
-
-def _dequantize_float8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
-    return _dequantized(tracker, node, told["tensor"], told["scale"], None)
-
-
-def _quantize_decomposed(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
-    scale, zero = told.get("scales", told.get("scale")), told.get("zero_points", told.get("zero_point"))
-    return _quantized(tracker, node, told["input"], scale, zero, short(told["dtype"]))
-
-
-def _dequantize_decomposed(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    told: Any = named_arguments(node)
-    scale, zero = told.get("scales", told.get("scale")), told.get("zero_points", told.get("zero_point"))
-    return _dequantized(tracker, node, told["input"], scale, zero)
-
-
 def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
-    x: Any = args_of(node)[0]
-    if not is_tensor(x) or tracker.is_weight(x):
-        return None
-    steps = int(named_arguments(node)["quant_max"]) - int(named_arguments(node)["quant_min"]) + 1  # type: ignore[call-overload]
-    return Scaled(x, (), dropped=f"{steps} steps")
+    told = cast("dict[str, Any]", named_arguments(node))
+    x, steps = told["self"], told["quant_max"] - told["quant_min"] + 1
+    known = is_tensor(x) and not tracker.is_weight(x) and steps > 2 * FINE
+    return Scaled(x, (), dropped=f"{steps} steps") if known else None
 
 
 def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
@@ -195,7 +198,7 @@ def _bitsandbytes_rows(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     builder = tracker.build(node)
     scales = (Scale(stats, length, -1),)
-    return Scaled(builder.call(aten.mul.Tensor, x, 127.0), scales, top=127.0, whole=True, dropped="int8")
+    return Scaled(builder.call(aten.mul.Tensor, x, 127.0), scales, low=-127.0, high=127.0, whole=True, dropped="int8")
 
 
 def _bitsandbytes_int8(tracker: RowTracker, node: fx.Node) -> Scaled | None:
@@ -291,16 +294,11 @@ def _biased(tracker: RowTracker, node: fx.Node, x: Scaled | None, bias: Any) -> 
 
 
 RowRule = Callable[[RowTracker, fx.Node], "Scaled | None"]
-_DECOMPOSED = ("per_tensor", "per_token")
 ROWS: dict[str, RowRule] = {
-    "torchao::quantize_affine": _quantize_affine,
-    "torchao::dequantize_affine": _dequantize_affine,
-    "torchao::quantize_affine_float8_non_decomposed": _quantize_float8,
-    "torchao::dequantize_affine_float8_non_decomposed": _dequantize_float8,
+    **dict.fromkeys(_QUANTIZE, _quantized),
+    **dict.fromkeys(_DEQUANTIZE, _dequantized),
     "torchao::int_scaled_matmul": _int_scaled,
     "torchao::int_matmul": _int_matmul,
-    **{f"quantized_decomposed::quantize_{kind}": _quantize_decomposed for kind in _DECOMPOSED},
-    **{f"quantized_decomposed::dequantize_{kind}": _dequantize_decomposed for kind in _DECOMPOSED},
     "aten::fake_quantize_per_tensor_affine": _fake_quantized,
     "aten::_scaled_mm": _scaled_mm,
     "bitsandbytes::int8_scaled_mm": _bitsandbytes_int8,

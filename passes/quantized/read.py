@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def is_quantized(graph: fx.Graph) -> bool:
-    """Whether anything in ``graph`` is stored in a byte or less, or rounded. Cheap: most graphs hold nothing like it."""
+    """Whether anything in ``graph`` is stored in a byte or less, or rounded; most graphs hold nothing like it."""
     return any(is_tensor(n) and (is_narrow(val(n).dtype) or _rounds(n)) for n in graph.nodes)
 
 

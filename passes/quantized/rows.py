@@ -35,6 +35,10 @@ FINE = 7
 Four bits have seven. A function of fewer steps (a sign, a ternary gate) is meant as one."""
 
 
+_SLACK = 2**-7
+"""By how much of itself the largest number may be cut off: a step of 7 bits, or the rounding of a scale."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """A power of the numbers of ``root``, one for each ``block`` numbers of the rows, in the order of their memory."""
@@ -49,17 +53,26 @@ class Scaled:
     """What a node is: ``plain`` (of its shape) times ``scales``, plus ``zero``, up to rounding.
 
     Attributes:
-        top: the largest magnitude its numbers can have.
+        low, high: what its numbers lie between.
         whole: whether they are whole numbers.
         dropped: what they were rounded to on the way, for people; empty where nothing was.
     """
 
     plain: fx.Node
     scales: tuple[Scale, ...]
-    top: float = math.inf
+    low: float = -math.inf
+    high: float = math.inf
     whole: bool = False
     dropped: str = ""
     zero: fx.Node | None = None
+
+    @property
+    def top(self) -> float:
+        """The largest magnitude that its numbers can have."""
+        return max(-self.low, self.high)
+
+    def unbounded(self) -> Scaled:
+        return replace(self, low=-math.inf, high=math.inf, whole=False)
 
     @property
     def settled(self) -> bool:
@@ -75,8 +88,8 @@ class Scaled:
                 exponent = own.exponent + scale.exponent
                 others = tuple(s for s in self.scales if s is not own)
                 kept = () if exponent == 0 else (replace(own, exponent=exponent),)
-                return replace(self, scales=others + kept, top=math.inf)
-        return replace(self, scales=(*self.scales, scale), top=math.inf)
+                return replace(self.unbounded(), scales=others + kept)
+        return replace(self.unbounded(), scales=(*self.scales, scale))
 
 
 _REGROUPS = {
@@ -169,7 +182,7 @@ class RowTracker:
             if many is None:
                 return None
             scales.append(replace(scale, block=many * shape(new)[-1]))
-        return replace(rows, plain=new, scales=tuple(scales), top=math.inf, whole=False)
+        return replace(rows.unbounded(), plain=new, scales=tuple(scales))
 
     def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: Any) -> Scaled | None:
         """``x`` times (or divided by, as ``op`` says) a number, a weight or a scale."""
@@ -177,18 +190,18 @@ class RowTracker:
         sign = -1 if op is aten.div else 1
         if isinstance(by, (int, float)):
             factor = float(by) ** sign
-            return replace(x, plain=self._times(builder, x.plain, factor), top=x.top * abs(factor), whole=False)
+            return replace(x.unbounded(), plain=self._times(builder, x.plain, factor))
         if self.is_weight(by):
             # One that differs along the scaled rows' blocks is still a factor of its own.
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
-            return replace(x, plain=new, top=math.inf, whole=False) if _as_large(new, x.plain) else None
+            return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
         found = self.scale_of(by, x.plain)
         if found is None:
             return None
         scale, factor = found
         scaled = x.times(replace(scale, exponent=sign * scale.exponent))
-        return scaled and replace(scaled, plain=self._times(builder, x.plain, factor**sign), whole=False)
+        return scaled and replace(scaled, plain=self._times(builder, x.plain, factor**sign))
 
     def started(self, node: fx.Node, rows: fx.Node, by: fx.Node, op: Any) -> Scaled | None:
         """``rows`` divided by a scale that is made of their own largest numbers."""
@@ -202,7 +215,8 @@ class RowTracker:
         if fits is None:
             return None
         plain = self._times(self.build(node), rows, factor)
-        return Scaled(plain, (scale,), top=fits * abs(factor))
+        reach = fits * abs(factor)
+        return Scaled(plain, (scale,), -reach, reach)
 
     @staticmethod
     def _times(builder: Builder, node: fx.Node, factor: float) -> fx.Node:
@@ -321,18 +335,18 @@ def _view(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 def _copy(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     x, dtype = tracker.of(copied(node)), val(node).dtype
-    if x is None:
+    if x is None or dtype.is_complex or dtype == torch.bool:
         return None
     if dtype.is_floating_point and dtype.itemsize > 1:
         return x
     if dtype.is_floating_point:
-        fine = x.top <= torch.finfo(dtype).max and x.top >= FINE
-        return replace(x, dropped=short(dtype)) if fine else None
-    # Cut to whole numbers instead of rounded, they would all become smaller.
-    if not x.whole or dtype.is_complex or dtype == torch.bool:
-        return None
-    # Sums of products, and what was rounded and clamped before.
-    return x if x.top == math.inf or x.top <= torch.iinfo(dtype).max + 1 else None
+        fits = FINE <= x.top <= torch.finfo(dtype).max * (1 + _SLACK)
+        return replace(x, dropped=short(dtype)) if fits else None
+    # Cut to whole numbers instead of rounded, they would all become smaller; beyond the dtype they would wrap around.
+    # A sum of products is made for 32 bits.
+    info = torch.iinfo(dtype)
+    fits = info.bits >= 32 if x.top == math.inf else info.min <= round(x.low) and round(x.high) <= info.max
+    return x if x.whole and fits else None
 
 
 def short(dtype: torch.dtype) -> str:
@@ -351,8 +365,8 @@ def _clamp(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if x is None or not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
         return None
     # The largest number is rounded like all others, and may lie a little beyond the last step.
-    reach = x.top * (1 - 2**-7)
-    return x if low <= -reach and high >= reach else None
+    reach = x.top * (1 - _SLACK)
+    return replace(x, low=max(low, x.low), high=min(high, x.high)) if low <= -reach and high >= reach else None
 
 
 def _multiply(tracker: RowTracker, node: fx.Node) -> Scaled | None:

@@ -80,7 +80,14 @@ def fake_quantized(layer: Int8, x: Tensor) -> Tensor:
     return F.linear(rows, layer.weight.float() * layer.scale[:, None]).to(x.dtype)
 
 
+def to_the_last_step(layer: Int8, x: Tensor) -> Tensor:
+    """127.5 rounds to 128, which a clamp takes back: half a step of 127."""
+    s = scale(x, 127.5)
+    return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s, x)
+
+
 LEGAL = [
+    to_the_last_step,
     divided, by_reciprocal, by_one_over, largest_of_dim, flat_first, in_float, one_scale, float8, float8_groups,
     fake_quantized,
 ]  # fmt: skip
@@ -188,6 +195,23 @@ def scales_of_columns(layer: Int8, x: Tensor) -> Tensor:
     return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s * 1, x)
 
 
+def wrapping_around(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x, 127.5)
+    return int_mm(layer, (x / s).round().to(torch.int8), s, x)
+
+
+def unsigned(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    q = (x / s).round().to(torch.uint8).to(torch.float32)
+    return (F.linear(q, layer.weight.float()) * s * layer.scale).to(x.dtype)
+
+
+def sums_cut_to_a_byte(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    total = torch._int_mm((x / s).round().to(torch.int8).flatten(0, 1), layer.weight.t()).to(torch.int8)
+    return (total.float() * s.reshape(-1, 1) * layer.scale).unflatten(0, x.shape[:-1]).to(x.dtype)
+
+
 def float8_overflowing(layer: Int8, x: Tensor) -> Tensor:
     s = scale(x.float(), 1000)
     rows = (x.float() / s).to(FP8).float() * s
@@ -196,7 +220,7 @@ def float8_overflowing(layer: Int8, x: Tensor) -> Tensor:
 
 ILLEGAL = [
     clipped, cut_off, floored, ternary, scaled_twice, never_scaled_back, scales_of_other_rows,
-    scaled_back_in_another_order, scales_of_columns,
+    scaled_back_in_another_order, scales_of_columns, wrapping_around, unsigned, sums_cut_to_a_byte,
 ]  # fmt: skip
 
 
