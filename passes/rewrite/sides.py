@@ -19,11 +19,12 @@ from mla_compile.passes.decide.records import AbsorbPlan, Rows
 from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
-from mla_compile.passes.ir.expr import Expr
+from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project, wide
+from mla_compile.passes.rewrite.terms import cheapest, pays
 
 aten = torch.ops.aten
 
@@ -31,8 +32,10 @@ aten = torch.ops.aten
 class Sides:
     """The state of one rewrite: where new nodes go, and which weight expressions are in the graph already."""
 
-    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
+    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, *, merges: bool = False) -> None:
         self.plan = plan
+        # Weights that are to be multiplied ahead of time: each is one tensor then, adapters and all.
+        self.merges = merges
         self.site = plan.site
         self.builder = Builder(plan.site.node, fake_mode)
         self.memo: dict[Expr, fx.Node] = {}
@@ -76,18 +79,30 @@ class Sides:
             axes = tuple((a,) for a in (*own, *term.features))
             q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*self.outer, *rows.width)])
         else:
-            weight = piece.weight.expr.emit(self.builder, self.memo)
             # The weight calls a head by the atom of the piece, the query by that of the site.
             inner = [term.at.get(a, a) for a in own]
             order = [*(term.at.get(a, a) for a in self.outer), *rows.width]
             known = {*inner, *piece.weight.atoms, *rows.width}
             out = [a for a in order if a in known]
-            q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
+            q = self._projected(q, (*inner, *term.features), piece.weight, out)
             self.queries.append(q)
             q = aligned(self.builder, q, out, order)
         if piece.scale != 1.0:
             q = self.builder.call(aten.mul.Tensor, q, piece.scale)
         return q
+
+    def _projected(self, x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom]) -> fx.Node:
+        """``x`` times a weight, term by term where that takes fewer operations than adding the terms up first."""
+        if self.merges or not pays(x, atoms, weight, out):
+            node = weight.expr.emit(self.builder, self.memo)
+            return project(self.builder, x, atoms, node, weight.atoms, out)
+        return self._total([self._one_by_one(x, atoms, term, out) for term in weight.terms])
+
+    def _one_by_one(self, x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Sequence[Atom]) -> fx.Node:
+        for step in cheapest(x, atoms, term, out):
+            node = step.factor.expr.emit(self.builder, self.memo)
+            x, atoms = project(self.builder, x, atoms, node, step.factor.atoms, step.out), step.out
+        return x
 
     def _bias_scores(self, product: Product, term: Term, atoms: Sequence[Atom]) -> fx.Node:
         """``q . b``, the same for every key: what a bias on the keys adds to the scores."""
@@ -176,8 +191,7 @@ class Sides:
                 axes = tuple((a,) for a in (*inner, *width))
                 out = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in order])
             else:
-                weight = piece.weight.expr.emit(self.builder, self.memo)
-                out = project(self.builder, latent, (*inner, *width), weight, piece.weight.atoms, order)
+                out = self._projected(latent, (*inner, *width), piece.weight, order)
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)
         if piece.bias is not None:
