@@ -313,9 +313,10 @@ def _absorb(state: _State) -> int:
     # Before the first rewrite: what is drawn as "before" has to be there.
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
-    plans = [v.plan for v in state.chosen if v.plan is not None]
     lengths = Lengths()
-    state.rewritten = [absorb(plan, state.program.fake_mode, lengths) for plan in plans]
+    state.rewritten = [
+        absorb(v.plan, state.program.fake_mode, lengths, merges=_folds(v)) for v in state.chosen if v.plan is not None
+    ]
     remove_dead_code(state.graph)
     return len(state.rewritten)
 
@@ -344,8 +345,12 @@ def _verify(state: _State) -> int:
     return len(state.checks)
 
 
+def _folds(verdict: Verdict) -> bool:
+    return verdict.choice is not None and (verdict.choice.fold_query or verdict.choice.fold_output)
+
+
 def _fold(state: _State) -> int:
-    if not any(v.choice and (v.choice.fold_query or v.choice.fold_output) for v in state.chosen):
+    if not any(map(_folds, state.chosen)):
         return 0
     # New maps, because those of the analysis are of a graph that absorb has changed.
     maps = LinearMaps(weights_of(state.program), state.program.fake_mode)

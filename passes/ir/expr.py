@@ -8,7 +8,7 @@ adds it to the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -163,13 +163,22 @@ class Expr:
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of weights and the atom that each of its dimensions stands for."""
+    """A tensor of weights and the atom that each of its dimensions stands for.
+
+    ``terms``: the same tensor as a sum of products of factors (W + B A of an adapter), or empty where it is not known
+    to be one. In a product, atoms that the tensor lacks are summed over.
+    """
 
     expr: Expr
     atoms: Axis
+    terms: tuple[tuple[Factor, ...], ...] = ()
 
     def renamed(self, names: Mapping[Atom, Atom]) -> Factor:
-        return Factor(self.expr, tuple(names.get(a, a) for a in self.atoms))
+        return self.each(lambda f: Factor(f.expr, tuple(names.get(a, a) for a in f.atoms)))
+
+    def each(self, fn: Callable[[Factor], Factor]) -> Factor:
+        """``fn``, which must not mix the numbers of atoms, applied to the tensor and to the factors of its terms."""
+        return replace(fn(self), terms=tuple(tuple(map(fn, term)) for term in self.terms))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

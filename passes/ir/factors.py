@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 
-from mla_compile.passes.ir.axes import Atom, Axis, letters, placed
+from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, letters, placed, substitute
 from mla_compile.passes.ir.expr import Expr, Factor
 
 aten = torch.ops.aten
+
+MOST_TERMS, MOST_FACTORS = 8, 4
+"""What a factor remembers of how it was made: more adapters than that on one weight are merged into it."""
 
 
 def common_dtype(a: Expr, b: Expr) -> tuple[Expr, Expr]:
@@ -26,11 +31,21 @@ def product(a: Factor | None, b: Factor, drop: Collection[Atom] = ()) -> Factor:
     # A dict, as its order is that of the atoms: a set would order the dimensions by address, differently in each run.
     union = dict.fromkeys((*a.atoms, *b.atoms))
     out = tuple(atom for atom in union if atom not in drop)
+    terms = _few(tuple((*left, *right) for left in terms_of(a) for right in terms_of(b)))
     left, right = common_dtype(a.expr, b.expr)
     if not b.atoms and not drop:
-        return Factor(left.call(aten.mul.Tensor, left, right), a.atoms)
+        return Factor(left.call(aten.mul.Tensor, left, right), a.atoms, terms)
     la, lb, lo = letters(a.atoms, b.atoms, out)
-    return Factor(left.call(aten.einsum.default, f"{la},{lb}->{lo}", [left, right]), out)
+    return Factor(left.call(aten.einsum.default, f"{la},{lb}->{lo}", [left, right]), out, terms)
+
+
+def terms_of(f: Factor) -> tuple[tuple[Factor, ...], ...]:
+    return f.terms or ((f,),)
+
+
+def _few(terms: tuple[tuple[Factor, ...], ...]) -> tuple[tuple[Factor, ...], ...]:
+    """``terms``, or none where they are so many that nothing is gained by them."""
+    return terms if len(terms) <= MOST_TERMS and all(len(term) <= MOST_FACTORS for term in terms) else ()
 
 
 def aligned(f: Factor, atoms: Sequence[Atom]) -> Expr:
@@ -52,22 +67,71 @@ def total(a: Factor | None, b: Factor | None, alpha: float = 1.0) -> Factor | No
         return b if alpha == 1.0 else scaled(b, alpha)
     atoms = tuple(dict.fromkeys((*a.atoms, *b.atoms)))
     left, right = common_dtype(aligned(a, atoms), aligned(b, atoms))
-    return Factor(left.call(aten.add.Tensor, left, right, alpha=alpha), atoms)
+    # A tensor that lacks an atom is repeated along it, and a sum over it would count the tensor but once.
+    alike = len(a.atoms) == len(b.atoms) == len(atoms)
+    terms = _few((*terms_of(a), *terms_of(scaled(b, alpha)))) if alike else ()
+    return Factor(left.call(aten.add.Tensor, left, right, alpha=alpha), atoms, terms)
 
 
 def scaled(f: Factor, by: float) -> Factor:
-    return f if by == 1.0 else Factor(f.expr.call(aten.mul.Tensor, by), f.atoms)
+    if by == 1.0:
+        return f
+    terms = tuple(_with_smallest(term, lambda one: scaled(one, by)) for term in f.terms)
+    return Factor(f.expr.call(aten.mul.Tensor, by), f.atoms, terms)
+
+
+def _with_smallest(term: tuple[Factor, ...], fn: Callable[[Factor], Factor]) -> tuple[Factor, ...]:
+    at = min(range(len(term)), key=lambda k: math.prod(term[k].expr.shape))
+    return (*term[:at], fn(term[at]), *term[at + 1 :])
 
 
 def merged(f: Factor, axis: Axis, into: Atom) -> Factor:
     """``f`` with the atoms of ``axis``, all of which it has, as one dimension ``into``."""
-    rest = tuple(a for a in f.atoms if a not in axis)
-    expr = f.expr.permute([f.atoms.index(a) for a in (*axis, *rest)])
-    return Factor(expr.view([-1, *expr.shape[len(axis) :]]), (into, *rest))
+    if any(0 < len({*axis} & {*one.atoms}) < len(axis) for term in f.terms for one in term):
+        f = replace(f, terms=())  # a factor with some of the atoms alone
+
+    def merge(one: Factor) -> Factor:
+        if axis[0] not in one.atoms:
+            return one
+        rest = tuple(a for a in one.atoms if a not in axis)
+        expr = one.expr.permute([one.atoms.index(a) for a in (*axis, *rest)])
+        return Factor(expr.view([-1, *expr.shape[len(axis) :]]), (into, *rest))
+
+    return f.each(merge)
 
 
 def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int = 1) -> Factor:
     """``f`` with rows ``start:stop:step`` of ``atom``, which is then called ``into``."""
-    dim = f.atoms.index(atom)
-    expr = f.expr.slice(dim, start, stop) if step == 1 else f.expr.call(aten.slice.Tensor, dim, start, stop, step)
-    return Factor(expr, tuple(into if a is atom else a for a in f.atoms))
+
+    def narrow(one: Factor) -> Factor:
+        if atom not in one.atoms:
+            return one
+        dim = one.atoms.index(atom)
+        expr = (
+            one.expr.slice(dim, start, stop) if step == 1 else one.expr.call(aten.slice.Tensor, dim, start, stop, step)
+        )
+        return Factor(expr, tuple(into if a is atom else a for a in one.atoms))
+
+    return f.each(narrow)
+
+
+def without(f: Factor, atom: Atom) -> Factor:
+    """``f`` without a dimension of size 1."""
+
+    def drop(one: Factor) -> Factor:
+        kept = [k for k, a in enumerate(one.atoms) if a is not atom]
+        return Factor(one.expr.view([one.expr.shape[k] for k in kept]), tuple(one.atoms[k] for k in kept))
+
+    return f.each(drop)
+
+
+def split_up(f: Factor, split: Split) -> Factor:
+    """``f`` with some atoms written as products of smaller ones."""
+
+    def one(f: Factor) -> Factor:
+        if not any(a in split for a in f.atoms):
+            return f
+        atoms = substitute(f.atoms, split)
+        return Factor(f.expr.view([fixed_size([a]) for a in atoms]), atoms)
+
+    return f.each(one)

@@ -21,8 +21,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, fixed_size, flatten, fresh_axis, substitute
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, flatten, fresh_axis, substitute
 from mla_compile.passes.ir.expr import Expr, Factor
+from mla_compile.passes.ir.factors import split_up
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.sizes import Size
 from mla_compile.passes.ir.stop import Stop
@@ -75,18 +76,12 @@ class Piece:
         if not split:
             return self
 
-        def factor(f: Factor | None) -> Factor | None:
-            if f is None or not any(a in split for a in f.atoms):
-                return f
-            atoms = substitute(f.atoms, split)
-            return Factor(f.expr.view([fixed_size([a]) for a in atoms]), atoms)
-
         return replace(
             self,
             axes=tuple(substitute(a, split) for a in self.axes),
             source_axes=tuple(substitute(a, split) for a in self.source_axes),
-            weight=factor(self.weight),
-            bias=factor(self.bias),
+            weight=self.weight and split_up(self.weight, split),
+            bias=self.bias and split_up(self.bias, split),
         )
 
     def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:

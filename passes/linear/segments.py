@@ -14,7 +14,7 @@ from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, axis_size, fresh_axis
 from mla_compile.passes.ir.expr import Factor
-from mla_compile.passes.ir.factors import merged, narrowed
+from mla_compile.passes.ir.factors import merged, narrowed, without
 from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
@@ -87,9 +87,7 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
             f = merged(f, own, whole)
         f = narrowed(f, whole, atom, taken.start, taken.stop, taken.step)
         if atom.size == 1:  # a size-1 axis has no atom
-            at = f.atoms.index(atom)
-            sizes = [s for k, s in enumerate(f.expr.shape) if k != at]
-            f = Factor(f.expr.view(sizes), tuple(a for a in f.atoms if a is not atom))
+            f = without(f, atom)
         return f
 
     weight, bias = narrow(piece.weight), narrow(piece.bias)

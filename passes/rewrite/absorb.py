@@ -49,12 +49,15 @@ Any score vanishes beside it, in float64 too. So a row without a visible key wei
 all of its scores were one and the same number."""
 
 
-def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths) -> Absorbed:
+def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False) -> Absorbed:
     """Rewrites one site. The nodes it no longer needs are left to dead code removal.
 
-    ``lengths`` are those written for earlier sites of the graph, which this one shares.
+    ``lengths`` are those written for earlier sites of the graph, which this one shares. ``merges``: weights that are
+    sums are added up, because they will be folded.
     """
-    rewriter = Whole(plan, fake_mode, lengths) if plan.whole else Products(plan, fake_mode)
+    rewriter = (
+        Whole(plan, fake_mode, lengths, merges=merges) if plan.whole else Products(plan, fake_mode, merges=merges)
+    )
     out = rewriter.run()
     views, weights = tuple(rewriter.views.values()), tuple(rewriter.weights)
     return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, views, weights)
@@ -63,8 +66,10 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths)
 class Whole(Sides):
     """The whole attention as one operator."""
 
-    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths) -> None:
-        super().__init__(plan, fake_mode)
+    def __init__(
+        self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths, *, merges: bool = False
+    ) -> None:
+        super().__init__(plan, fake_mode, merges=merges)
         self.lengths = lengths
 
     def run(self) -> fx.Node:

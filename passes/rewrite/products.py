@@ -32,10 +32,10 @@ aten = torch.ops.aten
 class Products(Sides):
     """Replaces the query-key products, the value product, or both."""
 
-    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
+    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, *, merges: bool = False) -> None:
         if plan.site.probs is None:
             plan = replace(plan, site=written_out(plan.site, fake_mode))
-        super().__init__(plan, fake_mode)
+        super().__init__(plan, fake_mode, merges=merges)
         if plan.part:
             self.dtype = wide(self.dtype)
 

@@ -24,6 +24,7 @@ from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project
+from mla_compile.passes.rewrite.terms import cheapest, pays
 
 aten = torch.ops.aten
 
@@ -31,8 +32,10 @@ aten = torch.ops.aten
 class Sides:
     """The state of one rewrite: where new nodes go, and which weight expressions are in the graph already."""
 
-    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None) -> None:
+    def __init__(self, plan: AbsorbPlan, fake_mode: FakeTensorMode | None, *, merges: bool = False) -> None:
         self.plan = plan
+        # Weights that are to be multiplied ahead of time: each is one tensor then, adapters and all.
+        self.merges = merges
         self.site = plan.site
         self.builder = Builder(plan.site.node, fake_mode)
         self.memo: dict[Expr, fx.Node] = {}
@@ -77,18 +80,29 @@ class Sides:
             axes = tuple((a,) for a in (*own, *term.features))
             q = arrange(self.builder, self.sizes, q, axes, [(a,) for a in (*self.outer, *rows.width)])
         else:
-            weight = self._weight(piece.weight)
             # The weight calls a head by the atom of the piece, the query by that of the site.
             inner = [term.at.get(a, a) for a in own]
             order = [*(term.at.get(a, a) for a in self.outer), *rows.width]
             known = {*inner, *piece.weight.atoms, *rows.width}
             out = [a for a in order if a in known]
-            q = project(self.builder, q, (*inner, *term.features), weight, piece.weight.atoms, out)
+            q = self._projected(q, (*inner, *term.features), piece.weight, out)
             self.queries.append(q)
             q = aligned(self.builder, q, out, order)
         if piece.scale != 1.0:
             q = self.builder.call(aten.mul.Tensor, q, piece.scale)
         return q
+
+    def _projected(self, x: fx.Node, atoms: Sequence[Atom], weight: Factor, out: Sequence[Atom]) -> fx.Node:
+        """``x`` times a weight, term by term where that takes fewer operations than adding the terms up first."""
+        if self.merges or not pays(x, atoms, weight, out):
+            return project(self.builder, x, atoms, self._weight(weight), weight.atoms, out)
+        return self._total([self._one_by_one(x, atoms, term, out) for term in weight.terms])
+
+    def _one_by_one(self, x: fx.Node, atoms: Sequence[Atom], term: Sequence[Factor], out: Sequence[Atom]) -> fx.Node:
+        for step in cheapest(x, atoms, term, out):
+            node = self._weight(step.factor)
+            x, atoms = project(self.builder, x, atoms, node, step.factor.atoms, step.out), step.out
+        return x
 
     def _weight(self, weight: Factor) -> fx.Node:
         node = weight.expr.emit(self.builder, self.memo)
@@ -182,8 +196,7 @@ class Sides:
                 axes = tuple((a,) for a in (*inner, *width))
                 out = arrange(self.builder, self.sizes, latent, axes, [(a,) for a in order])
             else:
-                weight = self._weight(piece.weight)
-                out = project(self.builder, latent, (*inner, *width), weight, piece.weight.atoms, order)
+                out = self._projected(latent, (*inner, *width), piece.weight, order)
             if piece.scale != 1.0:
                 out = self.builder.call(aten.mul.Tensor, out, piece.scale)
         if piece.bias is not None:

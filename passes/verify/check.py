@@ -89,7 +89,10 @@ def _view_key(node: fx.Node) -> tuple[object, ...]:
 
 
 def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
-    return None if factor is None else (factor.expr.shape, factor.expr.value.dtype)
+    if factor is None:
+        return None
+    terms = tuple(tuple(map(_factor_key, term)) for term in factor.terms)
+    return factor.expr.shape, factor.expr.value.dtype, terms
 
 
 def check_site(plan: AbsorbPlan, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None]) -> Check:

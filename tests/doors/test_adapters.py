@@ -1,0 +1,365 @@
+"""Adapters of peft on an optimized model: after every switch, the original's logits and tokens in the same state."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from mla_compile import MlaCompileWarning, optimize
+from tests.support.models import build, prompt
+from tests.support.toy import Toy, decode_inputs
+
+peft = pytest.importorskip("peft", reason="adapters are those of peft")
+try:
+    peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=["0"]), nn.Sequential(nn.Linear(1, 1)))
+except ImportError as error:  # a quantization library that peft finds and does not accept
+    pytest.skip(f"peft attaches no adapter here: {error}", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft reads it
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),  # a bias beside a layer without one is the test
+]
+
+FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten"}
+TARGETS = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+
+
+def activate(model: Any, *names: str) -> None:
+    """What ``set_adapter`` does, but without gradients, which it switches on: other graphs would be compiled."""
+    model.base_model.set_adapter(list(names))
+    model.requires_grad_(False)
+
+
+def lora(**settings: Any) -> Any:
+    """An adapter whose narrow weights are both random: peft begins with zeros."""
+    given = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False, **settings}
+    return peft.LoraConfig(**given)
+
+
+def model_with(*configs: Any, seed: int = 0) -> Any:
+    """A tiny model with adapters, the first of them active."""
+    model = build("deepseek_v3", num_hidden_layers=1)
+    torch.manual_seed(seed)
+    made = peft.get_peft_model(model, configs[0], adapter_name="one")
+    for config in configs[1:]:
+        made.add_adapter("two", config)
+    return made.eval().requires_grad_(False)
+
+
+def steps(model: Any) -> list[torch.Tensor]:
+    """Logits of a prompt and of a decode step."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        inputs = (prompt()["input_ids"], torch.full((2, 1), 101))
+        return [model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1] for ids in inputs]
+
+
+def assert_same(fast: Any, model: Any) -> list[torch.Tensor]:
+    got, want = steps(fast), steps(model)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert torch.equal(one.argmax(-1), other.argmax(-1))
+    return want
+
+
+def assert_other(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    """The test shows nothing, if two states of the adapters give the same logits."""
+    assert all((a - b).abs().max() > 0.05 for a, b in zip(one, other, strict=True))
+
+
+def absorbed(fast: Any) -> bool:
+    """Whether every decode step that was compiled is absorbed: the prompts are expanded, which is cheaper."""
+    decoding = [s for s in fast.mla_report.sites if s.code != "cost_prefill"]
+    return bool(decoding) and all(s.verdict == "absorbed" for s in decoding)
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["the model of peft", "the model in it"])
+def test_switches(inner: bool) -> None:
+    model = model_with(lora(), lora(r=3, use_rslora=True))
+    original = model.base_model.model if inner else model
+    fast = optimize(original, **FAST)
+    one = assert_same(fast, original)
+    with model.disable_adapter():
+        assert_other(assert_same(fast, original), one)
+    activate(model, "two")
+    two = assert_same(fast, original)
+    assert_other(one, two)
+    activate(model, "one", "two")
+    both = assert_same(fast, original)
+    assert_other(both, one)
+    assert_other(both, two)
+    graphs = fast.forward.compiler.graphs
+    activate(model, "one")
+    assert_same(fast, original)
+    assert fast.forward.compiler.graphs == graphs  # a state that was compiled before
+    assert absorbed(fast)
+
+
+def test_adapters_come_and_go() -> None:
+    model = model_with(lora())
+    fast = optimize(model, **FAST)
+    one = assert_same(fast, model)
+    torch.manual_seed(5)
+    model.add_adapter("late", lora(r=5))
+    model.requires_grad_(False)
+    model.set_adapter("late")
+    assert_other(assert_same(fast, model), one)
+    model.set_adapter("one")
+    model.delete_adapter("late")
+    torch.testing.assert_close(assert_same(fast, model), one)
+    assert absorbed(fast)
+
+
+def test_an_adapter_that_goes_on_learning() -> None:
+    model = model_with(lora())
+    fast = optimize(model, **FAST)
+    one = assert_same(fast, model)
+    graphs = fast.forward.compiler.graphs
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.mul_(-1.5)
+    assert_other(assert_same(fast, model), one)
+    assert fast.forward.compiler.graphs == graphs
+    assert absorbed(fast)
+
+
+@pytest.mark.parametrize("fold", ["never", "always"])
+def test_merging(fold: str) -> None:
+    model = model_with(lora(), lora())
+    fast = optimize(model, fold=fold, **FAST)
+    apart = assert_same(fast, model)
+    model.merge_adapter()
+    together = assert_same(fast, model)
+    torch.testing.assert_close(together, apart, rtol=1e-3, atol=1e-3)
+    model.unmerge_adapter()
+    assert_same(fast, model)
+    model.merge_adapter(["two"])
+    assert_other(assert_same(fast, model), apart)
+    model.unmerge_adapter()
+    assert_same(fast, model)
+    assert absorbed(fast)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "rank-stabilized": lambda: lora(use_rslora=True),
+    "dropout, which is off": lambda: lora(lora_dropout=0.3),
+    "a rank for each layer": lambda: lora(rank_pattern={"kv_b_proj": 7}, alpha_pattern={"kv_b_proj": 3}),
+    "with a bias": lambda: lora(lora_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(name: str) -> None:
+    model = model_with(KINDS[name]())
+    fast = optimize(model, **FAST)
+    one = assert_same(fast, model)
+    with model.disable_adapter():
+        assert_other(assert_same(fast, model), one)
+    assert absorbed(fast)
+
+
+def toy(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = lora(target_modules=["up", "q", "out"], **settings)
+    return peft.inject_adapter_in_model(config, Toy()).eval().requires_grad_(False)
+
+
+def change(model: nn.Module) -> None:
+    """Other adapters, and with DoRA other magnitudes: what is divided by is a norm of these."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_A" in name or "magnitude" in name:
+                weight.add_(0.3 * weight.std() * torch.randn_like(weight) + 0.1)
+
+
+def test_through_inductor() -> None:
+    model = toy()
+    fast = optimize(model)
+    inputs = decode_inputs()
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+            change(model)
+    assert fast.mla_report.absorbed == 1
+
+
+def test_dora() -> None:
+    """Its code in peft breaks Dynamo's graph, so what breaks is refused; merged, it is a weight like others."""
+    model = model_with(lora(use_dora=True))
+    fast = optimize(model, **FAST)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        one = assert_same(fast, model)
+        change(model)
+        assert_other(assert_same(fast, model), one)
+    assert {site.code for site in fast.mla_report.sites} <= {"graph_break", "absorbed", "cost_prefill"}
+    fast = optimize(model, **FAST)
+    model.merge_adapter()
+    assert_other(assert_same(fast, model), one)
+    assert absorbed(fast)
+
+
+@pytest.mark.parametrize("fold", ["never", "always"])
+def test_dora_in_a_program(fold: str) -> None:
+    """torch.export has no graph breaks: the norm of the merged weight is a weight expression."""
+    model, inputs = toy(use_dora=True), decode_inputs()
+    change(model)
+    with torch.no_grad():
+        want = model(*inputs)
+        program = optimize(torch.export.export(model, inputs), fold=fold)
+        torch.testing.assert_close(program.module()(*inputs), want, rtol=1e-4, atol=1e-4)
+    assert program.graph_module.meta["mla_report"].absorbed == 1
+
+
+def test_bfloat16_with_adapters_in_float32_is_no_less_exact() -> None:
+    model = model_with(lora())
+    model.base_model.model.to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.float()
+    fast = optimize(model, **FAST)
+    got, want = steps(fast), steps(model)
+    model.double()
+    for g, w, exact in zip(got, want, steps(model), strict=True):
+        assert g.dtype == w.dtype
+        assert (g.double() - exact).pow(2).mean() <= 1.3**2 * (w.double() - exact).pow(2).mean()
+    assert absorbed(fast)
+
+
+def test_adapters_by_the_methods_of_transformers() -> None:
+    model = build("deepseek_v3", num_hidden_layers=1)
+    fast = optimize(model, **FAST)
+    plain = assert_same(fast, model)
+    torch.manual_seed(0)
+    model.add_adapter(lora(), "one")
+    model.requires_grad_(False).eval()
+    assert_other(assert_same(fast, model), plain)
+    model.disable_adapters()
+    torch.testing.assert_close(assert_same(fast, model), plain)
+    model.enable_adapters()
+    assert_other(assert_same(fast, model), plain)
+    assert absorbed(fast)
+
+
+# Caches that were filled in another state.
+
+
+def test_rows_of_another_adapter_are_expanded_as_the_original_does_it() -> None:
+    """The model caches the latent: kv_b as it is now makes K and V of it, whatever adapter made the rows."""
+    model = model_with(lora(), lora())
+    fast = optimize(model, **FAST)
+    caches = {fast: DynamicCache(), model: DynamicCache()}
+    ids = prompt()["input_ids"]
+    made: dict[Any, torch.Tensor] = {}
+    for token, state in enumerate(("one", "two", None)):
+        off = contextlib.nullcontext() if state else model.disable_adapter()
+        if state:
+            activate(model, state)
+        with torch.no_grad(), off:
+            for one, cache in caches.items():
+                made[one] = one(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(made[fast], made[model], rtol=1e-4, atol=1e-4)
+        ids = torch.full((2, 1), 7 + token)
+    assert absorbed(fast)
+
+
+class KeepsHeads(Toy):
+    """A cache of K and V per head: what another adapter made stays what it made."""
+
+    def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, ...]:
+        B, S, _ = x.shape
+        q = self.q(x).view(B, S, 4, -1).transpose(1, 2)
+        latent, rope = self.down(x).split([16, 6], dim=-1)
+        k, v = self.up(latent).view(B, S, 4, 22).transpose(1, 2).split([12, 10], dim=-1)
+        k = torch.cat([k, rope.unsqueeze(1).expand(-1, 4, -1, -1)], dim=-1)
+        if past:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(o.transpose(1, 2).reshape(B, S, 40)), k, v
+
+
+def test_heads_of_another_adapter_stay_what_they_are() -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(KeepsHeads(), lora(target_modules=["up", "q", "out"]), adapter_name="one").eval()
+    model.add_adapter("two", lora(target_modules=["up", "q", "out"]))
+    model.requires_grad_(False)
+    fast = optimize(model, **FAST)
+    held: dict[Any, Any] = {fast: (), model: ()}
+    made: dict[Any, torch.Tensor] = {}
+    for step, state in enumerate(("one", "one", "two", "two", "one")):
+        activate(model, state)
+        x, _ = decode_inputs(queries=9 if step == 0 else 1, seed=step)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", MlaCompileWarning)  # a cache of another map is expanded, and it is said so
+            for one in held:
+                made[one], *held[one] = one(x, tuple(held[one]))
+        torch.testing.assert_close(made[fast], made[model], rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(held[fast], held[model], strict=True):
+            torch.testing.assert_close(ours.clone() + 0, theirs, rtol=1e-5, atol=1e-5)
+
+
+# Adapters on quantized weights: the numbers have to be right, whatever becomes of the attention.
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers in the attentions of a model that take adapters, with their owners."""
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            if name in TARGETS and isinstance(layer, nn.Linear):
+                yield owner, name, layer
+
+
+def in_four_bits(model: nn.Module) -> None:
+    bnb = pytest.importorskip("bitsandbytes", reason="4-bit weights are those of bitsandbytes")
+    for owner, name, layer in linears(model):
+        if layer.in_features % 64 or layer.out_features % 32:  # its CPU kernel takes no others
+            continue
+        packed = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+        )
+        packed.weight = bnb.nn.Params4bit(layer.weight.data.clone(), requires_grad=False, quant_type="nf4")
+        setattr(owner, name, packed.to("cpu"))
+
+
+def in_eight_bits(model: nn.Module) -> None:
+    pytest.importorskip("torchao", reason="int8 weights are those of torchao")
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    chosen = {id(layer) for *_, layer in linears(model)}
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda layer, _: id(layer) in chosen)
+
+
+@pytest.mark.parametrize("quantize", [in_four_bits, in_eight_bits])
+@pytest.mark.usefixtures("quiet")
+def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None]) -> None:
+    base = build("deepseek_v3", num_hidden_layers=1)
+    quantize(base)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, lora(), adapter_name="one")
+    model.add_adapter("two", lora(r=3))
+    model.eval().requires_grad_(False)
+    steps(model)  # bitsandbytes packs its weights for the CPU in the first call
+    fast = optimize(model, **FAST)
+    one = assert_same(fast, model)
+    model.set_adapter("two")
+    assert_other(assert_same(fast, model), one)
+    with model.disable_adapter():
+        assert_other(assert_same(fast, model), one)
+    model.set_adapter("one")
+    torch.testing.assert_close(assert_same(fast, model), one)
+    assert fast.mla_report.sites
