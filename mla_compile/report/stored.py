@@ -116,6 +116,6 @@ class StoredWeights:
             return f"  {names}: stored in {self.dtype}, absorbed as stored, nothing to dequantize"
         size = self.kept_bytes
         return (
-            f"  {names}: stored as {up.packing}, dequantized once to be absorbed, and kept: W_kc and W_v take "
+            f"  {names}: stored as {up.packing}, dequantized to be absorbed; kept, W_kc and W_v take "
             f"{scaled(size / up.layers, 'B')} per attention in {self.dtype}, {gigabytes(size)} in all {up.layers}"
         )

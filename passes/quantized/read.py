@@ -13,11 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, stand_in
+from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
 from mla_compile.passes.quantized.registry import QuantizedLinear, named_arguments, registered, schema_name
-from mla_compile.passes.quantized.rows import RowTracker
+from mla_compile.passes.quantized.rows import RowTracker, copied, regrouped
 from mla_compile.passes.quantized.stored import is_narrow
 
 aten = torch.ops.aten
@@ -67,10 +69,20 @@ class _Reader:
         found = self._rule(node)
         if found is None:
             return
-        if found.settled and val(node).dtype.is_floating_point and val(node).dtype.itemsize > 1:
-            self._replace(node, found.plain, found.dropped)
-        else:
+        if not (found.settled and val(node).dtype.is_floating_point and val(node).dtype.itemsize > 1):
             self.tracker.known[node] = found
+        # Rows are rounded for a product. Keys that are rounded are what the model attends to, or caches.
+        elif found.projected or self._only_projected(node):
+            self._replace(node, found.plain, found.dropped)
+
+    def _only_projected(self, node: fx.Node) -> bool:
+        """Whether every reader of ``node``, or of a view or a copy of it, multiplies it by a weight."""
+        for reader in reachable([node], lambda n: n.users if n is node or _shows(n) else ()):
+            weighs = is_contraction(reader) and any(n in self.weights for n in reader.all_input_nodes)
+            checks = not reader.users and reader.op != "output"  # of its dtype: tracing leaves these behind
+            if reader is not node and not _shows(reader) and not weighs and not checks:
+                return False
+        return bool(node.users)
 
     def _rule(self, node: fx.Node) -> Any:
         if packet(node) is operator.getitem:
@@ -143,6 +155,10 @@ class _Reader:
         if dropped:
             new.meta[DROPPED] = dropped
         self.found += 1
+
+
+def _shows(node: fx.Node) -> bool:
+    return regrouped(node) is not None or copied(node) is not None
 
 
 def _nodes(told: dict[str, Any]) -> list[fx.Node]:

@@ -55,6 +55,7 @@ class Scaled:
     Attributes:
         low, high: what its numbers lie between.
         whole: whether they are whole numbers.
+        projected: whether they were multiplied by a weight since they were rounded.
         dropped: what they were rounded to on the way, for people; empty where nothing was.
     """
 
@@ -63,6 +64,7 @@ class Scaled:
     low: float = -math.inf
     high: float = math.inf
     whole: bool = False
+    projected: bool = False
     dropped: str = ""
     zero: fx.Node | None = None
 
@@ -182,7 +184,7 @@ class RowTracker:
             if many is None:
                 return None
             scales.append(replace(scale, block=many * shape(new)[-1]))
-        return replace(rows.unbounded(), plain=new, scales=tuple(scales))
+        return replace(rows.unbounded(), plain=new, scales=tuple(scales), projected=True)
 
     def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: Any) -> Scaled | None:
         """``x`` times (or divided by, as ``op`` says) a number, a weight or a scale."""

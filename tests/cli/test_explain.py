@@ -93,7 +93,7 @@ def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, kind):
     assert fewer == [[expanded] * 3, [expanded - (stored["kept_bytes"] - stored["up"]["bytes"])] * 3]
     text = call(quantized).output
     assert f"weights as stored ({kind}): " in text
-    assert "dequantized once to be absorbed, and kept: W_kc and W_v take 3.52 kB per attention in bf16" in text
+    assert "dequantized to be absorbed; kept, W_kc and W_v take 3.52 kB per attention in bf16" in text
     assert json.loads(call(quantized, "--dtype", "bf16", "--json").stdout)["costs"] == plain["costs"]
 
 

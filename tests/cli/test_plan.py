@@ -80,7 +80,7 @@ def test_weights_as_the_config_stores_them(tmp_path):
     assert said["layouts"][0]["weight_bytes"] == pytest.approx(stored + 3 * 88 * 20 * 2)
     text = call(str(path), "--gpu", "cpu", "--context", "4k").output
     assert "weights as stored (bitsandbytes)" in text
-    assert "kv_b_proj: stored as int8 with a scale for an output, dequantized once to be absorbed, and kept" in text
+    assert "kv_b_proj: stored as int8 with a scale for an output, dequantized to be absorbed; kept, W_kc" in text
     typed = json.loads(call(str(path), "--gpu", "cpu", "--context", "4k", "--dtype", "fp8", "--json").stdout)
     assert (typed["stored"], typed["request"]["weight_dtype"]) == (None, "fp8")
     path.write_text(json.dumps(SMALL | {"quantization_config": {"quant_method": "quark"}}))
