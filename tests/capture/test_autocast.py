@@ -227,3 +227,13 @@ def test_a_graph_that_cannot_be_traced_leaves_autocast_as_it_was() -> None:
         from_graph_module(fx.GraphModule(nn.Module(), graph), (X,))
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def test_a_plain_graph_that_rejects_its_inputs_leaves_autocast_as_it_was() -> None:
+    gm = fx.symbolic_trace(lambda x, w: x @ w)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        graph = to_plain_graph_module(from_graph_module(gm, (X, W)))
+        assert_equal(graph(X, W), X @ W)
+        with pytest.raises(RuntimeError):
+            graph(X[:2], W)
+        assert torch.is_autocast_enabled("cpu")
