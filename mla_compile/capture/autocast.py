@@ -13,6 +13,7 @@ would run is traced.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import DispatchKey, DispatchKeySet
+from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -44,9 +46,17 @@ def is_active() -> bool:
     return active
 
 
-def has_regions(graph: fx.Graph) -> bool:
-    """Whether autocast is switched within ``graph``."""
-    return any(node.target is ENTER for node in graph.nodes)
+def has_regions(gm: fx.GraphModule) -> bool:
+    """Whether autocast is switched within a graph, which must not be in a graph nested in it (a branch of ``cond``)."""
+    for node in (n for n in gm.graph.find_nodes(op="get_attr") if n.users):  # what was inlined has none
+        nested = operator.attrgetter(str(node.target))(gm)
+        if isinstance(nested, fx.GraphModule) and (has_regions(nested) or _wraps(nested)):
+            raise CaptureError("autocast is switched in a graph within the graph")
+    return any(node.target is ENTER for node in gm.graph.nodes)
+
+
+def _wraps(gm: fx.GraphModule) -> bool:
+    return any(node.target is wrap_with_autocast for node in gm.graph.nodes)
 
 
 @contextmanager
@@ -130,7 +140,8 @@ def _write(gm: fx.GraphModule, node: fx.Node, renew: bool = False) -> bool:
     elif _is_composite(node.target):
         # Autocast passes it by and acts on the operators that it is made of.
         traced = _traced(node, lambda op, *args, **kwargs: op.decompose(*args, **kwargs))
-        if not sum(_write(traced, own) for own in list(traced.graph.nodes)):
+        written = [_write(traced, own) for own in list(traced.graph.nodes)]
+        if not any(written):
             return False
         if any(_writes(own) for own in traced.graph.nodes):
             raise CaptureError(f"autocast is active, and {node.target} is made of operators that write in place")

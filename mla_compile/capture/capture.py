@@ -86,7 +86,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         if gm.graph.find_nodes(op="get_attr"):
             gm = calls_written_out(gm)
         # torch itself would write the casts of some operators as it makes the program functional, and lose others.
-        autocast = is_active() or has_regions(gm.graph)
+        autocast = has_regions(gm) or is_active()
         if autocast:
             write_casts(gm, renew=True)
         flat = _called_flat(exported, gm)
@@ -174,7 +174,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("a graph within the graph cannot be written out", error) from error
-    autocast = is_active() or has_regions(flat.graph)
+    autocast = has_regions(flat) or is_active()
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     traced: Any
     try:

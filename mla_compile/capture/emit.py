@@ -92,9 +92,9 @@ def to_plain_graph_module(
     if len(leaves) != len(flat):
         raise CaptureError(f"the graph returned {len(leaves)} values, its rewritten form {len(flat)}")
     output.args = (pytree.tree_unflatten(flat, spec),)
-    _check_inputs(gm, original)
     if program.autocast:
         _switch_autocast_off(gm.graph)
+    _check_inputs(gm, original)  # before autocast is off: inputs that do not fit leave it as it was
     gm.graph.set_codegen(original.graph._codegen)
     _keep_state(gm, original)
     gm.meta = dict(original.meta)

@@ -38,7 +38,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
     regions = list(_regions(graph))
     if not regions:
         return gm
-    if autocast.is_active() or autocast.has_regions(graph):
+    if autocast.is_active() or autocast.has_regions(gm):
         raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func cannot be seen")
     owner = fx.GraphModule(gm, graph)
     for region in regions:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.passes.ir.axes import Atom, Axis
+from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, substitute
 from mla_compile.passes.ir.graph import Builder, val
 
 aten = torch.ops.aten
@@ -175,6 +175,17 @@ class Factor:
 
     def renamed(self, names: Mapping[Atom, Atom]) -> Factor:
         return self.each(lambda f: Factor(f.expr, tuple(names.get(a, a) for a in f.atoms)))
+
+    def split(self, split: Split) -> Factor:
+        """The same tensor with some atoms written as products of smaller ones."""
+
+        def one(f: Factor) -> Factor:
+            if not any(a in split for a in f.atoms):
+                return f
+            atoms = substitute(f.atoms, split)
+            return Factor(f.expr.view([fixed_size([a]) for a in atoms]), atoms)
+
+        return self.each(one)
 
     def each(self, fn: Callable[[Factor], Factor]) -> Factor:
         """``fn``, which must not mix the numbers of atoms, applied to the tensor and to the factors of its terms."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, letters, placed, substitute
+from mla_compile.passes.ir.axes import Atom, Axis, letters, placed
 from mla_compile.passes.ir.expr import Expr, Factor
 
 aten = torch.ops.aten
@@ -123,15 +123,3 @@ def without(f: Factor, atom: Atom) -> Factor:
         return Factor(one.expr.view([one.expr.shape[k] for k in kept]), tuple(one.atoms[k] for k in kept))
 
     return f.each(drop)
-
-
-def split_up(f: Factor, split: Split) -> Factor:
-    """``f`` with some atoms written as products of smaller ones."""
-
-    def one(f: Factor) -> Factor:
-        if not any(a in split for a in f.atoms):
-            return f
-        atoms = substitute(f.atoms, split)
-        return Factor(f.expr.view([fixed_size([a]) for a in atoms]), atoms)
-
-    return f.each(one)

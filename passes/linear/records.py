@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, flatten, fresh_axis, substitute
 from mla_compile.passes.ir.expr import Expr, Factor
-from mla_compile.passes.ir.factors import split_up
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.sizes import Size
 from mla_compile.passes.ir.stop import Stop
@@ -80,8 +79,8 @@ class Piece:
             self,
             axes=tuple(substitute(a, split) for a in self.axes),
             source_axes=tuple(substitute(a, split) for a in self.source_axes),
-            weight=self.weight and split_up(self.weight, split),
-            bias=self.bias and split_up(self.bias, split),
+            weight=self.weight and self.weight.split(split),
+            bias=self.bias and self.bias.split(split),
         )
 
     def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:

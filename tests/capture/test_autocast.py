@@ -28,6 +28,14 @@ def conditional(x: torch.Tensor, w: torch.Tensor) -> Any:
     return torch.cond(x.sum() > 0, lambda x, w: (x.sin() @ w,), lambda x, w: (x.cos() @ w,), (x, w))
 
 
+def switched_in_a_branch(x: torch.Tensor, w: torch.Tensor) -> Any:
+    def branch(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x.sin() @ w,)
+
+    return torch.cond(x.sum() > 0, branch, branch, (x, w))
+
+
 def written(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     y = torch.zeros(5, 7)
     y.copy_(x @ w)
@@ -185,6 +193,7 @@ def test_an_operator_that_registered_its_own_casts() -> None:
 
 REFUSED = {
     "a graph within the graph": (conditional, "graph within the graph"),
+    "a switch in a graph within the graph": (switched_in_a_branch, "switched in a graph within"),
     "batched tensors": (lambda x, w: torch.vmap(torch.mv, (None, 0))(w, x), "torch.func"),
 }
 
@@ -201,7 +210,7 @@ def test_what_cannot_be_seen_is_refused(name: str) -> None:
         return gm
 
     torch._dynamo.reset()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=function is not switched_in_a_branch):
         torch.compile(function, backend=backend)(X, W)
     assert len(errors) == 1
     assert "autocast" in errors[0]
@@ -218,3 +227,13 @@ def test_a_graph_that_cannot_be_traced_leaves_autocast_as_it_was() -> None:
         from_graph_module(fx.GraphModule(nn.Module(), graph), (X,))
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def test_a_plain_graph_that_rejects_its_inputs_leaves_autocast_as_it_was() -> None:
+    gm = fx.symbolic_trace(lambda x, w: x @ w)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        graph = to_plain_graph_module(from_graph_module(gm, (X, W)))
+        assert_equal(graph(X, W), X @ W)
+        with pytest.raises(RuntimeError):
+            graph(X[:2], W)
+        assert torch.is_autocast_enabled("cpu")

@@ -17,7 +17,7 @@ from mla_compile.capture.capture import from_graph_module
 from mla_compile.options import Options
 from mla_compile.passes.ir.axes import Atom
 from mla_compile.passes.ir.expr import Expr, Factor
-from mla_compile.passes.ir.factors import MOST_TERMS, merged, narrowed, product, split_up, total
+from mla_compile.passes.ir.factors import MOST_TERMS, merged, narrowed, product, total
 from mla_compile.passes.verify.check import key_of
 from mla_compile.pipeline import run
 from tests.support.toy import H, L, N, Toy, V, decode_inputs
@@ -174,7 +174,7 @@ def test_what_is_remembered_of_a_sum() -> None:
     assert [len(term) for term in added.terms] == [1, 2]
     # A scale goes to the smallest factor of each term.
     assert [f.expr.op is aten.mul.Tensor for f in added.terms[1]] == [False, True]
-    for kept in (narrowed(added, a, Atom(2), 1, 3), added.renamed({a: Atom(5)}), split_up(added, {a: a.split(1, 5)})):
+    for kept in (narrowed(added, a, Atom(2), 1, 3), added.renamed({a: Atom(5)}), added.split({a: a.split(1, 5)})):
         assert [len(term) for term in kept.terms] == [1, 2]
         assert all({*f.atoms} <= {*kept.atoms, r} for term in kept.terms for f in term)
     # A tensor that lacks an axis is repeated along it: summed over that axis it would count but once.
