@@ -11,14 +11,14 @@ from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, operator_name, packet, val
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, val
 from mla_compile.passes.ir.operators import Join, Stack, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps, quantizes
 from mla_compile.passes.linear.stops import barred, unexplained
-from mla_compile.passes.quantized.foreign import foreign_rows
+from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
 def _foreign_product(node: fx.Node, rows: fx.Node) -> Stop:
     if quantizes(val(rows).dtype):
         return Stop(node, "nonlinear", "rows are rounded before this product by a scale that is not known to fit them")
-    name = operator_name(node if is_tensor(args_of(node)[0]) else args_of(node)[0])
+    name = foreign_name(node) or foreign_name(args_of(node)[0])
     how = f"{name} multiplies rows by a weight in a format of its own; register_quantized_linear says how to read it"
     return Stop(node, "unknown_product", how)
 

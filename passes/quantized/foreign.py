@@ -10,7 +10,10 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import same
+
+_FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional"}
 
 _ATEN = {"_int_mm", "_scaled_mm", "_scaled_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm"}
 """Operators of ATen that multiply by a quantized weight. Any other of ATen is no product, or is known as one."""
@@ -22,15 +25,27 @@ def foreign_rows(node: fx.Node, weights: Collection[fx.Node]) -> fx.Node | None:
     It reads weights and rows [..., in], perhaps with scales of the rows, and returns as many rows of another width.
     """
     call = args_of(node)[0] if packet(node) is operator.getitem else node
-    target = call.target if isinstance(call, fx.Node) else None
-    if not isinstance(target, torch._ops.OpOverload) or not is_tensor(node):
+    if not is_tensor(node) or foreign_name(call) is None:
         return None
-    if target.namespace in ("aten", "prims") and target._opname not in _ATEN:
-        return None
-    read = [n for n in call.all_input_nodes if is_tensor(n) and len(shape(n)) > 1]
+    read = [n for n in call.all_input_nodes if is_tensor(n) and len(shape(n)) > 1 and not isinstance(decode(n), Fill)]
     given = [n for n in read if n not in weights]
     if not given or len(given) == len(read):
         return None
     rows = max(given, key=lambda n: bytes_hint(n) // val(n).itemsize)
     as_many = same(math.prod(shape(rows)[:-1]), math.prod(shape(node)[:-1]))
     return rows if as_many and not same(shape(rows)[-1], shape(node)[-1]) else None
+
+
+def foreign_name(call: object) -> str | None:
+    """The name of the operator that ``call`` runs, where no rule can know it; None for operators of ATen that have one.
+
+    One that writes into memory it is given stands in a functional graph as an argument of another.
+    """
+    target = call.target if isinstance(call, fx.Node) else None
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONALIZED:
+        (target, *_) = args_of(call) or ("a kernel of Triton",)  # type: ignore[arg-type]
+        return str(getattr(target, "_opname", target))
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    known = target.namespace in ("aten", "prims") and target._opname not in _ATEN
+    return None if known else target._opname

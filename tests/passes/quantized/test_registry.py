@@ -58,6 +58,34 @@ def test_an_unknown_product_is_refused_by_its_name(doubled):
     assert torch.equal(after, before)
 
 
+def test_an_unknown_product_that_writes_into_memory_it_is_given():
+    """Kernels are often wrapped like this; the functional graph holds another operator around them."""
+
+    def writes(x, codes, out):
+        out.copy_(x @ codes.to(x.dtype).T)
+
+    library = torch.library.Library("tests_quantized_out", "DEF")
+    library.define("product(Tensor x, Tensor codes, Tensor(a!) out) -> ()")
+    library.impl("product", lambda x, codes, out: writes(x, codes, out), "CPU")
+    library._register_fake("product", lambda *_: None)
+
+    class Written(Layer):
+        def forward(self, x):
+            rows = x.flatten(0, 1)
+            out = rows.new_empty(len(rows), OUT)
+            self.op(rows, self.codes, out)
+            return out.unflatten(0, x.shape[:2])
+
+    try:
+        fast, after, before = optimized(Written(torch.ops.tests_quantized_out.product))
+    finally:
+        library._destroy()
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.UNKNOWN_PRODUCT
+    assert site.reason.startswith("product ")
+    assert torch.equal(after, before)
+
+
 @pytest.mark.parametrize("name", ["packet", "overload", "text", "pattern"])
 def test_registered_it_is_absorbed(doubled, products, name):
     names = {"text": "tests_quantized::doubled", "pattern": "tests_*::doubled"}
