@@ -196,6 +196,9 @@ class RowTracker:
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
             return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
+        if _outer(by, self.weights):  # the scales of rows and weights, multiplied with each other first
+            first = self.multiplied(node, x, args_of(by)[0], op)
+            return first and self.multiplied(node, first, args_of(by)[1], op)
         found = self.scale_of(by, x.plain)
         if found is None:
             return None
@@ -235,6 +238,12 @@ def covers(scale: tuple[Size, ...], rows: tuple[Size, ...]) -> bool:
 def block(scale: fx.Node, rows: fx.Node) -> Size | None:
     """How many numbers of ``rows`` share one of ``scale``."""
     return quotient(math.prod(shape(rows)), math.prod(shape(scale)))
+
+
+def _outer(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Whether ``node`` is the product of a weight and another tensor."""
+    operands = args_of(node)[:2] if packet(node) is aten.mul else ()
+    return len([a for a in operands if is_tensor(a)]) == 2 and any(a in weights for a in operands)
 
 
 def _as_large(a: fx.Node, b: fx.Node) -> bool:
