@@ -39,6 +39,12 @@ _SLACK = 2**-7
 """By how much of itself the largest number may be cut off: a step of 7 bits, or the rounding of a scale."""
 
 
+TINY = 2.0**-6
+"""The largest magnitude of a block that a guard against division by zero may take for larger than it is.
+
+Below it rows get fewer steps than the format has; a guard that ordinary rows do not reach is a function of its own."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """A power of the numbers of ``root``, one for each ``block`` numbers of the rows, in the order of their memory."""
@@ -149,15 +155,16 @@ class RowTracker:
 
     def fits(self, scale: Scale, rows: fx.Node) -> float | None:
         """The largest |rows| / root, where the root is made of the largest number of each block of the same rows."""
-        factor, node = 1.0, scale.root
+        factor, node, floor = 1.0, scale.root, 0.0
         while True:
             below = _at_least(node)
             if below is None:
                 break
+            floor = max(floor, _floor(node) / factor)
             node, by = below
             factor /= by
         found = _largest(node)
-        if found is None:
+        if found is None or floor * factor > TINY:
             return None
         of, length = found
         return factor if _numbers(of) is _numbers(rows) and same(length, scale.block) else None
@@ -293,6 +300,15 @@ def _at_least(node: fx.Node) -> tuple[fx.Node, float] | None:
     if op in (aten.mul, aten.div) and isinstance(number, (int, float)) and number > 0:
         return args[0], float(number) if op is aten.mul else 1.0 / number
     return None
+
+
+def _floor(node: fx.Node) -> float:
+    """The number that keeps a scale from being zero, where ``node`` clamps to it or adds it."""
+    op = packet(node)
+    if op in (aten.clamp, aten.clip, aten.clamp_min, aten.add):
+        number = argument(node, 1, "other" if op is aten.add else "min")
+        return float(number) if isinstance(number, (int, float)) else 0.0
+    return 0.0
 
 
 def _reads_rows(node: fx.Node) -> bool:
