@@ -23,6 +23,7 @@ from tests.support.generator import Case
 CASES = int(os.environ.get("MLA_PROPERTY_QUANTIZED", "24"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 ALLOWED, ULP = 1.5, 2  # as in the check of a site: errors of the original, and units in the last place
+OUTLIER = 10  # of the largest error, which is that of a single row
 
 
 def test_generated_quantization() -> None:
@@ -52,25 +53,38 @@ def check(how: Quantized) -> None:
         # An index is no linear map to the analysis: columns that were moved are what is cached, or end the walk.
         assert found.verdicts == {"absorbed"} or how.order == "rows", found.reasons
         eps = torch.finfo(getattr(torch, how.case.dtype)).eps
-        said = f"error {found.error:.2e}, the original's {found.own:.2e}"
-        assert found.error <= ALLOWED * found.own + ULP * eps, said
+        assert found.error.within(found.own, eps), f"error {found.error}, the original's {found.own}"
         if how.rounds_rows and how.case.seed < 4:  # of some: it takes as long again
             left = _run(how, "exact")
             if how.product == "fake":  # rounded rows in their own precision are rows like any others
-                assert left.error <= ALLOWED * left.own + ULP * eps, f"{left}"
-                assert how.case.dtype != "float32" or left.moved <= left.own / 4, f"{left}: rows lost their rounding"
+                assert left.error.within(left.own, eps), f"{left}"
+                kept = how.case.dtype != "float32" or left.moved.median <= left.own.median / 4
+                assert kept, f"{left}: rows lost their rounding"
             else:
                 assert "absorbed" not in left.verdicts, left.reasons
-                assert left.moved == 0, f"{left}: nothing was to be changed"
+                assert left.moved.largest == 0, f"{left}: nothing was to be changed"
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of the rows of all calls: the distance over the size of a row. One near-one-hot softmax can make the largest."""
+
+    median: float
+    largest: float
+
+    def within(self, own: Errors, eps: float) -> bool:
+        """Whether these are no larger than errors of the original's size can be."""
+        slack = ULP * eps
+        return self.median <= ALLOWED * own.median + slack and self.largest <= OUTLIER * own.largest + slack
 
 
 @dataclass(frozen=True)
 class Found:
-    """Relative RMS errors of all calls together, compiled and in eager mode, and of the one against the other."""
+    """Errors against float64, compiled and in eager mode, and of the one against the other."""
 
-    error: float
-    own: float
-    moved: float
+    error: Errors
+    own: Errors
+    moved: Errors
     verdicts: set[str]
     reasons: list[str]
 
@@ -87,10 +101,13 @@ def _run(how: Quantized, mode: Literal["absorb", "exact"]) -> Found:
         sites = () if report is None else report.sites
         verdicts |= {s.verdict for s in sites}
         reasons += [f"{s.code}: {s.reason} ({s.blame})" for s in sites]
-    got, eager, truth = (torch.cat([r[k].flatten() for r in results]) for k in range(3))
-    both = ~(eager.isnan() | truth.isnan())  # rows without a visible key
+    got, eager, truth = (torch.cat([r[k].flatten(0, 1) for r in results]) for k in range(3))
+    both = ~(eager.isnan() | truth.isnan()).any(-1)  # rows without a visible key are NaN
     assert both.any()
     assert got[both].isfinite().all(), "a number that is none"
-    size = float(truth[both].norm())
-    error, own, moved = (float((a - b)[both].norm()) / size for a, b in ((got, truth), (eager, truth), (got, eager)))
+    size = truth[both].norm(dim=-1)
+    error, own, moved = (
+        Errors(float(distance.median()), float(distance.max()))
+        for distance in ((a - b)[both].norm(dim=-1) / size for a, b in ((got, truth), (eager, truth), (got, eager)))
+    )
     return Found(error, own, moved, verdicts, reasons)

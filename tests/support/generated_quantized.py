@@ -321,6 +321,7 @@ def _quantized(case: Case, rng: random.Random) -> Quantized:
         groups=case.groups if product != "scaled_mm" else 1,
         tied=False,
         cut=False,
+        padded=False,  # what a row without a visible key gets is another number in every precision
         pad_values=False,
         latent_norm=True,
         weight="plain",
