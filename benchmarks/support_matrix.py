@@ -49,14 +49,13 @@ def cache_of(kind: str, model: Any) -> Any:
 
 
 def prompted(call: Callable[..., Any], cache: Any, ids: Tensor) -> Tensor:
-    """Logits [1,1,vocabulary] behind a prompt through ``call``."""
+    """Logits [B,1,vocabulary] behind a prompt through ``call``."""
     return call(ids[:, :PROMPT], past_key_values=cache).logits[:, -1:]
 
 
 def stepped(call: Callable[..., Any], cache: Any, ids: Tensor) -> Tensor:
-    """Logits [1,STEPS,vocabulary] of decode steps through ``call``; the tokens are given."""
-    places = range(PROMPT, PROMPT + STEPS)
-    calls = ((ids[:, p : p + 1], torch.tensor([[p]])) for p in places)
+    """Logits [B,steps,vocabulary] of decode steps through ``call`` for the tokens of ``ids`` behind the prompt."""
+    calls = ((ids[:, p : p + 1], torch.full((len(ids), 1), p)) for p in range(PROMPT, ids.shape[1]))
     return torch.cat([call(token, past_key_values=cache, position_ids=where).logits for token, where in calls], 1)
 
 
@@ -87,14 +86,14 @@ def optimized(model: Any) -> tuple[Any, Sites]:
     return fast, lambda: fast.mla_report.sites
 
 
-def compiled(model: Any) -> tuple[Any, Sites]:
+def compiled(model: Any, **options: Any) -> tuple[Any, Sites]:
     """The door ``torch.compile(backend="mla")``, which keeps the newest reports of the process."""
     before = backend.reports()
 
     def sites() -> Sequence[SiteReport]:
         return [s for r in backend.reports() if not any(r is old for old in before) for s in r.sites]
 
-    return torch.compile(model, backend="mla", options={"codegen": "eager"}), sites
+    return torch.compile(model, backend="mla", options={"codegen": "eager", **options}), sites
 
 
 class Step(nn.Module):

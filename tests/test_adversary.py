@@ -23,6 +23,7 @@ from tests.adversary.mutations import MUTATIONS
 from tests.adversary.obligations import said
 from tests.adversary.oracle import BOTH
 from tests.adversary.places import Refused
+from tests.adversary.scales import KINDS, MUTANTS, check_scales
 from tests.support.generator import Case
 
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
@@ -83,3 +84,18 @@ def test_writes_in_place(name: str) -> None:
             assert not write.legal or true.issuperset(code for _, code, _ in said(report)), said(report)
         if (write.legal is True and write.stage in ("between", "after")) or "before the scores" in name:
             assert (report.code, report.parts) == (Code.ABSORBED, ()), report.reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales(kind: str) -> None:
+    """A share of the mutants in each kind; ``MLA_ADVERSARY_CASES`` of 1000 and more: all of them."""
+    plain = check_scales(kind, {})
+    assert plain is not None
+    assert (plain.code, plain.parts) == (Code.ABSORBED, ()), plain.reason
+    of = sorted(KINDS).index(kind)
+    for name, steps in MUTANTS.items():
+        if COUNT >= 1000 or zlib.crc32(name.encode()) % len(KINDS) == of:
+            try:
+                check_scales(kind, steps)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error

@@ -155,6 +155,12 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
     if name in positions:
         index = positions[name]
         return lambda inputs: inputs[index]
+    if not any(node.name == name for node in program.gm.graph.nodes):
+        # A constant that nothing but the fold reads any more, so that its node is gone.
+        constant = program.weights[name]
+        if constant is None:
+            raise KeyError(name)
+        return lambda inputs: constant
     target = str(program.node(name).target)
     owner, _, leaf = target.rpartition(".")
     module = program.gm.get_submodule(owner)

@@ -39,6 +39,12 @@ _SLACK = 2**-7
 """By how much of itself the largest number may be cut off: a step of 7 bits, or the rounding of a scale."""
 
 
+TINY = 2.0**-6
+"""The largest magnitude of a block that a guard against division by zero may take for larger than it is.
+
+Below it rows get fewer steps than the format has; a guard that ordinary rows do not reach is a function of its own."""
+
+
 @dataclass(frozen=True)
 class Scale:
     """A power of the numbers of ``root``, one for each ``block`` numbers of the rows, in the order of their memory."""
@@ -151,15 +157,16 @@ class RowTracker:
 
     def fits(self, scale: Scale, rows: fx.Node) -> float | None:
         """The largest |rows| / root, where the root is made of the largest number of each block of the same rows."""
-        factor, node = 1.0, scale.root
+        factor, node, floor = 1.0, scale.root, 0.0
         while True:
             below = _at_least(node)
             if below is None:
                 break
+            floor = max(floor, _floor(node) / factor)
             node, by = below
             factor /= by
         found = _largest(node)
-        if found is None:
+        if found is None or floor * factor > TINY:
             return None
         of, length = found
         return factor if _numbers(of) is _numbers(rows) and same(length, scale.block) else None
@@ -198,6 +205,9 @@ class RowTracker:
             other = builder.cast(by, torch.promote_types(val(by).dtype, val(x.plain).dtype))
             new = builder.call(aten.div.Tensor if sign < 0 else aten.mul.Tensor, x.plain, other)
             return replace(x.unbounded(), plain=new) if _as_large(new, x.plain) else None
+        if _outer(by, self.weights):  # the scales of rows and weights, multiplied with each other first
+            first = self.multiplied(node, x, args_of(by)[0], op)
+            return first and self.multiplied(node, first, args_of(by)[1], op)
         found = self.scale_of(by, x.plain)
         if found is None:
             return None
@@ -237,6 +247,12 @@ def covers(scale: tuple[Size, ...], rows: tuple[Size, ...]) -> bool:
 def block(scale: fx.Node, rows: fx.Node) -> Size | None:
     """How many numbers of ``rows`` share one of ``scale``."""
     return quotient(math.prod(shape(rows)), math.prod(shape(scale)))
+
+
+def _outer(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Whether ``node`` is the product of a weight and another tensor."""
+    operands = args_of(node)[:2] if packet(node) is aten.mul else ()
+    return len([a for a in operands if is_tensor(a)]) == 2 and any(a in weights for a in operands)
 
 
 def _as_large(a: fx.Node, b: fx.Node) -> bool:
@@ -286,6 +302,15 @@ def _at_least(node: fx.Node) -> tuple[fx.Node, float] | None:
     if op in (aten.mul, aten.div) and isinstance(number, (int, float)) and number > 0:
         return args[0], float(number) if op is aten.mul else 1.0 / number
     return None
+
+
+def _floor(node: fx.Node) -> float:
+    """The number that keeps a scale from being zero, where ``node`` clamps to it or adds it."""
+    op = packet(node)
+    if op in (aten.clamp, aten.clip, aten.clamp_min, aten.add):
+        number = argument(node, 1, "other" if op is aten.add else "min")
+        return float(number) if isinstance(number, (int, float)) else 0.0
+    return 0.0
 
 
 def _reads_rows(node: fx.Node) -> bool:

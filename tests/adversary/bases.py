@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,7 +21,7 @@ from mla_compile.passes.decide.cost import default_device
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.walk import ancestors
 from tests.support.generated_module import GeneratedMLA
-from tests.support.generator import Case, cases
+from tests.support.generator import Case, drawn
 from tests.support.programs import canonical
 
 
@@ -62,7 +61,7 @@ def bases(count: int, start: int) -> Iterator[Base]:
     found = 0
     rng = random.Random(start)
     while found < count:
-        for case in _drawn(4 * count, start):
+        for case in drawn(4 * count, start):
             case = _plain(case, rng)
             if found % 2:
                 case = _equal(case, rng.choice((2, 2, 3, 4)))
@@ -73,25 +72,6 @@ def bases(count: int, start: int) -> Iterator[Base]:
             if found == count:
                 return
         start += 1
-
-
-def _drawn(count: int, start: int) -> list[Case]:
-    drawn: list[Case] = []
-
-    @seed(start)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
-    )
-    @given(cases(legal=True))
-    def collect(case: Case) -> None:
-        drawn.append(case)
-
-    collect()
-    return drawn
 
 
 def _plain(case: Case, rng: random.Random) -> Case:

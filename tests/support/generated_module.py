@@ -93,15 +93,19 @@ class GeneratedMLA(nn.Module):
         if c.gate:
             out = out * torch.sigmoid(F.linear(x, self.w_gate))
         returned = ((probs,) if c.extra == "probs" else ()) + ((k,) if c.fault == "keys_returned" else ())
-        return (F.linear(out, self.w_o), *state, *returned)
+        return (self._linear("o", out, self.w_o), *state, *returned)
+
+    def _linear(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The projection ``name`` of x [..., in]; another module may compute it otherwise."""
+        return F.linear(x, weight, bias)
 
     # Queries, and the rows that are cached.
 
     def _queries(self, x: Tensor, positions: Tensor) -> Tensor:
         c = self.case
         if self.w_q_down is not None:
-            x = F.linear(x, self.w_q_down)
-        q = F.linear(x, self.w_q).view(x.shape[0], x.shape[1], c.H * c.groups, c.N + c.R)
+            x = self._linear("q_down", x, self.w_q_down)
+        q = self._linear("q", x, self.w_q).view(x.shape[0], x.shape[1], c.H * c.groups, c.N + c.R)
         nope, rope = q.split([c.N, c.R], -1)
         rope = self._rotate(rope.transpose(1, 2), positions).transpose(1, 2)
         q = torch.cat([rope, nope] if c.join == "cat_reversed" else [nope, rope], -1)
@@ -114,7 +118,7 @@ class GeneratedMLA(nn.Module):
 
     def _rows(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         c = self.case
-        latent, rope = F.linear(x, torch.cat([self.w_c, self.w_r])).split([self.w_c.shape[0], c.R], -1)
+        latent, rope = self._linear("kv_a", x, torch.cat([self.w_c, self.w_r])).split([self.w_c.shape[0], c.R], -1)
         if c.latent_norm:
             latent = F.rms_norm(latent, latent.shape[-1:], eps=1e-6)
         return latent, self._rotate(rope, positions) if c.rotate == "on_write" else rope
@@ -191,8 +195,8 @@ class GeneratedMLA(nn.Module):
             k = (latent @ w_k.reshape(-1, c.L).t()).view(B, T, c.H, c.N)
             v = (latent @ w_v.reshape(-1, c.L).t()).view(B, T, c.H, c.V)
         elif c.up == "two":
-            k = F.linear(latent, w_k.flatten(0, 1)).unflatten(-1, (c.H, c.N))
-            v = F.linear(latent, w_v.flatten(0, 1)).unflatten(-1, (c.H, c.V))
+            k = self._linear("k", latent, w_k.flatten(0, 1)).unflatten(-1, (c.H, c.N))
+            v = self._linear("v", latent, w_v.flatten(0, 1)).unflatten(-1, (c.H, c.V))
         else:
             return self._one_projection(latent, w_k, w_v)
         if self.lora_a is not None and self.lora_b is not None:
@@ -205,6 +209,19 @@ class GeneratedMLA(nn.Module):
     def _one_projection(self, latent: Tensor, w_k: Tensor, w_v: Tensor) -> tuple[Tensor, Tensor]:
         """One linear for keys and values: per head [k|v], or all keys and then all values; or the other way round."""
         c, (B, T, _) = self.case, latent.shape
+        weight, bias, widths = self._joined(w_k, w_v)
+        kv = self._linear("kv", latent, weight, bias)
+        if self.lora_a is not None and self.lora_b is not None:
+            kv = kv + F.linear(F.linear(latent, self.lora_a), self.lora_b) * 0.3
+        if c.up == "per_head":
+            one, two = kv.view(B, T, c.H, -1).split(widths, -1)
+        else:
+            one, two = (p.view(B, T, c.H, -1) for p in kv.split([c.H * w for w in widths], -1))
+        return (two, one) if c.values_first else (one, two)
+
+    def _joined(self, w_k: Tensor, w_v: Tensor) -> tuple[Tensor, Tensor | None, list[int]]:
+        """The weight and the bias of one linear for both, and how wide the first and the second of a head are."""
+        c = self.case
         parts, biases = [w_k, w_v], [self.b_k, self.b_v]
         if c.values_first:
             parts, biases = parts[::-1], biases[::-1]
@@ -214,14 +231,7 @@ class GeneratedMLA(nn.Module):
         bias = None
         if self.b_k is not None:
             bias = torch.cat(biases, 1).flatten() if per_head else torch.cat([b.flatten() for b in biases])
-        kv = F.linear(latent, weight, bias)
-        if self.lora_a is not None and self.lora_b is not None:
-            kv = kv + F.linear(F.linear(latent, self.lora_a), self.lora_b) * 0.3
-        if per_head:
-            one, two = kv.view(B, T, c.H, -1).split(widths, -1)
-        else:
-            one, two = (p.view(B, T, c.H, -1) for p in kv.split([c.H * w for w in widths], -1))
-        return (two, one) if c.values_first else (one, two)
+        return weight, bias, widths
 
     def _weight(self, weight: Tensor) -> Tensor:
         if self.case.weight == "dequant":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 LEGAL = "none"
@@ -174,3 +175,23 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         lowering=pick("op", "aten"),
         seed=draw(st.integers(0, 9)),
     )
+
+
+def drawn(count: int, start: int) -> list[Case]:
+    """Legal cases, the same for each ``start``."""
+    found: list[Case] = []
+
+    @seed(start)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate,),
+    )
+    @given(cases(legal=True))
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
