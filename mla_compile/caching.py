@@ -12,16 +12,16 @@ from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.decide.cost import default_device
 
 
-def with_latent_cache(captured: Program, assume: bool = False) -> Program:
+def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> Program:
     """The program with the K and V that its caller keeps replaced by their rows; itself where there are none.
 
     Only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in every
-    call. ``assume``: inputs that hold a cache may be taken to come from this program.
+    call. ``assume``: inputs that hold a cache may be taken to come from this program. ``packs``: in float8.
     """
     refused: set[str] = set()
     while True:
         program = canonicalize(captured.copy())
-        sites = _keep_rows(program, assume, refused)
+        sites = _keep_rows(program, assume, refused, packs)
         if not sites:
             return captured
         # Only what is legal is asked for, not what is cheaper.
@@ -35,7 +35,7 @@ def with_latent_cache(captured: Program, assume: bool = False) -> Program:
         refused |= wrong
 
 
-def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
+def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -> set[str]:
     """Rewrites the caches of all attentions but ``refused``; returns the attentions whose cache was rewritten."""
     graph = program.gm.graph
     found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
@@ -48,7 +48,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str]) -> set[str]:
     pasts = _pasts(program)
     assumed = [*_own_inputs(program), *map(program.node, written)] if assume else []
     sites = [site for site in found.sites if site.node.name not in refused]
-    caches = find_caches(graph, sites, found.maps, pasts, returned, assumed)
+    caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, packs=packs)
     if caches:
         # In the order of the signature, whatever order attentions were found in.
         names = [node.name for node in program.placeholders]

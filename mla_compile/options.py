@@ -14,6 +14,7 @@ FoldMode = Literal["auto", "never", "always"]
 Lowering = Literal["op", "aten"]
 Codegen = Literal["inductor", "eager"]
 CacheMode = Literal["auto", "latent", "expanded"]
+CacheDtype = Literal["model", "fp8"]
 Appends = Literal["auto", "in_place", "copy"]
 Quantized = Literal["absorb", "exact"]
 Dequantize = Literal["auto", "once", "step"]
@@ -32,6 +33,9 @@ class Options:
             that they are computed from, ``expanded`` leaves them as they are. ``auto`` is ``latent`` for modules, whose
             cache then holds tensors that look like K and V to everybody else, and ``expanded`` for programs, whose
             signature ``latent`` would change.
+        cache_dtype: the numbers of the rows that ``cache="latent"`` keeps: in the dtype of the ``model``, or in ``fp8``
+            (e4m3), each row with a scale of its own. Rotary keys stay as they are, and so do caches whose tensors the
+            model itself makes.
         appends: how new rows get behind those of a cache that grows by ``cat``. ``in_place`` keeps the rows in memory
             with room for more, which doubles when it is full, and writes the new ones there; what the caller keeps is a
             tensor of the same shape that shows them. ``copy`` copies old and new rows in every call, as the model
@@ -52,6 +56,7 @@ class Options:
     lowering: Lowering = "op"
     codegen: Codegen = "inductor"
     cache: CacheMode = "auto"
+    cache_dtype: CacheDtype = "model"
     appends: Appends = "auto"
     quantized: Quantized = "absorb"
     dequantize: Dequantize = "auto"

@@ -32,6 +32,7 @@ from mla_compile.errors import MlaCompileError, VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
+from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN
@@ -50,6 +51,7 @@ from mla_compile.passes.rewrite.fold import fold
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
+from mla_compile.passes.rewrite.packed_rows import read_packed
 from mla_compile.passes.rewrite.project import lower_projections
 from mla_compile.passes.rewrite.records import Absorbed, Folded
 from mla_compile.passes.rewrite.schedule import share_schedules
@@ -119,7 +121,8 @@ def run(
     """
     start = time.perf_counter()
     plain = with_stand_ins(program, options)
-    base = with_latent_cache(plain, own_cache) if options.cache == "latent" else plain
+    packs = options.cache_dtype == "fp8"
+    base = with_latent_cache(plain, own_cache, packs=packs) if options.cache == "latent" else plain
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
     # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
     # again without it. This ends, because every round adds a site.
@@ -218,7 +221,8 @@ class _State:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
         appended = sum(one.input is not None for one in self.program.appends)
-        messages = (_APPENDED.format(count=appended),) if appended else ()
+        messages: tuple[str, ...] = (_APPENDED.format(count=appended),) if appended else ()
+        messages += _packed(self.base, self.options) if reports else ()
         report = Report(tuple(reports), graph=name, passes=(kept, *self.records), messages=messages)
         return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
 
@@ -242,6 +246,18 @@ def _check(one: Pass, program: Program) -> None:
     bare = [n.name for n in new if "val" not in n.meta]
     if bare:
         raise PassError(f"the pass {one.name} left nodes without metadata: {', '.join(bare)}")
+
+
+def _packed(base: Program, options: Options) -> tuple[str, ...]:
+    """What ``cache_dtype`` did to the rows of a cache, with the error of it."""
+    if options.cache_dtype == "model":
+        return ()
+    recipes = [recipe for recipe, _ in base.cache.recipes.values()] if base.cache else []
+    widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
+    if not widths:
+        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows, which could be float8',)
+    error = max(map(error_of, widths))
+    return (f"rows of the cache are kept in float8 with a scale each: a relative error of {error:.1%}, measured",)
 
 
 @dataclass(frozen=True)
@@ -387,6 +403,10 @@ def _read_parts(state: _State) -> int:
     return read_parts(state.graph, state.program.fake_mode)
 
 
+def _read_packed(state: _State) -> int:
+    return read_packed(state.graph, state.program.fake_mode)
+
+
 def _schedule(state: _State) -> int:
     return share_schedules(state.graph, state.program.fake_mode)
 
@@ -417,6 +437,7 @@ PASSES = (
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
+    Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
     Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
     Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
 )

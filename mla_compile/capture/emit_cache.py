@@ -148,7 +148,7 @@ def new_examples(
             return value
         return tuple(
             torch.zeros(
-                tensor.recipe.row_shape(value.shape, tensor.recipe.widths[i]),
+                tensor.recipe.row_shape(value.shape, tensor.recipe.held_width(i)),
                 dtype=change.dtypes[tensor.rows[i]],
                 device=value.device,
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from mla_compile.capture.cache_change import CacheChange, CachedTensor
 from mla_compile.errors import InputError
+from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import ColumnBlock, at_once, evaluate, expand
 
 
@@ -31,14 +33,18 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
         raise InputError(f"got {len(cached)} tensors, expected one for each cache input: {names}")
     for tensor, given in zip(change.inputs, cached, strict=True):
         _check_shape(tensor, given)
-    rows = [
+    solved = [
         _solve([_equations(t, i, given) for t, given in zip(change.inputs, cached, strict=True)
-                for i, row in enumerate(t.rows) if row == number]).to(dtype)
-        for number, dtype in enumerate(change.dtypes)
+                for i, row in enumerate(t.rows) if row == number])
+        for number in range(len(change.dtypes))
     ]  # fmt: skip
+    rows: dict[int, torch.Tensor] = {}
     error = 0.0
     for tensor, given in zip(change.inputs, cached, strict=True):
-        again = expand(tensor.recipe, [rows[r] for r in tensor.rows], tensor.leaves, at_once)
+        recipe = tensor.recipe
+        plain = [_in_precision(solved[r], change.dtypes[r], recipe.dtype) for r in tensor.rows]
+        # Whether the weights made it is asked of the rows themselves, before float8 adds an error of its own.
+        again = expand(replace(recipe, packed=()), plain, tensor.leaves, at_once)
         one = _relative(again.double() - given.double(), given.double())
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(given.dtype).eps
         if not one <= allowed:
@@ -46,8 +52,16 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
                 f"the cache {tensor.name} was not made by the weights of this program: the best rows miss it by "
                 f"{one:.1e}, allowed {allowed:.1e}; fill the cache with this program, or give a larger tolerance"
             )
-        error = max(error, one)
+        held = [pack(x, recipe.widths[k], at_once) if recipe.is_packed(k) else x for k, x in enumerate(plain)]
+        rows.update(zip(tensor.rows, held, strict=True))
+        again = expand(recipe, held, tensor.leaves, at_once)
+        error = max(error, _relative(again.double() - given.double(), given.double()))
     return Migrated(tuple(tuple(rows[t.rows[i]] for i in t.holds) for t in change.inputs), error)
+
+
+def _in_precision(rows: torch.Tensor, held: torch.dtype, computed: torch.dtype) -> torch.Tensor:
+    """Rows in the dtype that they are held in; those that are held as bytes, in that of K and V."""
+    return rows.to(held if held.is_floating_point else computed)
 
 
 def _check_shape(tensor: CachedTensor, given: torch.Tensor) -> None:

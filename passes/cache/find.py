@@ -83,13 +83,15 @@ def find_caches(
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: Iterable[fx.Node] = (),
+    *,
+    packs: bool = False,
 ) -> list[CacheOfRows]:
     """The K and V of ``sites`` that can be kept as rows.
 
     ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
-    what this graph itself returned.
+    what this graph itself returned. ``packs``: rows that a weight expands are kept in float8.
     """
-    search = _Search(maps, pasts, returned, frozenset(assume))
+    search = _Search(maps, pasts, returned, frozenset(assume), packs)
     found: dict[fx.Node, CacheOfRows] = {}
     for site in sites:
         tensors: dict[fx.Node, int] = {}
@@ -110,6 +112,7 @@ class _Search:
     pasts: Mapping[fx.Node, Past]
     returned: Mapping[fx.Node, tuple[int, ...]]
     assumed: frozenset[fx.Node]
+    packs: bool
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
         """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
@@ -209,7 +212,7 @@ class _Search:
         dtypes: set[tuple[torch.dtype, ...]] = set()
         for part in parts:
             if part in new:
-                made = make_recipe(part, new[part], tokens)
+                made = make_recipe(part, new[part], tokens, packs=self.packs)
                 if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
                     return None
                 recipe, ingredients, leaves = made
@@ -217,7 +220,7 @@ class _Search:
                     return None  # where nothing was written yet zeros are read: a bias would stand there instead
                 known.add((recipe, leaves))
                 taken.append(ingredients)
-                dtypes.add(tuple(val(i.node).dtype for i in ingredients))
+                dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
                 continue
             if part in self.pasts:
                 past = self.pasts[part]

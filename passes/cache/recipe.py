@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 from torch import fx
 
+from mla_compile.passes.cache.packed import packed_width, unpack
 from mla_compile.passes.ir.axes import Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
@@ -76,7 +77,8 @@ class Recipe:
         kinds: what each axis of K is: a number of heads, or of the columns; or an axis of the rows.
         tokens, columns: the axes of K that count the cached tokens and the features.
         parts: one after another along ``columns``.
-        widths: of the rows.
+        widths: of the rows, in values.
+        packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
         dtype: of K.
         leaves: how many weight tensors the parts read.
     """
@@ -88,6 +90,7 @@ class Recipe:
     widths: tuple[int, ...]
     dtype: torch.dtype
     leaves: int
+    packed: tuple[bool, ...] = ()
 
     @property
     def outer(self) -> list[int]:
@@ -112,6 +115,17 @@ class Recipe:
         """The axis of the rows that axis ``dim`` of K is."""
         return sum(kind == "row" for kind in self.kinds[:dim])
 
+    def is_packed(self, index: int) -> bool:
+        return bool(self.packed) and self.packed[index]
+
+    def held_width(self, index: int) -> int:
+        """The last axis of the tensor that holds the rows ``index``: values, or bytes where they are packed."""
+        return packed_width(self.widths[index]) if self.is_packed(index) else self.widths[index]
+
+    def held_dtype(self, index: int, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of that tensor, for rows that a graph computes in ``dtype``."""
+        return torch.uint8 if self.is_packed(index) else dtype
+
     def shape(self, rows: Sequence[int]) -> tuple[int, ...]:
         """K's shape from that of some rows."""
         outer = iter(rows[:-1])
@@ -132,9 +146,12 @@ class Ingredient:
 
 
 def make_recipe(
-    node: fx.Node, lmap: LinearMap, tokens: int
+    node: fx.Node, lmap: LinearMap, tokens: int, *, packs: bool = False
 ) -> tuple[Recipe, tuple[Ingredient, ...], tuple[fx.Node, ...]] | Stop:
-    """The recipe of ``node``, whose axis ``tokens`` counts tokens, its rows and the weights it reads."""
+    """The recipe of ``node``, whose axis ``tokens`` counts tokens, its rows and the weights it reads.
+
+    ``packs``: rows that a weight expands are kept in float8.
+    """
     pieces = [p for p in lmap.pieces if p.source is not None and p.defined]
     if len(pieces) != len(lmap.pieces):
         return Stop(node, "unsupported_op", "columns of the cache that come from no rows")
@@ -167,7 +184,9 @@ def make_recipe(
         if part is None:
             return Stop(node, "unsupported_op", "heads or columns that a weight has in part")
         parts.append(part)
-    recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), val(node).dtype, len(leaves))
+    expanded = {part.rows for part in parts if part.weight is not None}
+    packed = tuple(packs and k in expanded for k in range(len(widths)))
+    recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), val(node).dtype, len(leaves), packed)
     return recipe, tuple(i for _, i in ingredients.values()), tuple(leaves)
 
 
@@ -247,6 +266,10 @@ def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) ->
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """K: computed from tensors, or added to a graph, depending on what ``call`` does with an operator."""
     memo: dict[Formula, X] = {}
+    rows = [
+        unpack(held, recipe.widths[k], recipe.dtype, call) if recipe.is_packed(k) else held
+        for k, held in enumerate(rows)
+    ]
     parts = [_expand_part(recipe, part, rows[part.rows], leaves, call, memo) for part in recipe.parts]
     if len(parts) == 1:
         return parts[0]

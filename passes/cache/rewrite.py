@@ -10,11 +10,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.cache.find import CacheOfRows, Past
+from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.ir.arrange import Sizes, arrange
-from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_virtual, materialize, packet, val
+from mla_compile.passes.ir.graph import OURS, Builder, args_of, argument, axis, is_virtual, materialize, packet, val
 from mla_compile.passes.ir.operators import Slice, decode
-from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
 aten = torch.ops.aten
 
@@ -83,12 +84,20 @@ class _Rewriter:
             for past in cache.pasts:
                 self.done.recipes[past.name] = cache.recipe, names
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
+        if any(any(cache.recipe.packed) for cache in caches):
+            self._unpack_once()
         remove_dead_code(self.graph)
         # Only after dead code is gone does an input show who really still reads it.
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
             self._let_go(node)
         remove_dead_code(self.graph)
         return self.done
+
+    def _unpack_once(self) -> None:
+        """K and V read the same rows, which each of them unpacked."""
+        for node, first in first_equals(self.graph).items():
+            if first is not node and OURS in node.meta:
+                node.replace_all_uses_with(first)
 
     def _read_beginnings(self, cache: CacheOfRows, rows: Sequence[fx.Node]) -> None:
         """Whoever reads some tokens of a buffer gets them made of those rows alone."""
@@ -133,7 +142,7 @@ class _Rewriter:
             if isinstance(part, fx.Node):
                 parts.append(self._past(part, cache, index, ingredients))
             else:
-                parts.append(self._new(part[index]))
+                parts.append(self._new(part[index], cache.recipe, index))
         write = cache.write
         key = (*parts, *(() if write is None else write.where))
         if key not in self.joined and write is not None:
@@ -153,13 +162,16 @@ class _Rewriter:
             )
         return self.joined[key]
 
-    def _new(self, ingredient: Ingredient) -> fx.Node:
+    def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
         if ingredient.node not in self.arranged:
             whole = args_of(ingredient.node)[0] if is_virtual(ingredient.node) else ingredient.node
             builder = Builder(self._after(whole), self.fake_mode)
             node = materialize(ingredient.node, builder, {})
             sizes = Sizes(builder, [(node, ingredient.axes)])
-            self.arranged[ingredient.node] = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
+            rows = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
+            if recipe.is_packed(index):
+                rows = pack(rows, recipe.widths[index], builder.call)
+            self.arranged[ingredient.node] = rows
         return self.arranged[ingredient.node]
 
     def _past(
@@ -174,10 +186,11 @@ class _Rewriter:
             assert ingredients is not None, "an assumed past is one that grows"
             # Inputs that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
             where = () if cache.write is None else cache.write.where
-            name, dtype = ("grows by", ingredients[index].node, *where), val(ingredients[index].node).dtype
+            name = ("grows by", ingredients[index].node, *where)
+            dtype = cache.recipe.held_dtype(index, val(ingredients[index].node).dtype)
         if name not in self.inputs:
             example = val(node)
-            wanted = cache.recipe.row_shape(example.shape, cache.recipe.widths[index])
+            wanted = cache.recipe.row_shape(example.shape, cache.recipe.held_width(index))
             with self.fake_mode or torch.no_grad(), torch.no_grad():
                 fake = torch.empty(wanted, dtype=dtype, device=example.device)
             with self.graph.inserting_after(list(self.graph.find_nodes(op="placeholder"))[-1]):

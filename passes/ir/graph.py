@@ -235,7 +235,7 @@ def restride(first: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     waiting, seen = [first], {first}
     while waiting:
         node = heapq.heappop(waiting)
-        if packet(node) is torch.ops.aten.view:
+        if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default  # a view of dense rows may be none of these
         assert callable(node.target)
         old, node.meta["val"] = node.meta["val"], evaluate_fake(fake_mode, node.target, node.args, node.kwargs)

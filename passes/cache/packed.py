@@ -1,0 +1,76 @@
+"""Rows of a cache in float8 (e4m3), each with a scale of its own: half the bytes of bfloat16.
+
+A packed row is one tensor of bytes, so that whoever joins, cuts or reorders rows need not know of it::
+
+    [ W values in float8_e4m3fn | zeros up to a multiple of 4 | the scale, 4 bytes of float32 ]
+
+A row is its values times its scale, the largest magnitude over 448. A row of zero bytes is a row of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+X = TypeVar("X", bound="torch.Tensor | fx.Node")
+Call = Callable[..., X]
+
+FLOAT8 = torch.float8_e4m3fn
+_TOP, _LEAST = torch.finfo(FLOAT8).max, 2.0**-100
+_SCALE = 4  # bytes
+
+
+def packed_width(width: int) -> int:
+    """Bytes of a packed row of ``width`` values."""
+    return _aligned(width) + _SCALE
+
+
+def _aligned(width: int) -> int:
+    return -(-width // _SCALE) * _SCALE
+
+
+def pack(rows: X, width: int, call: Call[X]) -> X:
+    """Rows [..., width] as bytes [..., packed_width(width)]; ``call`` applies an operator to tensors, or in a graph."""
+    x = call(aten._to_copy.default, rows, dtype=torch.float32)
+    largest = call(aten.amax.default, call(aten.abs.default, x), [-1], True)
+    # A row of zeros has some scale, or its values would be NaN.
+    scale = call(aten.clamp_min.default, call(aten.mul.Tensor, largest, 1 / _TOP), _LEAST)
+    values = call(aten._to_copy.default, call(aten.div.Tensor, x, scale), dtype=FLOAT8)
+    parts = [call(aten.view.dtype, values, torch.uint8), call(aten.view.dtype, scale, torch.uint8)]
+    if _aligned(width) != width:
+        parts[0] = call(aten.constant_pad_nd.default, parts[0], [0, _aligned(width) - width])
+    return call(aten.cat.default, parts, -1)
+
+
+def unpack(rows: X, width: int, dtype: torch.dtype, call: Call[X]) -> X:
+    """Rows [..., width] in ``dtype`` from their bytes."""
+    values = call(aten._to_copy.default, float8_values(rows, width, call), dtype=torch.float32)
+    return call(aten._to_copy.default, call(aten.mul.Tensor, values, scales(rows, width, call)), dtype=dtype)
+
+
+def float8_values(rows: X, width: int, call: Call[X]) -> X:
+    """The values [..., width] of packed rows, where they lie."""
+    return call(aten.view.dtype, call(aten.slice.Tensor, rows, -1, 0, width), FLOAT8)
+
+
+def scales(rows: X, width: int, call: Call[X]) -> X:
+    """The scales [..., 1] of packed rows, in float32."""
+    own = call(aten.slice.Tensor, rows, -1, _aligned(width), packed_width(width))
+    # Copied first: rows that were cut or transposed need not lie at multiples of four bytes.
+    return call(aten.view.dtype, call(aten.clone.default, own, memory_format=torch.contiguous_format), torch.float32)
+
+
+def error_of(width: int) -> float:
+    """Relative error (2-norm) of packing rows of ``width`` normal values, measured on 4,096 seeded ones."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(1, 4096 // width), width, generator=generator)
+
+    def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) -> torch.Tensor:
+        return op(*args, **kwargs)
+
+    again = unpack(pack(rows, width, at_once), width, torch.float32, at_once)
+    return float((again - rows).norm() / rows.norm())
