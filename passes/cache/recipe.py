@@ -116,7 +116,7 @@ class Recipe:
         return sum(kind == "row" for kind in self.kinds[:dim])
 
     def is_packed(self, index: int) -> bool:
-        return bool(self.packed) and self.packed[index]
+        return self.packed != () and self.packed[index]
 
     def held_width(self, index: int) -> int:
         """The last axis of the tensor that holds the rows ``index``: values, or bytes where they are packed."""
@@ -266,10 +266,10 @@ def at_once(op: Callable[..., torch.Tensor], *args: object, **kwargs: object) ->
 def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]) -> X:
     """K: computed from tensors, or added to a graph, depending on what ``call`` does with an operator."""
     memo: dict[Formula, X] = {}
-    rows = [
-        unpack(held, recipe.widths[k], recipe.dtype, call) if recipe.is_packed(k) else held
-        for k, held in enumerate(rows)
-    ]
+    # There may be more rows than this recipe's: those of another K or V behind them.
+    if any(recipe.packed):
+        held = zip(rows, recipe.widths, recipe.packed, strict=False)
+        rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
     parts = [_expand_part(recipe, part, rows[part.rows], leaves, call, memo) for part in recipe.parts]
     if len(parts) == 1:
         return parts[0]
