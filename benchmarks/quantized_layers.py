@@ -36,7 +36,7 @@ def torchao(name: str, **settings: Any) -> Callable[[nn.Linear], Made]:
 
 
 def nf4(layer: nn.Linear) -> Made:
-    """bitsandbytes' four bits, scales quantized again."""
+    """Four bits of bitsandbytes, scales quantized again."""
     import bitsandbytes
 
     own = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16)
@@ -99,7 +99,7 @@ class GPTQ(nn.Module):
         return self.scales[self.g_idx] * (digits.flatten(0, 1) - zeros.flatten(1)[self.g_idx])
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """The product, [..., in] -> [..., out]."""
         return torch.matmul(x, self.weight().to(x.dtype))
 
 
@@ -124,7 +124,7 @@ class AWQ(nn.Module):
         return (digits - zeros) * scales
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """The product, [..., in] -> [..., out]."""
         return torch.matmul(x, self.weight().to(x.dtype))
 
 
@@ -142,7 +142,7 @@ def by_hand(kind: type[GPTQ] | type[AWQ]) -> Callable[[nn.Linear], Made]:
 def _block_product() -> Any:
     """A reference of the kernel that transformers loads for float8 blocks, under a name as builds of it have."""
     name = "w8a8_block_dynamic_fp8_matmul"
-    library = torch.library.Library("_finegrained_fp8_cpu_reference", "DEF")  # noqa: TOR901  of this process alone
+    library = torch.library.Library("_finegrained_fp8_cpu_reference", "DEF")
     library.define(f"{name}(Tensor A, Tensor B, Tensor Bs, int[] block_size, ScalarType? output_dtype=None) -> Tensor")
 
     def product(A: Tensor, B: Tensor, Bs: Tensor, block_size: list[int], output_dtype: Any = None) -> Tensor:
@@ -175,7 +175,7 @@ class _Kernels:
 
 
 def float8_blocks(layer: nn.Linear) -> Made:
-    """transformers' layer for DeepSeek-V3's checkpoints, with the kernel replaced by its reference."""
+    """The layer of transformers for DeepSeek-V3's checkpoints, with the kernel replaced by its reference."""
     from transformers.integrations import finegrained_fp8
 
     _block_product()
@@ -208,7 +208,7 @@ def compressed_tensors(layer: nn.Linear) -> Made:
 
 
 def lora(make: Callable[[nn.Linear], Made]) -> Callable[[nn.Linear], Made]:
-    """peft's LoRA beside a layer, not merged."""
+    """LoRA of peft beside a layer, not merged."""
 
     def with_lora(layer: nn.Linear) -> Made:
         import peft
