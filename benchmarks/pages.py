@@ -201,23 +201,25 @@ def quantized() -> str:
         row = [name]
         for family in families:
             found = {w: cells[name, family, w] for w in ways if (name, family, w) in cells}
-            said = {c["verdict"] for c in found.values()}
-            row.append(next(iter(said)) if len(said) == 1 else "/".join(c["verdict"] for c in found.values()))
+            words = (c["verdict"] for c in found.values())
+            said = [f"[`{w}`](refusals.md#{w})" if w in list(map(str, CODES)) else w for w in words] or [""]
+            row.append(said[0] if len(set(said)) == 1 else " / ".join(said))
             for way, c in found.items():
                 if c["verdict"] != "yes":
                     notes.setdefault(f"{name}: {_note(c)}", {}).setdefault(way, []).append(f"`{family}`")
         rows.append(row)
-    listed = [
-        f"* {note}: {'; '.join(f'{way}, {len(own)} families' for way, own in by_way.items())}"
-        for note, by_way in notes.items()
-    ]
+    listed = []
+    for note, by_way in notes.items():
+        same: dict[str, list[str]] = {}  # ways by the families they are true of
+        for way, own in by_way.items():
+            same.setdefault(", ".join(own), []).append(way)
+        listed.append(f"* {note}. {'; '.join(', '.join(w) + ': ' + own for own, w in same.items())}")
     done = [c for c in cells.values() if not c["failed"]]
     ratios = sorted(c["error"] / c["original"] for c in done if c["verdict"] == "yes")
-    line = (
-        f"Errors against float64 of the dequantized model, in errors of the original: median {statistics.median(ratios):.2f}, "
-        f"largest {ratios[-1]:.2f}, {len(done)} of {len(cells)} runs. {where(about)}."
-    )
-    return "\n\n".join([table(("format", *(f"`{f}`" for f in families)), rows), *(["\n".join(listed)] if listed else []), line])
+    words = f"median {statistics.median(ratios):.2f}, largest {ratios[-1]:.2f}; {len(done)} of {len(cells)} cells ran"
+    line = f"Errors against float64 of the dequantized model, in errors of the original: {words}. {where(about)}."
+    shown = table(("format", *(f"`{f}`" for f in families)), rows)
+    return "\n\n".join([shown, *(["\n".join(listed)] if listed else []), line])
 
 
 def step_masks() -> str:

@@ -55,7 +55,20 @@ def bitsandbytes_int8(layer: nn.Linear) -> Made:
     own.weight = bitsandbytes.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     own = own.to("cpu")
     own(torch.zeros(1, layer.in_features, dtype=layer.weight.dtype))  # which moves the weight to where it stays
-    return own, own.state.CB.double() * own.state.SCB.double()[:, None] / 127
+    return Flat(own), own.state.CB.double() * own.state.SCB.double()[:, None] / 127
+
+
+class Flat(nn.Module):
+    """A layer given rows with two axes: the product of bitsandbytes takes no more than three."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, [..., in] -> [..., out]."""
+        out: Tensor = self.layer(x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], -1)
 
 
 def _digits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

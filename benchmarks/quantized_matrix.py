@@ -118,7 +118,10 @@ def run(family: str, form: Format, way: str) -> Cell:
     ids = models.prompt(BATCH, TOKENS, 0)["input_ids"]
     truth = decoded(exact, exact, kind, ids)
     with torch.autocast("cpu", torch.bfloat16, enabled=form.autocast):
-        expected = decoded(model, model, kind, ids).double()
+        try:
+            expected = decoded(model, model, kind, ids).double()
+        except Exception as error:
+            raise RuntimeError(f"the original does not run: {error}") from error
         call, sites = wrap(model)
         result = decoded(call, model, kind, ids).double()
     size = truth.square().mean().sqrt()
