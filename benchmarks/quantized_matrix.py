@@ -41,6 +41,7 @@ SIZES = {"num_hidden_layers": 1, "q_lora_rank": 64, "qk_nope_head_dim": 48, "qk_
 OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"q_lora_rank": None},
     "kimi_linear": {"q_lora_rank": None, "layer_types": ["full_attention"]},
+    "deepseek_v32": {"index_head_dim": 40},
     "longcat_flash": {"num_hidden_layers": None, "head_dim": 32},
 }
 
