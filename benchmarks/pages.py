@@ -190,6 +190,38 @@ def support() -> str:
     return "\n\n".join([table(("family", *ways), rows), *(["\n".join(notes)] if notes else []), about_line])
 
 
+def quantized() -> str:
+    """One word for each format and family, of all ways together, then what the words hide."""
+    about = data("quantized_matrix")
+    cells = {(c["format"], c["family"], c["way"]): c for c in about["rows"]}
+    formats, families, ways = (list(dict.fromkeys(c[k] for c in about["rows"])) for k in ("format", "family", "way"))
+    notes: dict[str, dict[str, list[str]]] = {}
+    rows = []
+    for name in formats:
+        row = [name]
+        for family in families:
+            found = {w: cells[name, family, w] for w in ways if (name, family, w) in cells}
+            words = (c["verdict"] for c in found.values())
+            said = [f"[`{w}`](refusals.md#{w})" if w in list(map(str, CODES)) else w for w in words] or [""]
+            row.append(said[0] if len(set(said)) == 1 else " / ".join(said))
+            for way, c in found.items():
+                if c["verdict"] != "yes":
+                    notes.setdefault(f"{name}: {_note(c)}", {}).setdefault(way, []).append(f"`{family}`")
+        rows.append(row)
+    listed = []
+    for note, by_way in notes.items():
+        same: dict[str, list[str]] = {}  # ways by the families they are true of
+        for way, own in by_way.items():
+            same.setdefault(", ".join(own), []).append(way)
+        listed.append(f"* {note}. {'; '.join(', '.join(w) + ': ' + own for own, w in same.items())}")
+    done = [c for c in cells.values() if not c["failed"]]
+    ratios = sorted(c["error"] / c["original"] for c in done if c["verdict"] == "yes")
+    words = f"median {statistics.median(ratios):.2f}, largest {ratios[-1]:.2f}; {len(done)} of {len(cells)} cells ran"
+    line = f"Errors against float64 of the dequantized model, in errors of the original: {words}. {where(about)}."
+    shown = table(("format", *(f"`{f}`" for f in families)), rows)
+    return "\n\n".join([shown, *(["\n".join(listed)] if listed else []), line])
+
+
 def step_masks() -> str:
     """What a step of each family is told in place of its masks, and how many of these calls the Hopper kernel takes."""
     about = data("step_masks")
@@ -240,6 +272,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "folds": folds,
     "sites": sites,
     "support": support,
+    "quantized": quantized,
     "step_masks": step_masks,
     "growing": growing,
 }

@@ -36,7 +36,7 @@ def torchao(name: str, **settings: Any) -> Callable[[nn.Linear], Made]:
 
 
 def nf4(layer: nn.Linear) -> Made:
-    """bitsandbytes' four bits, scales quantized again."""
+    """Four bits of bitsandbytes, scales quantized again."""
     import bitsandbytes
 
     own = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16)
@@ -55,7 +55,20 @@ def bitsandbytes_int8(layer: nn.Linear) -> Made:
     own.weight = bitsandbytes.nn.Int8Params(layer.weight.data, requires_grad=False, has_fp16_weights=False)
     own = own.to("cpu")
     own(torch.zeros(1, layer.in_features, dtype=layer.weight.dtype))  # which moves the weight to where it stays
-    return own, own.state.CB.double() * own.state.SCB.double()[:, None] / 127
+    return Flat(own), own.state.CB.double() * own.state.SCB.double()[:, None] / 127
+
+
+class Flat(nn.Module):
+    """A layer given rows with two axes: the product of bitsandbytes takes no more than three."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product, [..., in] -> [..., out]."""
+        out: Tensor = self.layer(x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], -1)
 
 
 def _digits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +112,7 @@ class GPTQ(nn.Module):
         return self.scales[self.g_idx] * (digits.flatten(0, 1) - zeros.flatten(1)[self.g_idx])
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """The product, [..., in] -> [..., out]."""
         return torch.matmul(x, self.weight().to(x.dtype))
 
 
@@ -124,7 +137,7 @@ class AWQ(nn.Module):
         return (digits - zeros) * scales
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """The product, [..., in] -> [..., out]."""
         return torch.matmul(x, self.weight().to(x.dtype))
 
 
@@ -142,7 +155,7 @@ def by_hand(kind: type[GPTQ] | type[AWQ]) -> Callable[[nn.Linear], Made]:
 def _block_product() -> Any:
     """A reference of the kernel that transformers loads for float8 blocks, under a name as builds of it have."""
     name = "w8a8_block_dynamic_fp8_matmul"
-    library = torch.library.Library("_finegrained_fp8_cpu_reference", "DEF")  # noqa: TOR901  of this process alone
+    library = torch.library.Library("_finegrained_fp8_cpu_reference", "DEF")
     library.define(f"{name}(Tensor A, Tensor B, Tensor Bs, int[] block_size, ScalarType? output_dtype=None) -> Tensor")
 
     def product(A: Tensor, B: Tensor, Bs: Tensor, block_size: list[int], output_dtype: Any = None) -> Tensor:
@@ -175,7 +188,7 @@ class _Kernels:
 
 
 def float8_blocks(layer: nn.Linear) -> Made:
-    """transformers' layer for DeepSeek-V3's checkpoints, with the kernel replaced by its reference."""
+    """The layer of transformers for DeepSeek-V3's checkpoints, with the kernel replaced by its reference."""
     from transformers.integrations import finegrained_fp8
 
     _block_product()
@@ -208,7 +221,7 @@ def compressed_tensors(layer: nn.Linear) -> Made:
 
 
 def lora(make: Callable[[nn.Linear], Made]) -> Callable[[nn.Linear], Made]:
-    """peft's LoRA beside a layer, not merged."""
+    """LoRA of peft beside a layer, not merged."""
 
     def with_lora(layer: nn.Linear) -> Made:
         import peft

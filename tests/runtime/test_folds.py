@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from mla_compile.codes import Code
 from mla_compile.core.program import Fold, Program
 from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.runtime import folds
 from mla_compile.runtime.folds import FoldedWeights
 from tests.support.compiling import compiled, compiler
+from tests.support.quantized import Int8, optimized
 from tests.support.toy import Toy, decode_inputs
 
 
@@ -142,3 +144,17 @@ def test_weights_without_dense_values_cannot_be_folded(weight: torch.Tensor, mes
     folds = FoldedWeights(weights_program(weight, compute=lambda live: live["w0"] + live["w0"]))
     with pytest.raises(WeightError, match=message):
         folds.values([weight])
+
+
+def test_constants_of_a_dequantization_outlive_their_nodes() -> None:
+    """``torch.tensor`` inside of forward: a node that only the dequantized weight read is gone from the graph."""
+    torch.manual_seed(0)
+
+    def product(own: Int8, x: torch.Tensor) -> torch.Tensor:
+        back = torch.tensor([1, 0]).argsort()
+        weight = own.weight.unflatten(0, (-1, 2))[:, back].flatten(0, 1)
+        return x @ (weight.to(x.dtype) * own.scale.to(x.dtype)[:, None]).t()
+
+    fast, after, before = optimized(Int8(product), dtype=torch.float32, dequantize="once")
+    assert fast.mla_report.sites[0].code == Code.ABSORBED
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
