@@ -1,0 +1,81 @@
+"""Rows rounded by torch's own quantization operators (``quantized_decomposed``), as pt2e writes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mla_compile.codes import Code
+from tests.support.quantized import H, L, N, V, error, exact, optimized
+
+pytest.importorskip("torch.ao.quantization.fx._decomposed")
+ops = torch.ops.quantized_decomposed
+
+
+class Layer(nn.Module):
+    def __init__(self, how) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(H * (N + V), L) / L**0.5, requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(self.how(x.float()), self.weight).to(x.dtype)
+
+
+def per_token(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros, -128, 127, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros, -128, 127, torch.int8, torch.float32)
+
+
+def symmetric_per_token(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token(x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros, -128, 127, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros, -128, 127, torch.int8, torch.float32)
+
+
+def per_tensor(x: Tensor) -> Tensor:
+    scale, zero = ops.choose_qparams.tensor(x, -128, 127, 1e-9, torch.int8)
+    q = ops.quantize_per_tensor.tensor(x, scale, zero, -128, 127, torch.int8)
+    return ops.dequantize_per_tensor.tensor(q, scale, zero, -128, 127, torch.int8)
+
+
+@pytest.mark.parametrize("how", [per_token, symmetric_per_token, per_tensor])
+def test_rows_by_operators_of_torch(how):
+    layer = Layer(how)
+    fast, after, before = optimized(layer, verify=True)
+    (site,) = fast.mla_report.sites
+    assert site.code == Code.ABSORBED, site.reason
+    assert any("no longer rounded to int8" in note for note in site.notes)
+    truth = exact(layer.weight)
+    assert error(after, truth) <= 1.05 * error(before, truth)
+
+
+def another_zero_point(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros, -128, 127, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros + 5, -128, 127, torch.int8, torch.float32)
+
+
+def scales_of_another_tensor(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token_asymmetric(x * x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros, -128, 127, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros, -128, 127, torch.int8, torch.float32)
+
+
+def fewer_steps_than_it_was_chosen_for(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros, -8, 7, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros, -8, 7, torch.int8, torch.float32)
+
+
+@pytest.mark.parametrize("how", [another_zero_point, scales_of_another_tensor, fewer_steps_than_it_was_chosen_for])
+def test_what_does_not_fit_keeps_its_rounding(how):
+    """The dequantized rows are rows like any others: absorbed with all that was done to them."""
+    fast, after, before = optimized(Layer(how), torch.float32)
+    (site,) = fast.mla_report.sites
+    assert not any("no longer rounded" in note for note in site.notes)
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
