@@ -116,7 +116,10 @@ class Builder:
 
     def trace_all(self, function: Callable[..., object], operands: Sequence[Argument]) -> tuple[fx.Node, ...]:
         """:meth:`trace` for a function that returns several tensors."""
-        nodes = [n for n in operands if isinstance(n, fx.Node)]
+        return self.insert(self.traced(function, operands), [n for n in operands if isinstance(n, fx.Node)])
+
+    def traced(self, function: Callable[..., object], operands: Sequence[Argument]) -> fx.GraphModule:
+        """The operators of ``function``, in terms of those operands that are nodes."""
 
         def of_nodes(*values: torch.Tensor) -> object:
             # make_fx traces tensors only: numbers among the operands are put back in their places here.
@@ -124,7 +127,11 @@ class Builder:
             return function(*(next(given) if isinstance(n, fx.Node) else n for n in operands))
 
         with self.fake_mode or contextlib.nullcontext(), torch.no_grad():
-            traced = make_fx(of_nodes)(*(n.meta["val"] for n in nodes))
+            made: fx.GraphModule = make_fx(of_nodes)(*(n.meta["val"] for n in operands if isinstance(n, fx.Node)))
+        return made
+
+    def insert(self, traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Adds the operators of a traced function of ``nodes``."""
         assert self.graph.owning_module is not None
         return splice(self.graph.owning_module, self.anchor, traced, nodes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class _Reader:
         self.exact = exact
         self.tracker = RowTracker(self.weights, fake_mode)
         self.found = 0
+        # Layers of one shape are traced once: a model has hundreds of products.
+        self.traced: dict[Hashable, fx.GraphModule] = {}
 
     def visit(self, node: fx.Node) -> None:
         product = self._product(node)
@@ -129,7 +131,13 @@ class _Reader:
             made = known.dequantize(**arguments)
             return tuple(t for t in made if t is not None) if isinstance(made, (tuple, list)) else (made,)
 
-        found = Builder(node, self.fake_mode).trace_all(compute, operands)
+        builder = Builder(node, self.fake_mode)
+        constants = fx.map_arg(told, lambda _: "a tensor")
+        alike = tuple((val(n).dtype, tuple(val(n).shape), val(n).stride(), str(val(n).device)) for n in operands)
+        key = (schema_name(call), known, repr(constants), alike, width, val(rows).dtype)
+        if key not in self.traced:
+            self.traced[key] = builder.traced(compute, operands)
+        found = builder.insert(self.traced[key], operands)
         weight, bias = (*found, None)[:2]
         assert weight is not None
         if not (len(shape(weight)) == 2 and same(shape(weight)[0], out) and same(shape(weight)[1], width)):
