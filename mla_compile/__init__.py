@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mla_compile.core.records import SiteReport
     from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
-    from mla_compile.passes.quantized.registry import register_quantized_linear
+    from mla_compile.registration import register_quantized_linear
     from mla_compile.report.report import Report
 
 __all__ = [
@@ -77,6 +77,6 @@ __getattr__, __dir__ = lazy(
         "export_onnx": "mla_compile.onnx.export",
         "migrate_cache": "mla_compile.api",
         "optimize": "mla_compile.api",
-        "register_quantized_linear": "mla_compile.passes.quantized.registry",
+        "register_quantized_linear": "mla_compile.registration",
     },
 )

@@ -212,8 +212,9 @@ ROOMS = {
         ops options passes.ir pipeline report runtime version""",
     # The doors.
     "backend": "dynamo options report",
+    "registration": "errors passes.quantized",
     "api": "capture core dynamo errors options pipeline report runtime",
-    "mla_compile": "api core errors onnx ops options passes.quantized report version",
+    "mla_compile": "api core errors onnx ops options registration report version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",
     "workbench": "backend core errors mla_compile models passes.decide report",
