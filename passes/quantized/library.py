@@ -21,7 +21,8 @@ from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.quantized.registry import Products, QuantizedLinear, named_arguments, schema_name
-from mla_compile.passes.quantized.rows import FINE, RowTracker, Scale, Scaled, block, covers, short
+from mla_compile.passes.quantized.rows import FINE, RowTracker, Scaled, short
+from mla_compile.passes.quantized.scales import TINY, Scale, block, covers
 
 aten, ops = torch.ops.aten, torch.ops
 
@@ -88,16 +89,27 @@ PRODUCTS = Products(
 # Rows, rounded by scales. ``value = rows / scale + zero`` in all of these.
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """What an operator that chooses a scale and maybe a zero point calls the rows, and the dtype that they are for.
+
+    ``symmetric``: whether the scale is chosen for a range about zero; None where an argument ``mapping_type`` says so.
+    """
+
+    rows: str
+    dtype: str
+    symmetric: bool | None
+
+
 _CHOICES = {
-    "torchao::choose_qparams_affine": "input",
-    "torchao::choose_scale_float8": "tensor",
-    "quantized_decomposed::choose_qparams_per_token": "input",
-    "quantized_decomposed::choose_qparams_per_token_asymmetric": "input",
-    "quantized_decomposed::_choose_qparams_per_token_asymmetric_impl": "input",
-    "quantized_decomposed::choose_qparams": "input",
-    "quantized_decomposed::choose_qparams_symmetric": "input",
+    "torchao::choose_qparams_affine": _Choice("input", "target_dtype", None),
+    "torchao::choose_scale_float8": _Choice("tensor", "float8_dtype", True),
+    "quantized_decomposed::choose_qparams_per_token": _Choice("input", "dtype", True),
+    "quantized_decomposed::choose_qparams_per_token_asymmetric": _Choice("input", "dtype", False),
+    "quantized_decomposed::_choose_qparams_per_token_asymmetric_impl": _Choice("input", "dtype", False),
+    "quantized_decomposed::choose_qparams": _Choice("input", "dtype", False),
+    "quantized_decomposed::choose_qparams_symmetric": _Choice("input", "dtype", True),
 }
-"""Operators that choose a scale and a zero point for rows, and the argument that holds the rows."""
 
 
 @dataclass(frozen=True)
@@ -128,31 +140,39 @@ def _quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """``x / scale + zero``, rounded, with a scale that was chosen for these very rows."""
     names, told = _QUANTIZE[schema_name(node)], cast("dict[str, Any]", named_arguments(node))
     x, scale = told[names.x], told[names.scale]
-    if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale):
+    if not is_tensor(x) or tracker.is_weight(x) or not is_tensor(scale) or is_tensor(told.get("quant_min")):
         return None
-    chosen = _choice(scale)
+    by = args_of(scale)[0] if _member(scale, 0) else scale
+    choice = _CHOICES.get(schema_name(by))
     length = block(scale, x)
-    if chosen is None or length is None or not covers(_as_wide(scale, x), shape(x)):
+    if choice is None or length is None or not covers(_as_wide(scale, x), shape(x)):
         return None
-    how, choice = chosen
-    if choice[_CHOICES[how]] is not x or choice.get("block_size") != told.get("block_size", choice.get("block_size")):
+    chosen = cast("dict[str, Any]", named_arguments(by))
+    if chosen[choice.rows] is not x or chosen.get("block_size") != told.get("block_size", chosen.get("block_size")):
         return None
     low, high = _range(told, told[names.dtype])
-    least, most = _range(choice, told[names.dtype])
-    # What the scale was chosen for has to be there, and finely enough.
-    if low > least or high < most or most - least < 2 * FINE:
+    least, most = _range(chosen, chosen[choice.dtype])
+    # What the scale was chosen for has to be there, finely enough, and for ordinary rows.
+    if low > least or high < most or most - least < 2 * FINE or not _fits_all(chosen, most):
         return None
-    # Symmetric ones have a zero point of zeros. Any other has to be taken off again with the scale.
-    symmetric = str(choice.get("mapping_type", "")).startswith("SYMMETRIC") or how.endswith("_symmetric")
-    zero = None if symmetric or not names.zero else told[names.zero]
-    return Scaled(x, (Scale(scale, length, -1),), whole=True, dropped=short(told[names.dtype]), zero=zero)
+    # The zero point is the one that was chosen with the scale. In a range about zero it is zero.
+    zero = told[names.zero] if names.zero else None
+    symmetric = str(chosen["mapping_type"]).startswith("SYMMETRIC") if choice.symmetric is None else choice.symmetric
+    centred = symmetric and abs(least + most) <= 1
+    if not (centred if zero is None else _member(zero, 1) and args_of(zero)[0] is by):
+        return None
+    dropped, kept = short(told[names.dtype]), None if centred else zero
+    return Scaled(x, (Scale(scale, length, -1),), low, high, whole=True, dropped=dropped, zero=kept)
 
 
-def _choice(scale: fx.Node) -> tuple[str, dict[str, Any]] | None:
-    """The operator that chose a scale, and its arguments, where it is known to fit the rows to the scale."""
-    whole = args_of(scale)[0] if packet(scale) is operator.getitem else scale
-    name = schema_name(whole) if isinstance(whole, fx.Node) else ""
-    return (name, cast("dict[str, Any]", named_arguments(whole))) if name in _CHOICES else None
+def _member(node: Any, index: int) -> bool:
+    return packet(node) is operator.getitem and args_of(node)[1] == index
+
+
+def _fits_all(chosen: dict[str, Any], most: float) -> bool:
+    """Whether a scale is chosen by the rows alone, but for guards that ordinary rows do not reach."""
+    least = max((chosen.get("eps") or 0.0) * most, chosen.get("hp_value_lb") or 0.0)
+    return least <= TINY and chosen.get("hp_value_ub") is None
 
 
 def _range(told: dict[str, Any], dtype: torch.dtype) -> tuple[float, float]:
@@ -175,13 +195,19 @@ def _dequantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if x is None or len(x.scales) != 1 or x.scales[0].exponent != -1 or x.scales[0].root is not scale:
         return None
     zero = told[names.zero] if names.zero else None
-    return replace(x, scales=(), zero=None) if x.zero is None or x.zero is zero else None
+    if x.zero is None:  # zeros, by whichever name
+        same_zero = zero is None or (_member(zero, 1) and _member(scale, 0) and args_of(zero)[0] is args_of(scale)[0])
+    else:
+        same_zero = x.zero is zero
+    return replace(x, scales=(), zero=None) if same_zero else None
 
 
 def _fake_quantized(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     told = cast("dict[str, Any]", named_arguments(node))
     x, steps = told["self"], told["quant_max"] - told["quant_min"] + 1
-    known = is_tensor(x) and not tracker.is_weight(x) and steps > 2 * FINE
+    # A scale is a number or a calibrated weight: one that is computed would be another for each call.
+    calibrated = all(not isinstance(told[n], fx.Node) or tracker.is_weight(told[n]) for n in ("scale", "zero_point"))
+    known = is_tensor(x) and not tracker.is_weight(x) and calibrated and steps > 2 * FINE
     return Scaled(x, (), dropped=f"{steps} steps") if known else None
 
 

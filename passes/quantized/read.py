@@ -19,7 +19,8 @@ from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, s
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
 from mla_compile.passes.quantized.registry import QuantizedLinear, named_arguments, registered, schema_name
-from mla_compile.passes.quantized.rows import RowTracker, copied, regrouped
+from mla_compile.passes.quantized.rows import RowTracker
+from mla_compile.passes.quantized.scales import copied, regrouped
 from mla_compile.passes.quantized.stored import is_narrow
 
 aten = torch.ops.aten

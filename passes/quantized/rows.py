@@ -5,10 +5,8 @@
 Every node on that way is known as plain rows times powers of scales (:class:`Scaled`). Where the scales have cancelled,
 what is left is an ordinary tensor of the model's graph, and a stand-in says so (:mod:`mla_compile.passes.ir.stand_in`).
 
-What makes dropping the rounding legal is that the scale fits the rows: it is made of their own largest number, block by
-block, so that nothing is cut off and an error is a fraction of that number. A scale is a tensor whose numbers belong to
-equal blocks of the rows' memory order, one after another. Views keep that order, so that scales are known again by the
-node they begin with and the length of a block.
+What makes dropping the rounding legal is that the scale fits the rows: it is made of their own largest number, block
+by block (:mod:`mla_compile.passes.quantized.scales`), so that nothing is cut off and an error is a fraction of it.
 """
 
 from __future__ import annotations
@@ -24,8 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Copy, Regroup, decode
-from mla_compile.passes.ir.sizes import Size, quotient, same
+from mla_compile.passes.ir.sizes import quotient, same
+from mla_compile.passes.quantized.scales import (
+    COPIES,
+    REGROUPS,
+    Scale,
+    block,
+    copied,
+    covers,
+    largest_over,
+    power_of,
+    regrouped,
+)  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -39,26 +47,13 @@ _SLACK = 2**-7
 """By how much of itself the largest number may be cut off: a step of 7 bits, or the rounding of a scale."""
 
 
-TINY = 2.0**-6
-"""The largest magnitude of a block that a guard against division by zero may take for larger than it is.
-
-Below it rows get fewer steps than the format has; a guard that ordinary rows do not reach is a function of its own."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A power of the numbers of ``root``, one for each ``block`` numbers of the rows, in the order of their memory."""
-
-    root: fx.Node
-    block: Size
-    exponent: int
-
-
 @dataclass(frozen=True)
 class Scaled:
     """What a node is: ``plain`` (of its shape) times ``scales``, plus ``zero``, up to rounding.
 
     Attributes:
+        zero: a number, or the zero points that were chosen with a scale.
+        summed: where rows plus ``zero`` met a weight: the weight and the axis of it over which ``zero`` is summed, too.
         low, high: what its numbers lie between.
         whole: whether they are whole numbers.
         projected: whether they were multiplied by a weight since they were rounded.
@@ -72,7 +67,8 @@ class Scaled:
     whole: bool = False
     projected: bool = False
     dropped: str = ""
-    zero: fx.Node | None = None
+    zero: fx.Node | float | None = None
+    summed: tuple[fx.Node, int] | None = None
 
     @property
     def top(self) -> float:
@@ -100,31 +96,8 @@ class Scaled:
         return replace(self.unbounded(), scales=(*self.scales, scale))
 
 
-_REGROUPS = {
-    aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze,
-}  # fmt: skip
-_COPIES = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten.alias, aten.type_as}
-
-
-def regrouped(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a view of that keeps the order of the numbers, in any spelling."""
-    if packet(node) not in _REGROUPS:
-        return None
-    x: fx.Node = argument(node, 0, "self")
-    how = decode(node) if packet(node) in (aten.view, aten.reshape) else Regroup(x, None)
-    return x if isinstance(how, Regroup) else None  # else the bytes are read as another dtype
-
-
-def copied(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is a copy of, perhaps in another dtype."""
-    if packet(node) not in _COPIES:
-        return None
-    how = decode(node)
-    return how.x if isinstance(how, Copy) else None
-
-
 class RowTracker:
-    """What is known of the nodes of one graph, which :class:`~mla_compile.passes.quantized.reader.Reader` visits."""
+    """What is known of the nodes of one graph, in the order of its nodes."""
 
     def __init__(self, weights: Collection[fx.Node], fake_mode: FakeTensorMode | None) -> None:
         self.weights = weights
@@ -143,42 +116,23 @@ class RowTracker:
     def is_weight(self, node: object) -> bool:
         return isinstance(node, fx.Node) and node in self.weights
 
-    # Scales
-
     def scale_of(self, node: fx.Node, rows: fx.Node) -> tuple[Scale, float] | None:
         """``node``, which multiplies ``rows``, as a scale and a number; None where it is no scale of theirs."""
         if not is_tensor(node) or self.is_weight(node) or not covers(shape(node), shape(rows)):
             return None
-        root, exponent, factor = _power(node)
+        root, exponent, factor = power_of(node)
         length = block(node, rows)
         if length is None or self.is_weight(root) or not val(root).dtype.is_floating_point:
             return None
         return Scale(root, length, exponent), factor
-
-    def fits(self, scale: Scale, rows: fx.Node) -> float | None:
-        """The largest |rows| / root, where the root is made of the largest number of each block of the same rows."""
-        factor, node, floor = 1.0, scale.root, 0.0
-        while True:
-            below = _at_least(node)
-            if below is None:
-                break
-            floor = max(floor, _floor(node) / factor)
-            node, by = below
-            factor /= by
-        found = _largest(node)
-        if found is None or floor * factor > TINY:
-            return None
-        of, length = found
-        return factor if _numbers(of) is _numbers(rows) and same(length, scale.block) else None
-
-    # Plain operators
 
     def build(self, node: fx.Node) -> Builder:
         return Builder(node, self.fake_mode)
 
     def product(self, node: fx.Node, rows: Scaled, weight: fx.Node, transposed: bool) -> Scaled | None:
         """``rows`` times a weight [in, out], or [out, in] if ``transposed``, in float32 at least."""
-        if rows.zero is not None or not all(isinstance(d, int) for d in shape(weight)):
+        shifted = isinstance(rows.zero, fx.Node) or rows.summed is not None
+        if shifted or not all(isinstance(d, int) for d in shape(weight)):
             return None
         builder = self.build(node)
         dtype = wide(val(rows.plain).dtype)
@@ -191,10 +145,13 @@ class RowTracker:
             if many is None:
                 return None
             scales.append(replace(scale, block=many * shape(new)[-1]))
-        return replace(rows.unbounded(), plain=new, scales=tuple(scales), projected=True)
+        summed = (weight, 1 if transposed else 0) if rows.zero is not None else None
+        return replace(rows.unbounded(), plain=new, scales=tuple(scales), projected=True, summed=summed)
 
     def multiplied(self, node: fx.Node, x: Scaled, by: Any, op: Any) -> Scaled | None:
         """``x`` times (or divided by, as ``op`` says) a number, a weight or a scale."""
+        if x.zero is not None:
+            return None
         builder = self.build(node)
         sign = -1 if op is aten.div else 1
         if isinstance(by, (int, float)):
@@ -223,7 +180,7 @@ class RowTracker:
         scale, factor = found
         sign = -1 if op is aten.div else 1
         scale, factor = replace(scale, exponent=sign * scale.exponent), factor**sign
-        fits = self.fits(scale, rows) if scale.exponent == -1 else None
+        fits = largest_over(scale, rows) if scale.exponent == -1 else None
         if fits is None:
             return None
         plain = self._times(self.build(node), rows, factor)
@@ -235,20 +192,6 @@ class RowTracker:
         return node if factor == 1.0 else builder.call(aten.mul.Tensor, node, factor)
 
 
-def covers(scale: tuple[Size, ...], rows: tuple[Size, ...]) -> bool:
-    """Whether a tensor of shape ``scale`` broadcasts to ``rows`` by repeating each number along the last axes only."""
-    if len(scale) > len(rows):
-        return False
-    padded = (*([1] * (len(rows) - len(scale))), *scale)
-    kept = max((k for k, s in enumerate(padded, 1) if not same(s, 1)), default=0)
-    return all(same(a, b) for a, b in zip(padded[:kept], rows[:kept], strict=True))
-
-
-def block(scale: fx.Node, rows: fx.Node) -> Size | None:
-    """How many numbers of ``rows`` share one of ``scale``."""
-    return quotient(math.prod(shape(rows)), math.prod(shape(scale)))
-
-
 def _outer(node: fx.Node, weights: Collection[fx.Node]) -> bool:
     """Whether ``node`` is the product of a weight and another tensor."""
     operands = args_of(node)[:2] if packet(node) is aten.mul else ()
@@ -257,97 +200,6 @@ def _outer(node: fx.Node, weights: Collection[fx.Node]) -> bool:
 
 def _as_large(a: fx.Node, b: fx.Node) -> bool:
     return len(shape(a)) == len(shape(b)) and all(same(x, y) for x, y in zip(shape(a), shape(b), strict=True))
-
-
-def _power(node: fx.Node) -> tuple[fx.Node, int, float]:
-    """``node = factor * root ** exponent``, number by number in the order of memory."""
-    exponent, factor = 1, 1.0
-    while True:
-        op, args = packet(node), args_of(node)
-        x = regrouped(node) or _float_copy(node)
-        if x is not None:
-            node = x
-        elif op is aten.reciprocal:
-            node, exponent = args[0], -exponent
-        elif op in (aten.mul, aten.div) and isinstance(args[1], (int, float)) and args[1] != 0:
-            factor *= float(args[1]) ** (exponent if op is aten.mul else -exponent)
-            node = args[0]
-        elif op is aten.div and isinstance(args[0], (int, float)) and isinstance(args[1], fx.Node) and args[0] != 0:
-            factor *= float(args[0]) ** exponent
-            node, exponent = args[1], -exponent
-        else:
-            return node, exponent, factor
-
-
-def _float_copy(node: fx.Node) -> fx.Node | None:
-    x = copied(node)
-    floats = x is not None and all(val(n).dtype.is_floating_point and val(n).dtype.itemsize > 1 for n in (x, node))
-    return x if floats else None
-
-
-def _at_least(node: fx.Node) -> tuple[fx.Node, float] | None:
-    """A node and a number with ``node >= that * number``, where the node is positive; one step back."""
-    op, args = packet(node), args_of(node)
-    x = regrouped(node) or _float_copy(node)
-    if x is not None:
-        return x, 1.0
-    number = args[1] if len(args) > 1 else None
-    if op in (aten.clamp, aten.clip):
-        return (args[0], 1.0) if argument(node, 2, "max") is None else None
-    if op is aten.clamp_min or (op is aten.add and isinstance(number, (int, float)) and number >= 0):
-        return args[0], 1.0
-    if op is aten.maximum:
-        constants = [a for a in args if not _reads_rows(a)]
-        return (next(a for a in args if a not in constants), 1.0) if len(constants) == 1 else None
-    if op in (aten.mul, aten.div) and isinstance(number, (int, float)) and number > 0:
-        return args[0], float(number) if op is aten.mul else 1.0 / number
-    return None
-
-
-def _floor(node: fx.Node) -> float:
-    """The number that keeps a scale from being zero, where ``node`` clamps to it or adds it."""
-    op = packet(node)
-    if op in (aten.clamp, aten.clip, aten.clamp_min, aten.add):
-        number = argument(node, 1, "other" if op is aten.add else "min")
-        return float(number) if isinstance(number, (int, float)) else 0.0
-    return 0.0
-
-
-def _reads_rows(node: fx.Node) -> bool:
-    return bool(node.all_input_nodes) and packet(node) not in (aten.full_like, aten.ones_like, aten.zeros_like)
-
-
-def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
-    """The tensor whose largest magnitudes ``node`` holds, one for each block of so many numbers."""
-    whole = node
-    if getattr(node.target, "__name__", "") == "getitem" and args_of(node)[1] == 0:
-        whole = args_of(node)[0]
-    op, args = packet(whole), args_of(whole)
-    dims: Any
-    if op is aten.linalg_vector_norm and argument(whole, 1, "ord", 2) == math.inf:
-        x, dims = args[0], argument(whole, 2, "dim")
-    elif op in (aten.amax, aten.max) and packet(args[0]) is aten.abs:
-        x, dims = args_of(args[0])[0], argument(whole, 1, "dim")
-    else:
-        return None
-    if isinstance(dims, fx.Node):  # the larger of two tensors
-        return None
-    rank = len(shape(x))
-    axes = set(range(rank)) if dims in (None, [], ()) else {axis(d, rank) for d in _several(dims)}
-    if axes != set(range(rank - len(axes), rank)):
-        return None
-    return x, math.prod(shape(x)[rank - len(axes) :])
-
-
-def _several(dims: Any) -> list[int]:
-    return list(dims) if isinstance(dims, (list, tuple)) else [dims]
-
-
-def _numbers(node: fx.Node) -> fx.Node:
-    """The first node with the same numbers in the same order as ``node``."""
-    while (x := regrouped(node) or _float_copy(node)) is not None:
-        node = x
-    return node
 
 
 def _view(tracker: RowTracker, node: fx.Node) -> Scaled | None:
@@ -367,13 +219,16 @@ def _copy(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if dtype.is_floating_point and dtype.itemsize > 1:
         return x
     if dtype.is_floating_point:
-        fits = FINE <= x.top <= torch.finfo(dtype).max * (1 + _SLACK)
+        fits = x.zero is None and FINE <= x.top <= torch.finfo(dtype).max * (1 + _SLACK)
         return replace(x, dropped=short(dtype)) if fits else None
-    # Cut to whole numbers instead of rounded, they would all become smaller; beyond the dtype they would wrap around.
-    # A sum of products is made for 32 bits.
+    # Cut to whole numbers instead of rounded, they would all become smaller.
+    return x if x.whole and _holds(dtype, x) else None
+
+
+def _holds(dtype: torch.dtype, x: Scaled) -> bool:
+    """Whether none of the whole numbers of ``x`` wraps around in ``dtype``. Sums of products are made for 32 bits."""
     info = torch.iinfo(dtype)
-    fits = info.bits >= 32 if x.top == math.inf else info.min <= round(x.low) and round(x.high) <= info.max
-    return x if x.whole and fits else None
+    return info.bits >= 32 if x.top == math.inf else info.min <= round(x.low) and round(x.high) <= info.max
 
 
 def short(dtype: torch.dtype) -> str:
@@ -383,8 +238,9 @@ def short(dtype: torch.dtype) -> str:
 
 def _round(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     x = tracker.of(args_of(node)[0])
-    fine = x is not None and node.target is aten.round.default and FINE <= x.top < math.inf
-    return replace(x, whole=True, dropped=f"{2 * round(x.top) + 1} steps") if x is not None and fine else None
+    if x is None or x.zero is not None or node.target is not aten.round.default or not FINE <= x.top < math.inf:
+        return None
+    return replace(x, whole=True, dropped=f"{2 * round(x.top) + 1} steps")
 
 
 def _clamp(tracker: RowTracker, node: fx.Node) -> Scaled | None:
@@ -392,8 +248,44 @@ def _clamp(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if x is None or not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
         return None
     # The largest number is rounded like all others, and may lie a little beyond the last step.
-    reach = x.top * (1 - _SLACK)
-    return replace(x, low=max(low, x.low), high=min(high, x.high)) if low <= -reach and high >= reach else None
+    slack = (x.high - x.low) / 2 * _SLACK
+    fits = low <= x.low + slack and high >= x.high - slack
+    return replace(x, low=max(low, x.low), high=min(high, x.high)) if fits else None
+
+
+def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
+    """Whole numbers moved by a number, as kernels for bytes without a sign want them, and what takes that off again."""
+    a, by = args_of(node)[:2]
+    x = tracker.of(a)
+    if x is None or node.kwargs or isinstance(x.zero, fx.Node):
+        return None
+    if x.summed is not None:
+        return replace(x, zero=None, summed=None) if packet(node) is aten.sub and _is_sum(by, x) else None
+    if not isinstance(by, int) or not x.whole or x.projected:
+        return None
+    by = by if packet(node) is aten.add else -by
+    moved = replace(x, zero=(x.zero or 0) + by or None, low=x.low + by, high=x.high + by)
+    return moved if val(node).dtype.is_floating_point or _holds(val(node).dtype, moved) else None
+
+
+def _is_sum(node: Any, x: Scaled) -> bool:
+    """Whether ``node`` is ``x.zero`` times the sums of the weight, one for each feature of the product."""
+    assert x.summed is not None
+    weight, dim = x.summed
+    node = _uncast(node) if is_tensor(node) else node
+    args = args_of(node) if packet(node) is aten.mul else ()
+    if len(args) != 2 or args[1] != x.zero or packet(args[0]) is not aten.sum:
+        return False
+    dims = argument(args[0], 1, "dim")
+    over = dims is not None and {axis(d, 2) for d in dims} == {dim} and shape(node)[-1] == shape(x.plain)[-1]
+    exact = not val(args[0]).dtype.is_floating_point or val(args[0]).dtype.itemsize >= 4
+    return over and exact and _uncast(args_of(args[0])[0]) is _uncast(weight)
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while (x := copied(node)) is not None and val(x).dtype.itemsize <= val(node).dtype.itemsize:
+        node = x
+    return node
 
 
 def _multiply(tracker: RowTracker, node: fx.Node) -> Scaled | None:
@@ -425,9 +317,10 @@ def _matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 _RULES: dict[object, Callable[[RowTracker, fx.Node], Scaled | None]] = {
-    **dict.fromkeys(_REGROUPS, _view),
-    **dict.fromkeys(_COPIES, _copy),
+    **dict.fromkeys(REGROUPS, _view),
+    **dict.fromkeys(COPIES, _copy),
     aten.round: _round,
+    **dict.fromkeys((aten.add, aten.sub), _shift),
     **dict.fromkeys((aten.clamp, aten.clip), _clamp),
     **dict.fromkeys((aten.mul, aten.div), _multiply),
     **dict.fromkeys((aten._int_mm, aten.mm, aten.matmul, aten.linear), _matmul),

@@ -72,7 +72,41 @@ def fewer_steps_than_it_was_chosen_for(x: Tensor) -> Tensor:
     return ops.dequantize_per_token(q, scales, zeros, -8, 7, torch.int8, torch.float32)
 
 
-@pytest.mark.parametrize("how", [another_zero_point, scales_of_another_tensor, fewer_steps_than_it_was_chosen_for])
+def other_zeros_in_a_symmetric_range(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token(x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros + 5, -128, 127, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros, -128, 127, torch.int8, torch.float32)
+
+
+def other_zeros_taken_off(x: Tensor) -> Tensor:
+    scales, zeros = ops.choose_qparams_per_token(x, torch.int8)
+    q = ops.quantize_per_token(x, scales, zeros, -128, 127, torch.int8)
+    return ops.dequantize_per_token(q, scales, zeros + 5, -128, 127, torch.int8, torch.float32)
+
+
+def a_guard_that_rows_reach(x: Tensor) -> Tensor:
+    scale, zero = ops.choose_qparams.tensor(x, -128, 127, 1.0, torch.int8)
+    q = ops.quantize_per_tensor.tensor(x, scale, zero, -128, 127, torch.int8)
+    return ops.dequantize_per_tensor.tensor(q, scale, zero, -128, 127, torch.int8)
+
+
+def a_scale_computed_from_the_rows(x: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=torch.int32)
+    return torch.fake_quantize_per_tensor_affine(x, x.abs().mean().reshape(()), zero, -128, 127)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        other_zeros_in_a_symmetric_range,
+        other_zeros_taken_off,
+        a_guard_that_rows_reach,
+        a_scale_computed_from_the_rows,
+        another_zero_point,
+        scales_of_another_tensor,
+        fewer_steps_than_it_was_chosen_for,
+    ],
+)
 def test_what_does_not_fit_keeps_its_rounding(how):
     """The dequantized rows are rows like any others: absorbed with all that was done to them."""
     fast, after, before = optimized(Layer(how), torch.float32)

@@ -86,7 +86,17 @@ def to_the_last_step(layer: Int8, x: Tensor) -> Tensor:
     return int_mm(layer, (x / s).round().clamp(-128, 127).to(torch.int8), s, x)
 
 
+def shifted(layer: Int8, x: Tensor, by: int = 128, off: int = 128, weight: Tensor | None = None) -> Tensor:
+    """Bytes without a sign, as kernels for AVX512-VNNI want them; the sums of the weight take the shift off again."""
+    s = scale(x.float())
+    q = ((x.float() / s).round().clamp(-128, 127).to(torch.int8).to(torch.int32) + by).to(torch.uint8)
+    sums = (layer.weight if weight is None else weight).sum(1, dtype=torch.int32) * off
+    total = (F.linear(q.float(), layer.weight.float()) - sums.float()) * s
+    return (total * layer.scale).to(x.dtype)
+
+
 LEGAL = [
+    shifted,
     to_the_last_step,
     divided, by_reciprocal, by_one_over, largest_of_dim, flat_first, in_float, one_scale, float8, float8_groups,
     fake_quantized,
@@ -218,7 +228,63 @@ def float8_overflowing(layer: Int8, x: Tensor) -> Tensor:
     return F.linear(rows.to(x.dtype), layer.weight.to(x.dtype))
 
 
+def shifted_by_less(layer: Int8, x: Tensor) -> Tensor:
+    return shifted(layer, x, off=127)
+
+
+def shifted_beyond_a_byte(layer: Int8, x: Tensor) -> Tensor:
+    return shifted(layer, x, by=130, off=130)
+
+
+def shifted_by_other_sums(layer: Int8, x: Tensor) -> Tensor:
+    return shifted(layer, x, weight=layer.weight.flip(0))
+
+
+def shifted_in_a_byte(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x.float())
+    q = ((x.float() / s).round().clamp(-128, 127).to(torch.int8) + 100).float()
+    total = F.linear(q, layer.weight.float()) - layer.weight.float().sum(1) * 100
+    return (total * s * layer.scale).to(x.dtype)
+
+
+def shifted_before_it_is_rounded(layer: Int8, x: Tensor) -> Tensor:
+    """One step for all that lies between -1 and 1: the shift is no part of the rows."""
+    s = scale(x.float(), 1)
+    total = F.linear((x.float() / s + 100).round(), layer.weight.float()) - layer.weight.float().sum(1) * 100
+    return (total * s * layer.scale).to(x.dtype)
+
+
+def rounded_to_multiples(layer: Int8, x: Tensor) -> Tensor:
+    """Rounded to hundreds of steps, where zero decimals would be plain rounding."""
+    s = scale(x.float(), 127)
+    q = torch.round(x.float() / s, decimals=-2)
+    return (F.linear(q, layer.weight.float()) * s * layer.scale).to(x.dtype)
+
+
+def scale_of_whole_steps(layer: Int8, x: Tensor) -> Tensor:
+    s = torch.div(x.float().abs().amax(-1, keepdim=True), 127, rounding_mode="floor") + 1e-5
+    return (F.linear((x.float() / s).round(), layer.weight.float()) * s * layer.scale).to(x.dtype)
+
+
+def scale_with_more_added(layer: Int8, x: Tensor) -> Tensor:
+    s = torch.add(x.float().abs().amax(-1, keepdim=True), 1e-5, alpha=1e6) / 127
+    return (F.linear((x.float() / s).round(), layer.weight.float()) * s * layer.scale).to(x.dtype)
+
+
+def scale_above_a_tensor(layer: Int8, x: Tensor) -> Tensor:
+    s = x.float().abs().amax(-1, keepdim=True).clamp(min=layer.scale.max() * 1e4) / 127
+    return (F.linear((x.float() / s).round(), layer.weight.float()) * s * layer.scale).to(x.dtype)
+
+
+def scale_above_a_constant(layer: Int8, x: Tensor) -> Tensor:
+    top = x.float().abs().amax(-1, keepdim=True)
+    s = torch.maximum(top, torch.full_like(top, 10.0)) / 127
+    return (F.linear((x.float() / s).round(), layer.weight.float()) * s * layer.scale).to(x.dtype)
+
+
 ILLEGAL = [
+    shifted_by_less, shifted_beyond_a_byte, shifted_by_other_sums, shifted_in_a_byte, shifted_before_it_is_rounded,
+    rounded_to_multiples, scale_of_whole_steps, scale_with_more_added, scale_above_a_tensor, scale_above_a_constant,
     clipped, cut_off, floored, ternary, scaled_twice, never_scaled_back, scales_of_other_rows,
     scaled_back_in_another_order, scales_of_columns, wrapping_around, unsigned, sums_cut_to_a_byte,
 ]  # fmt: skip

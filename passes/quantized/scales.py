@@ -1,0 +1,165 @@
+"""Scales of rows: what a tensor is a power of, and whether it is made of the largest numbers of the very rows.
+
+A scale is a tensor whose numbers belong to equal blocks of the rows' memory order, one after another. Views keep that
+order, so that scales are known again by the node they begin with and the length of a block.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.graph import args_of, argument, axis, packet, shape, val
+from mla_compile.passes.ir.operators import Copy, Regroup, decode
+from mla_compile.passes.ir.sizes import Size, quotient, same
+
+aten = torch.ops.aten
+
+TINY = 2.0**-6
+"""The largest magnitude of a block that a guard against division by zero may take for larger than it is.
+
+Below it rows get fewer steps than the format has; a guard that ordinary rows do not reach is a function of its own."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A power of the numbers of ``root``, one for each ``block`` numbers of the rows, in the order of their memory."""
+
+    root: fx.Node
+    block: Size
+    exponent: int
+
+
+REGROUPS = {
+    aten.view, aten._unsafe_view, aten.reshape, aten.flatten, aten.unflatten, aten.squeeze, aten.unsqueeze,
+}  # fmt: skip
+COPIES = {aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten.alias, aten.type_as}
+
+
+def regrouped(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a view of that keeps the order of the numbers, in any spelling."""
+    if packet(node) not in REGROUPS:
+        return None
+    x: fx.Node = argument(node, 0, "self")
+    how = decode(node) if packet(node) in (aten.view, aten.reshape) else Regroup(x, None)
+    return x if isinstance(how, Regroup) else None  # else the bytes are read as another dtype
+
+
+def copied(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a copy of, perhaps in another dtype."""
+    if packet(node) not in COPIES:
+        return None
+    how = decode(node)
+    return how.x if isinstance(how, Copy) else None
+
+
+def covers(scale: tuple[Size, ...], rows: tuple[Size, ...]) -> bool:
+    """Whether a tensor of shape ``scale`` broadcasts to ``rows`` by repeating each number along the last axes only."""
+    if len(scale) > len(rows):
+        return False
+    padded = (*([1] * (len(rows) - len(scale))), *scale)
+    kept = max((k for k, s in enumerate(padded, 1) if not same(s, 1)), default=0)
+    return all(same(a, b) for a, b in zip(padded[:kept], rows[:kept], strict=True))
+
+
+def block(scale: fx.Node, rows: fx.Node) -> Size | None:
+    """How many numbers of ``rows`` share one of ``scale``."""
+    return quotient(math.prod(shape(rows)), math.prod(shape(scale)))
+
+
+def power_of(node: fx.Node) -> tuple[fx.Node, int, float]:
+    """``node = factor * root ** exponent``, number by number in the order of memory."""
+    exponent, factor = 1, 1.0
+    while True:
+        op, args = packet(node), args_of(node)
+        x = regrouped(node) or _float_copy(node)
+        if x is not None:
+            node = x
+        elif op is aten.reciprocal:
+            node, exponent = args[0], -exponent
+        elif op in (aten.mul, aten.div) and not node.kwargs and isinstance(args[1], (int, float)) and args[1] != 0:
+            factor *= float(args[1]) ** (exponent if op is aten.mul else -exponent)
+            node = args[0]
+        elif op is aten.div and not node.kwargs and isinstance(args[0], (int, float)) and args[0] != 0:
+            factor *= float(args[0]) ** exponent
+            node, exponent = args[1], -exponent
+        else:
+            return node, exponent, factor
+
+
+def _float_copy(node: fx.Node) -> fx.Node | None:
+    x = copied(node)
+    floats = x is not None and all(val(n).dtype.is_floating_point and val(n).dtype.itemsize > 1 for n in (x, node))
+    return x if floats else None
+
+
+def largest_over(scale: Scale, rows: fx.Node) -> float | None:
+    """The largest |rows| / root, where the root is made of the largest number of each block of the same rows."""
+    factor, node, floor = 1.0, scale.root, 0.0
+    while (below := _at_least(node)) is not None:
+        node, by, least = below
+        floor = max(floor, least / factor)
+        factor /= by
+    found = _largest(node)
+    if found is None or not floor * factor <= TINY:
+        return None
+    of, length = found
+    return factor if _numbers(of) is _numbers(rows) and same(length, scale.block) else None
+
+
+def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
+    """``(x, factor, floor)`` with ``node >= max(factor * x, floor)``, where x is positive; one step back."""
+    op, args = packet(node), args_of(node)
+    x = regrouped(node) or _float_copy(node)
+    if x is not None:
+        return x, 1.0, 0.0
+    if op in (aten.clamp, aten.clip, aten.clamp_min):
+        floor = argument(node, 1, "min")
+        free = op is aten.clamp_min or argument(node, 2, "max") is None
+        return (args[0], 1.0, float(floor)) if free and isinstance(floor, (int, float)) else None
+    number = args[1] if len(args) > 1 and not node.kwargs else None
+    if not isinstance(number, (int, float)):
+        return None
+    if op is aten.add and number >= 0:
+        return args[0], 1.0, float(number)
+    if op in (aten.mul, aten.div) and number > 0:
+        return args[0], float(number) if op is aten.mul else 1.0 / number, 0.0
+    return None
+
+
+def _largest(node: fx.Node) -> tuple[fx.Node, Size] | None:
+    """The tensor whose largest magnitudes ``node`` holds, one for each block of so many numbers."""
+    whole = node
+    if packet(node) is operator.getitem and args_of(node)[1] == 0:
+        whole = args_of(node)[0]
+    op, args = packet(whole), args_of(whole)
+    dims: Any
+    if op is aten.linalg_vector_norm and argument(whole, 1, "ord", 2) == math.inf:
+        x, dims = args[0], argument(whole, 2, "dim")
+    elif op in (aten.amax, aten.max) and packet(args[0]) is aten.abs:
+        x, dims = args_of(args[0])[0], argument(whole, 1, "dim")
+    else:
+        return None
+    if isinstance(dims, fx.Node):  # the larger of two tensors
+        return None
+    rank = len(shape(x))
+    axes = set(range(rank)) if dims in (None, [], ()) else {axis(d, rank) for d in _several(dims)}
+    if axes != set(range(rank - len(axes), rank)):
+        return None
+    return x, math.prod(shape(x)[rank - len(axes) :])
+
+
+def _several(dims: Any) -> list[int]:
+    return list(dims) if isinstance(dims, (list, tuple)) else [dims]
+
+
+def _numbers(node: fx.Node) -> fx.Node:
+    """The first node with the same numbers in the same order as ``node``."""
+    while (x := regrouped(node) or _float_copy(node)) is not None:
+        node = x
+    return node
