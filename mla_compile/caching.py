@@ -8,6 +8,7 @@ from torch import fx
 from mla_compile.analysis import analyse, canonicalize
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.find import Past, find_caches
+from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.decide.cost import default_device
 
@@ -140,3 +141,13 @@ def _write_rows(program: Program, cache: LatentCache) -> None:
     }
     program.mutations = tuple(mutations)
     program.gm.graph.output_node().args = (tuple(new),)
+
+
+def packed_notes(program: Program) -> tuple[str, ...]:
+    """What ``cache_dtype="fp8"`` did to the rows of a program's cache, with the error of it."""
+    recipes = [recipe for recipe, _ in program.cache.recipes.values()] if program.cache else []
+    widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
+    if not widths:
+        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows, which could be float8',)
+    error = max(map(error_of, widths))
+    return (f"rows of the cache are kept in float8 with a scale each: a relative error of {error:.1%}, measured",)

@@ -22,7 +22,7 @@ import sympy
 from torch import fx
 
 from mla_compile.analysis import CANONICAL, Analysis, analyse, weights_of
-from mla_compile.caching import with_latent_cache
+from mla_compile.caching import packed_notes, with_latent_cache
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
@@ -32,7 +32,6 @@ from mla_compile.errors import MlaCompileError, VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
-from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN
@@ -40,7 +39,6 @@ from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
-from mla_compile.passes.quantized.read import add_stand_ins, is_quantized
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
@@ -59,6 +57,7 @@ from mla_compile.passes.rewrite.split_heads import SplitSite, split_heads
 from mla_compile.passes.verify.check import Check, check_site, key_of
 from mla_compile.passes.verify.split import check_split
 from mla_compile.report.report import Report
+from mla_compile.stand_ins import settled, with_stand_ins
 
 
 @dataclass(frozen=True)
@@ -142,24 +141,6 @@ def run(
         failed.update(new)
 
 
-def with_stand_ins(program: Program, options: Options) -> Program:
-    """A copy in which plain operators stand for quantized ones; the program itself where there are none."""
-    if not is_quantized(program.gm.graph):
-        return program
-    copied = program.copy()
-    exact = options.quantized == "exact"
-    added = add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)
-    return copied if added or exact else program
-
-
-def settled(program: Program) -> Program:
-    """The program, with the quantized operators back where they are still needed."""
-    settle(program.gm.graph)
-    remove_dead_code(program.gm.graph)
-    program.gm.recompile()
-    return program
-
-
 class _State:
     """One program on its way through the passes: what they have found so far, and the graph as it is now."""
 
@@ -222,7 +203,8 @@ class _State:
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
         appended = sum(one.input is not None for one in self.program.appends)
         messages: tuple[str, ...] = (_APPENDED.format(count=appended),) if appended else ()
-        messages += _packed(self.base, self.options) if reports else ()
+        if reports and self.options.cache_dtype == "fp8":
+            messages += packed_notes(self.base)
         report = Report(tuple(reports), graph=name, passes=(kept, *self.records), messages=messages)
         return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
 
@@ -246,18 +228,6 @@ def _check(one: Pass, program: Program) -> None:
     bare = [n.name for n in new if "val" not in n.meta]
     if bare:
         raise PassError(f"the pass {one.name} left nodes without metadata: {', '.join(bare)}")
-
-
-def _packed(base: Program, options: Options) -> tuple[str, ...]:
-    """What ``cache_dtype`` did to the rows of a cache, with the error of it."""
-    if options.cache_dtype == "model":
-        return ()
-    recipes = [recipe for recipe, _ in base.cache.recipes.values()] if base.cache else []
-    widths = {recipe.widths[k] for recipe in recipes for k in range(len(recipe.widths)) if recipe.is_packed(k)}
-    if not widths:
-        return ('cache_dtype="fp8" changes nothing here: no K and V are kept as rows, which could be float8',)
-    error = max(map(error_of, widths))
-    return (f"rows of the cache are kept in float8 with a scale each: a relative error of {error:.1%}, measured",)
 
 
 @dataclass(frozen=True)

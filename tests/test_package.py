@@ -202,9 +202,10 @@ ROOMS = {
     # From a model to what runs in its place.
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
     "caching": "analysis core passes.cache passes.decide",
+    "stand_ins": "analysis core options passes.ir passes.quantized",
     "report": "codes core errors passes.decide version",
     "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir
-        passes.linear passes.quantized passes.report passes.rewrite passes.verify report""",
+        passes.linear passes.report passes.rewrite passes.verify report stand_ins""",
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
     "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",

@@ -6,12 +6,13 @@ That is how bitsandbytes keeps int8 weights: ``forward`` computes with ``state.C
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
@@ -21,7 +22,7 @@ def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
         if getattr(node.target, "__name__", node.target) != "set_" or len(node.args) != 2:
             continue
         one, other = (given.get(n) for n in node.args)
-        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _same_memory(one, other)):
+        if _memory(one) is None or _memory(one) != _memory(other):
             continue
         for user in list(node.users):  # Dynamo counts such a write back: it is none to whoever watches the version
             user.replace_all_uses_with(node.args[0])
@@ -33,19 +34,21 @@ def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
 
 def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object]) -> set[str]:
     """The names of inputs that objects hold of which one tensor lies in the memory of a parameter."""
-    parameters = [v for v in values if isinstance(v, torch.nn.Parameter)]
+    parameters = {_memory(v) for v in values if isinstance(v, torch.nn.Parameter)} - {None}
     bases = {node.name: getattr(getattr(node, "_dynamo_source", None), "base", None) for node in inputs}
     holders: list[Any] = [
         bases[node.name]
         for node, value in zip(inputs, values, strict=True)
-        if isinstance(value, torch.Tensor)
-        and not isinstance(value, torch.nn.Parameter)
-        and any(_same_memory(value, parameter) for parameter in parameters)
+        if not isinstance(value, torch.nn.Parameter) and _memory(value) in parameters
     ]
     return {name for name, base in bases.items() if base is not None and base in holders}
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor) or a.is_meta or a.dtype != b.dtype:
-        return False
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+def _memory(tensor: object) -> Hashable:
+    """What says which numbers of which memory ``tensor`` shows; None where that cannot be told."""
+    # Fake tensors, those that are made of others, and empty ones lie nowhere.
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        return None
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    return tensor.data_ptr(), str(tensor.device), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -101,13 +101,13 @@ def _shared(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def compute(fold: Fold, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The value of a fold. Raises :class:`WeightError` for weights that are not dense or cannot be multiplied."""
     for name in fold.weights:
-        check_weight(name, live[name])
+        check_weight(name, live[name], _without(fold))
     try:
         with torch.no_grad():
             return fold.compute({name: live[name].detach() for name in fold.weights}).contiguous()
     except (RuntimeError, TypeError) as error:
         kinds = ", ".join(f"{name} {live[name].dtype}" for name in fold.weights)
-        raise WeightError(f'weights cannot be folded ({kinds}): {error}; use fold="never"') from error
+        raise WeightError(f"weights cannot be folded ({kinds}): {error}; use {_without(fold)}") from error
 
 
 def folded_values(program: Program) -> dict[str, torch.Tensor]:
@@ -117,20 +117,25 @@ def folded_values(program: Program) -> dict[str, torch.Tensor]:
     """
     for fold in program.folds:
         for name in fold.weights:
-            check_weight(name, program.weights.get(name))
+            check_weight(name, program.weights.get(name), _without(fold))
     live = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
     return {fold.placeholder: compute(fold, live) for fold in program.folds}
 
 
-def check_weight(name: str, tensor: torch.Tensor | None) -> None:
-    """Raises :class:`WeightError` unless the tensor has values and stores them densely."""
+def _without(fold: Fold) -> str:
+    """The option that does without a fold."""
+    return 'fold="never"' if fold.stored is None else 'dequantize="step"'
+
+
+def check_weight(name: str, tensor: torch.Tensor | None, instead: str = 'fold="never"') -> None:
+    """Raises :class:`WeightError`, which says what to do ``instead``, unless the tensor has values, stored densely."""
     problem = None
     if tensor is None or tensor.is_meta:
         problem = "has no values (it is on the meta device, or fake)"
     elif tensor.layout is not torch.strided:
         problem = f"is stored as {tensor.layout}"
     if problem is not None:
-        raise WeightError(f'weight {name!r} {problem} and cannot be folded; load it densely, or use fold="never"')
+        raise WeightError(f"weight {name!r} {problem} and cannot be folded; load it densely, or use {instead}")
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

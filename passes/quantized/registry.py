@@ -37,16 +37,19 @@ class Products:
 
     def __init__(self, known: Mapping[str, QuantizedLinear]) -> None:
         self._known = dict(known)
+        self._found: dict[str, QuantizedLinear | None] = {}  # asked of every node of every graph
 
     def add(self, name: str, product: QuantizedLinear) -> None:
         self._known[name] = product
+        self._found.clear()
 
     def get(self, node: fx.Node) -> QuantizedLinear | None:
         """What is known of the product that ``node`` calls."""
         name = schema_name(node)
-        if not name or name in self._known:
-            return self._known.get(name)
-        return next((known for pattern, known in self._known.items() if fnmatchcase(name, pattern)), None)
+        if name and name not in self._found:
+            matching = (known for pattern, known in self._known.items() if fnmatchcase(name, pattern))
+            self._found[name] = self._known.get(name) or next(matching, None)
+        return self._found.get(name)
 
 
 registered = Products({})

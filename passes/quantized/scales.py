@@ -77,7 +77,7 @@ def power_of(node: fx.Node) -> tuple[fx.Node, int, float]:
     exponent, factor = 1, 1.0
     while True:
         op, args = packet(node), args_of(node)
-        x = regrouped(node) or _float_copy(node)
+        x = _before(node)
         if x is not None:
             node = x
         elif op is aten.reciprocal:
@@ -92,10 +92,42 @@ def power_of(node: fx.Node) -> tuple[fx.Node, int, float]:
             return node, exponent, factor
 
 
+def _before(node: fx.Node) -> fx.Node | None:
+    """A tensor with the same numbers in the same order, one step back."""
+    return regrouped(node) or _float_copy(node) or _turned_back(node)
+
+
 def _float_copy(node: fx.Node) -> fx.Node | None:
     x = copied(node)
     floats = x is not None and all(val(n).dtype.is_floating_point and val(n).dtype.itemsize > 1 for n in (x, node))
     return x if floats else None
+
+
+def _turned_back(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is if its axes are permuted and permuted back, as kernels want scales to lie column by column."""
+    back = _order(node)
+    if back is None:
+        return None
+    x = args_of(node)[0]
+    while (of := _float_copy(x)) is not None:
+        x = of
+    forth = _order(x)
+    turned = forth is not None and [forth[d] for d in back] == sorted(back)
+    return args_of(x)[0] if turned else None
+
+
+def _order(node: fx.Node) -> list[int] | None:
+    """Which axis of its operand each axis of ``node`` is, where it permutes them."""
+    order = list(range(len(shape(node))))
+    if packet(node) is aten.permute:
+        return [axis(d, len(order)) for d in argument(node, 1, "dims")]
+    if packet(node) is aten.t:
+        return order[::-1]
+    if packet(node) is aten.transpose:
+        a, b = (axis(d, len(order)) for d in args_of(node)[1:])
+        order[a], order[b] = b, a
+        return order
+    return None
 
 
 def largest_over(scale: Scale, rows: fx.Node) -> float | None:
@@ -115,7 +147,7 @@ def largest_over(scale: Scale, rows: fx.Node) -> float | None:
 def _at_least(node: fx.Node) -> tuple[fx.Node, float, float] | None:
     """``(x, factor, floor)`` with ``node >= max(factor * x, floor)``, where x is positive; one step back."""
     op, args = packet(node), args_of(node)
-    x = regrouped(node) or _float_copy(node)
+    x = _before(node)
     if x is not None:
         return x, 1.0, 0.0
     if op in (aten.clamp, aten.clip, aten.clamp_min):
@@ -160,6 +192,6 @@ def _several(dims: Any) -> list[int]:
 
 def _numbers(node: fx.Node) -> fx.Node:
     """The first node with the same numbers in the same order as ``node``."""
-    while (x := regrouped(node) or _float_copy(node)) is not None:
+    while (x := _before(node)) is not None:
         node = x
     return node
