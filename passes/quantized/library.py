@@ -257,9 +257,20 @@ def _int_matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 def _scaled_mm(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     """``(a * scale_a) @ (b * scale_b) + bias``, with a scale for the tensor, a row, or a block of 128."""
+    return _scaled_product(tracker, node, cast("dict[str, Any]", named_arguments(node)))
+
+
+def _scaled_mm_v2(tracker: RowTracker, node: fx.Node) -> Scaled | None:
+    """The same with lists of scales; known are those with one for the tensor or a row (recipes 0 and 1)."""
     told: Any = named_arguments(node)
+    if told["contraction_dim"] or any([*told[f"recipe_{side}"]] not in ([0], [1]) for side in "ab"):
+        return None
+    return _scaled_product(tracker, node, {**told, **{f"scale_{side}": told[f"scale_{side}"][0] for side in "ab"}})
+
+
+def _scaled_product(tracker: RowTracker, node: fx.Node, told: dict[str, Any]) -> Scaled | None:
     x, b, scale_a, scale_b = tracker.of(told["self"]), told["mat2"], told["scale_a"], told["scale_b"]
-    if x is None or told["scale_result"] is not None or not (tracker.is_weight(b) and tracker.is_weight(scale_b)):
+    if x is None or told.get("scale_result") is not None or not (tracker.is_weight(b) and tracker.is_weight(scale_b)):
         return None
     weight = _scaled_weight(tracker, node, b, scale_b)
     if weight is None:
@@ -327,6 +338,7 @@ ROWS: dict[str, RowRule] = {
     "torchao::int_matmul": _int_matmul,
     "aten::fake_quantize_per_tensor_affine": _fake_quantized,
     "aten::_scaled_mm": _scaled_mm,
+    "aten::_scaled_mm_v2": _scaled_mm_v2,
     "bitsandbytes::int8_scaled_mm": _bitsandbytes_int8,
 }
 """What operators make of rounded rows, by name."""

@@ -1,6 +1,8 @@
-"""Float8 products in blocks of 128, which have kernels on a GPU alone: traced for one, and their stand-ins computed."""
+"""Float8 products that have kernels on a GPU alone: traced for one, and their stand-ins computed."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,7 +27,16 @@ def product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return torch._scaled_mm(rows, weight.t(), own, scales.t(), out_dtype=torch.bfloat16)
 
 
-def traced(size: tuple[int, int]) -> tuple[fx.Graph, list[fx.Node], FakeTensorMode]:
+def by_lists(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """The second version of the operator, with a scale for each row, which is recipe 1."""
+    own = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448
+    rows = (x.float() / own).to(FP8)
+    return torch.ops.aten._scaled_mm_v2(rows, weight.t(), [own], [1], [0], [scales.t()], [1], [0], None, torch.bfloat16)
+
+
+def traced(
+    size: tuple[int, int], product: Callable[..., Tensor] = product
+) -> tuple[fx.Graph, list[fx.Node], FakeTensorMode]:
     mode = FakeTensorMode()
     with mode:
         x = torch.empty(M, K, dtype=torch.bfloat16, device="cuda")
@@ -39,9 +50,11 @@ def traced(size: tuple[int, int]) -> tuple[fx.Graph, list[fx.Node], FakeTensorMo
     return graph, weights, mode
 
 
-@pytest.mark.parametrize("size", [(128, 128), (1, 128)])
-def test_blocks(size):
-    graph, weights, mode = traced(size)
+@pytest.mark.parametrize(("size", "product"), [((128, 128), product), ((1, 128), product), ((1, K), by_lists)])
+def test_scales(size, product):
+    if product is by_lists and not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        pytest.skip("this torch has one version of the operator")
+    graph, weights, mode = traced(size, product)
     assert add_stand_ins(graph, weights, mode, exact=False) == 1
     (plain,) = graph.find_nodes(op="call_function", target=stand_in)
     torch.manual_seed(0)
