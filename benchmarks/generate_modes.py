@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 import time
@@ -118,7 +119,7 @@ def measured(family: str, mode: str) -> Cell:
     torch._dynamo.reset()
     start = time.perf_counter()
     try:
-        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        with torch.no_grad(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             result = run(family, mode)
     except Exception as error:  # noqa: BLE001  libraries raise anything; the cell says what

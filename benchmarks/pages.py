@@ -222,6 +222,26 @@ def quantized() -> str:
     return "\n\n".join([shown, *(["\n".join(listed)] if listed else []), line])
 
 
+def generated() -> str:
+    """One word for each way to generate and family, then what the words hide."""
+    about = data("generate_modes")
+    cells = {(c["mode"], c["family"]): c for c in about["rows"]}
+    modes, families = (list(dict.fromkeys(c[k] for c in about["rows"])) for k in ("mode", "family"))
+    notes: dict[str, list[str]] = {}
+    rows = []
+    for mode in modes:
+        found = {f: cells[mode, f] for f in families if (mode, f) in cells}
+        words = [found[f]["verdict"] if f in found else "" for f in families]
+        graphs = dict.fromkeys(str(c["graphs"]) for c in found.values() if not c["failed"])
+        rows.append((mode, *words, " / ".join(graphs)))
+        for family, c in found.items():
+            if c["verdict"] != "yes":
+                notes.setdefault(f"{mode}: {_note({'parts': {}, **c})}", []).append(f"`{family}`")
+    listed = "\n".join(f"* {note}. {', '.join(own)}" for note, own in notes.items())
+    shown = table(("generate()", *(f"`{f}`" for f in families), "graphs"), rows)
+    return "\n\n".join([shown, *([listed] if listed else []), f"{where(about)}."])
+
+
 def step_masks() -> str:
     """What a step of each family is told in place of its masks, and how many of these calls the Hopper kernel takes."""
     about = data("step_masks")
@@ -273,6 +293,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sites": sites,
     "support": support,
     "quantized": quantized,
+    "generated": generated,
     "step_masks": step_masks,
     "growing": growing,
 }
