@@ -49,6 +49,7 @@ def told(**settings: Any) -> Generate:
 
 
 def quantized(**settings: Any) -> Generate:
+    """``generate`` with a quantized cache of these settings."""
     return told(cache_implementation="quantized", cache_config=settings)
 
 

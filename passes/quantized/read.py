@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
-from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import SPELLED, Builder, args_of, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, stand_in
@@ -161,6 +161,7 @@ class _Reader:
         new = builder.call(stand_in, builder.cast(plain, val(node).dtype))
         node.replace_all_uses_with(new)
         node.meta[WAITS] = new.meta[STANDS_FOR] = node.name
+        new.meta[SPELLED] = operator_name(node)  # drawings and reasons show what the user wrote
         if dropped:
             new.meta[DROPPED] = dropped
         self.found += 1

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import mla_compile
 from mla_compile.codes import Code
-from tests.support.quantized import Int8, error, exact, optimized
+from tests.support.quantized import Attention, Int8, error, exact, inputs, optimized
 
 FP8 = torch.float8_e4m3fn
 
@@ -306,3 +307,11 @@ def test_a_float8_cast_that_overflows_is_no_quantization():
     assert site.verdict == "absorbed"
     assert not any("no longer rounded" in note for note in site.notes)
     assert torch.equal(after.isnan(), before.isnan())
+
+
+def test_drawings_show_what_the_user_wrote(tmp_path):
+    report = mla_compile.explain(Attention(Int8(divided)).eval(), *inputs())
+    report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "absorbed" in page
+    assert ">stand_in<" not in page  # as an operator
