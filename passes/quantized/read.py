@@ -161,7 +161,9 @@ class _Reader:
         new = builder.call(stand_in, builder.cast(plain, val(node).dtype))
         node.replace_all_uses_with(new)
         node.meta[WAITS] = new.meta[STANDS_FOR] = node.name
-        new.meta[SPELLED] = operator_name(node)  # drawings and reasons show what the user wrote
+        # Drawings and reasons show what the user wrote.
+        new._rename(f"{node.name}_plain")
+        new.meta[SPELLED] = operator_name(node)
         if dropped:
             new.meta[DROPPED] = dropped
         self.found += 1
