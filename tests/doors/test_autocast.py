@@ -110,13 +110,15 @@ CASES = {
 def test_absorbed_with_no_more_error(name: str, queries: int) -> None:
     kind, dtype = CASES[name]
     ratios = []
+    model = kind().eval()
+    fast = optimize(model, forms="absorbed", **FAST)
     for seed in range(5):
-        model, exact = kind(seed).eval(), Toy(seed).double()
-        fast = optimize(model, forms="absorbed", **FAST)
+        exact = Toy(seed).double()
+        model.load_state_dict(exact.state_dict())
         x, rows = decode_inputs(queries=queries, seed=seed)
         with torch.no_grad(), autocast(dtype):
             ratios.append(assert_like(fast(x, rows), model(x, rows), exact(x.double(), rows.double()))[0])
-        assert fast.mla_report.absorbed == 1
+    assert fast.mla_report.absorbed == fast.forward.compiler.graphs == 1
     assert statistics.median(ratios) <= 1.01
 
 
@@ -205,8 +207,9 @@ def test_a_cache_of_heads_may_be_filled_under_autocast_and_read_without_and_the_
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kept", [DynamicCache, StaticCache])
 def test_a_model_of_transformers(dtype: torch.dtype, kept: Callable[..., Any]) -> None:
-    model = build("minicpm3")
-    exact, fast = build("minicpm3", dtype=torch.float64), optimize(model, **FAST)
+    one_layer = {"num_hidden_layers": 1}
+    model = build("minicpm3", **one_layer)
+    exact, fast = build("minicpm3", dtype=torch.float64, **one_layer), optimize(model, **FAST)
     made: dict[Any, list[torch.Tensor]] = {}
     caches = {}
     for one in (model, fast, exact):
@@ -219,9 +222,9 @@ def test_a_model_of_transformers(dtype: torch.dtype, kept: Callable[..., Any]) -
                 made[one].append(one(ids, past_key_values=cache, use_cache=True).logits)
                 ids = torch.full((2, 1), token)
     for got, want, truth in zip(made[fast], made[model], made[exact], strict=True):
-        assert_like(got, want, truth, 1.5)  # of one layer's rounding, the next makes more or less
+        assert_like(got, want, truth, 1.5)  # of one product's rounding, the next makes more or less
     assert [layer.keys.dtype for layer in caches[fast].layers] == [layer.keys.dtype for layer in caches[model].layers]
-    assert fast.mla_report.absorbed >= 2
+    assert fast.mla_report.absorbed >= 1
 
 
 def test_a_number_of_queries_that_varies_picks_the_form_in_each_call() -> None:
