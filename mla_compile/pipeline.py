@@ -35,6 +35,7 @@ from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.fused.read import add_plain_attention, has_fused
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.stop import Stop
@@ -143,17 +144,20 @@ def run(
 
 
 def with_stand_ins(program: Program, options: Options) -> Program:
-    """A copy in which plain operators stand for quantized ones; the program itself where there are none."""
-    if not is_quantized(program.gm.graph):
+    """A copy in which plain operators stand for those of libraries; the program itself where there are none."""
+    fused, quantized = has_fused(program.gm.graph), is_quantized(program.gm.graph)
+    if not fused and not quantized:
         return program
     copied = program.copy()
+    added = add_plain_attention(copied.gm.graph, copied.fake_mode) if fused else 0
     exact = options.quantized == "exact"
-    added = add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)
-    return copied if added or exact else program
+    if quantized:
+        added += add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)
+    return copied if added or fused or exact else program
 
 
 def settled(program: Program) -> Program:
-    """The program, with the quantized operators back where they are still needed."""
+    """The program, with the operators of libraries back where they are still needed."""
     settle(program.gm.graph)
     remove_dead_code(program.gm.graph)
     program.gm.recompile()
@@ -433,7 +437,7 @@ PASSES = (
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
     Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
-    Pass("settle", "stand-ins", "those that are still read, to the quantized operators", _settle),
+    Pass("settle", "stand-ins", "those that are still read, to the operators of libraries", _settle),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
