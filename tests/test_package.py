@@ -190,6 +190,7 @@ ROOMS = {
     "passes.linear": "passes.ir",
     "passes.attention": "passes.ir",
     "passes.quantized": "errors passes.ir",
+    "passes.fused": "passes.ir passes.rewrite",
     "passes.dependence": "passes.ir",
     "passes.canonical": "passes.attention passes.ir",
     "passes.decide": """codes core errors passes.attention passes.dependence passes.ir passes.linear
@@ -203,8 +204,8 @@ ROOMS = {
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
     "caching": "analysis core passes.cache passes.decide",
     "report": "codes core errors passes.decide version",
-    "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir
-        passes.linear passes.quantized passes.report passes.rewrite passes.verify report""",
+    "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.fused
+        passes.ir passes.linear passes.quantized passes.report passes.rewrite passes.verify report""",
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
     "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",

@@ -14,14 +14,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
+from weakref import WeakValueDictionary
 
+import torch
 from torch import fx
 from torch._dynamo import config
 from torch._guards import CompileContext, TracingContext
 
 from mla_compile.core.program import Inputs
 from mla_compile.dynamo.causes import Cause, cause, of_layers, place, readable
-from mla_compile.dynamo.recompiles import layer_of, running
+from mla_compile.dynamo.recompiles import parameters_of, running
 from mla_compile.errors import MlaCompileWarning
 
 _KEPT = 1024
@@ -35,7 +37,8 @@ class _Function:
 
     attention: bool = False
     places: dict[str, str] = field(default_factory=dict)
-    layers: frozenset[tuple[int, ...]] = frozenset()
+    layers: WeakValueDictionary[int, torch.nn.Parameter] = field(default_factory=WeakValueDictionary)
+    """One parameter of each layer or model that it was compiled for and that is still there."""
 
 
 _ours: OrderedDict[str, _Function] = OrderedDict()
@@ -59,8 +62,8 @@ def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attent
         return
     function = _spelled(traced[0])  # the function itself first, then what was inlined into it
     before = _ours.get(function, _Function())
-    layers = before.layers | {weights} if (weights := layer_of(gm, example_inputs)) else before.layers
-    _ours[function] = _Function(attention or before.attention, _places(gm), layers)
+    before.layers.update((id(weight), weight) for weight in parameters_of(gm, example_inputs)[:1])
+    _ours[function] = _Function(attention or before.attention, _places(gm), before.layers)
     _ours.move_to_end(function)
     if len(_ours) > _KEPT:
         _ours.popitem(last=False)
@@ -80,8 +83,9 @@ class _LimitHandler(logging.Handler):
         known = _ours.get(str(function), _Function())
         why = cause(str(reason), known.places, "module" if running() else None)
         # Each layer needs a variant for a prompt and one for decoding at least: what differs is the layer.
-        if running() is None and 2 * len(known.layers) >= int(str(value)):
-            why = of_layers(len(known.layers))
+        count = len(known.layers)
+        if running() is None and count > 1 and 2 * count >= int(str(value)):
+            why = of_layers(count)
         _tell(
             f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from now on",
             why,

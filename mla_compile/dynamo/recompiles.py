@@ -36,9 +36,9 @@ HOOKS = {"skip_nnmodule_hook_guards": False}
 _ACCUMULATED = "accumulated_recompile_limit"
 
 
-def layer_of(gm: fx.GraphModule, example_inputs: Inputs) -> tuple[int, ...]:
-    """The layer that a graph is compiled for, told by its parameters; empty where it has none."""
-    return tuple(id(value) for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter))
+def parameters_of(gm: fx.GraphModule, example_inputs: Inputs) -> list[torch.nn.Parameter]:
+    """The parameters that a graph is compiled for: layers that run the same code differ in them."""
+    return [value for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)]
 
 
 class _Thread(threading.local):
@@ -92,7 +92,7 @@ class Recompiles:
     def add(self, gm: fx.GraphModule, example_inputs: Inputs) -> None:
         """Counts a graph that is compiled during such a call."""
         traced = TracingContext.get_traced_code()
-        layer = layer_of(gm, example_inputs)
+        layer = tuple(map(id, parameters_of(gm, example_inputs)))
         if not traced or not layer:
             return
         with self._lock:

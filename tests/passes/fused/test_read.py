@@ -341,7 +341,7 @@ def test_fake_tensors_of_a_gpu(case):
     program = Program(gm, weights=dict.fromkeys(weights), fake_mode=mode)
     outcome = pipeline.run(program, Options.parse({"forms": "absorbed", "verify": False}))
     assert codes(outcome) == [Code.ABSORBED], outcome.report
-    assert any("decode_attention" in op for op in calls(outcome.program))
+    assert not any("flash" in op or "xformer" in op for op in calls(outcome.program))
     assert all(n.meta["val"].device.type == "cuda" for n in outcome.program.gm.graph.nodes if is_tensor(n))
 
 
