@@ -19,9 +19,9 @@ _ADVICE: dict[Kind, str] = {
     "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
-    "layers": "compile the model as a whole, or call mla_compile.optimize(model); to keep compiling layer by layer, give "
-    "torch.compile isolate_recompiles=True (torch 2.13 or later), or set torch._dynamo.config.recompile_limit to several "
-    "times the number of layers",
+    "layers": "compile the model as a whole, or call mla_compile.optimize(model); to go on layer by layer, give "
+    "torch.compile isolate_recompiles=True (torch 2.13 or later), or set torch._dynamo.config.recompile_limit to "
+    "several times the number of layers",
     "other": "keep it the same in every call, or raise torch._dynamo.config.recompile_limit",
 }
 _OPTIMIZE = "call mla_compile.optimize(model), which compiles for any value of it"

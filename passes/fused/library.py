@@ -1,8 +1,8 @@
 """Attention operators of libraries, by their qualified names: nothing of the libraries is imported.
 
 Only what a library documents is in the tables: what an argument says about the scores, and to which key a diagonal is
-aligned where there are more keys than queries. Argument names mean the same in all of these libraries, so that a release
-with more arguments is read as well, as long as those it adds are left at what they are by default.
+aligned where there are more keys than queries. Argument names mean the same in all of these libraries, so that a
+release with more arguments is read as well, as long as those it adds are left at what they are by default.
 
 * FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), the same as built for the ``kernels`` package of Hugging
   Face, whose namespaces end in the hash of a build, and for vLLM: docstrings of ``flash_attn_func`` and

@@ -80,6 +80,7 @@ class _Writer:
         plain = self.plain
         q, k, v = (self._heads_first(x) for x in (plain.q, plain.k, plain.v))
         keep, causal = self._seen(q, k)
+        core: tuple[fx.Node, ...]
         if plain.softcap:
             core, attention = self._capped(q, k, v, keep, causal)
         else:
@@ -206,7 +207,7 @@ class _Writer:
         dtype = wide(val(q).dtype)
         group = 1
         if len(shape(q)) > 3 and not same(shape(q)[-3], shape(k)[-3]):
-            group = int(shape(q)[-3]) // int(shape(k)[-3])  # type: ignore[arg-type]
+            group = int(shape(q)[-3]) // int(shape(k)[-3])
         q, k, v = (self.builder.cast(x, dtype) for x in (q, k, v))
         masks = [m for m in (plain.bias, keep) if m is not None]
         if causal:
@@ -219,7 +220,9 @@ class _Writer:
         product = call(aten.matmul.default, q, call(aten.transpose.int, k, -2, -1))
 
         def cap(x: fx.Node) -> fx.Node:
-            return call(aten.mul.Tensor, call(aten.tanh.default, call(aten.div.Tensor, x, plain.softcap)), plain.softcap)
+            return call(
+                aten.mul.Tensor, call(aten.tanh.default, call(aten.div.Tensor, x, plain.softcap)), plain.softcap
+            )
 
         scores = masked_scores(self.builder, product, plain.scale, masks, cap)
         probs = probabilities(self.builder, scores, some_empty=bool(masks))

@@ -18,6 +18,7 @@ from mla_compile.passes.ir.schema import called_name, named_arguments
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stand_in import CORE, REFUSED, STANDS_FOR, WAITS, stand_in
 
+
 def has_fused(graph: fx.Graph) -> bool:
     """Whether ``graph`` has an attention operator of a library that is known."""
     return any(_known(node) is not None for node in graph.nodes)
@@ -131,7 +132,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     starts_q, starts_k, used, bias = (told.get(name) for name in ("starts_q", "starts_k", "used", "bias"))
     if (starts_q is None) is not (starts_k is None):
         raise _UntoldError("only the queries or only the keys are packed")
-    packed = starts_q is not None
+    packed = None if starts_q is None or starts_k is None else (starts_q, starts_k)
     if packed and (len(shape(q)) != 3 or bias is not None):
         raise _UntoldError("packed sequences in a form that is not known")
     if bias is not None and not val(bias).dtype.is_floating_point:
@@ -151,7 +152,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
         softcap=float(softcap),
         left=sight.left,
         right=sight.right,
-        starts=(starts_q, starts_k) if packed else None,
+        starts=packed,
         used=used,
         bias=bias,
     )

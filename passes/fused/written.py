@@ -1,7 +1,7 @@
 """Arguments that an operator says it may write into, read from the call that a functional graph makes of it.
 
-Such a call is given whole tensors, *bases*, and for each argument which part of which base it is: its sizes, strides and
-offset in memory. Where those are a permuted slice of a dense base, the argument is that slice.
+Such a call is given whole tensors, *bases*, and for each argument which part of which base it is: its sizes, strides
+and offset in memory. Where those are a permuted slice of a dense base, the argument is that slice.
 """
 
 from __future__ import annotations
@@ -36,19 +36,22 @@ def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[s
     return told
 
 
-def _view(call: fx.Node, base: fx.Node, told: Mapping[str, Any], name: str, fake_mode: FakeTensorMode | None) -> fx.Node:
+def _view(
+    call: fx.Node, base: fx.Node, told: Mapping[str, Any], name: str, fake_mode: FakeTensorMode | None
+) -> fx.Node:
     if not told or told.get("alias"):
         return base
     builder = Builder(call, fake_mode)
     if "slice_dim" in told:
         return builder.call(aten.slice.Tensor, base, told["slice_dim"], told["slice_start"], told["slice_end"])
-    sizes, strides, offset = told.get("size"), told.get("stride"), told.get("storage_offset")
-    numbers = (*sizes, *strides, offset) if sizes and strides else (None,)
-    if not all(isinstance(n, int) for n in numbers) or not _is_dense(val(base)):
+    sizes: tuple[Any, ...] = tuple(told.get("size", ()))
+    strides: tuple[Any, ...] = tuple(told.get("stride", ()))
+    offset: Any = told.get("storage_offset")
+    if not sizes or not all(isinstance(n, int) for n in (*sizes, *strides, offset)) or not _is_dense(val(base)):
         raise ValueError(name)
     node = _cut_out(builder, base, list(zip(sizes, strides, strict=True)), offset)
     made = None if node is None else val(node)
-    if made is None or tuple(made.shape) != tuple(sizes) or made.storage_offset() != offset or node is None:
+    if made is None or tuple(made.shape) != sizes or made.storage_offset() != offset or node is None:
         raise ValueError(name)
     if any(n > 1 and a != b for n, a, b in zip(sizes, made.stride(), strides, strict=True)):
         raise ValueError(name)
@@ -60,7 +63,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offset: int) -> fx.Node | None:
-    """The view with ``axes``, each a size and a stride, of the dense ``base``; None where it is no permuted slice of it.
+    """The view of the dense ``base`` with ``axes``, each a size and a stride; None where it is no permuted slice.
 
     Strides in falling order are the values of the digits in which a place in memory is counted. The view has a range
     of each digit.

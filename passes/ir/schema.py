@@ -27,7 +27,7 @@ _FUNCTIONALIZED = {"auto_functionalized", "auto_functionalized_v2"}
 
 
 def called_name(node: fx.Node) -> str:
-    """:func:`schema_name`, also of an operator that writes into memory, which a functional graph calls through another."""
+    """:func:`schema_name`, also of an operator that writes into memory: a functional graph calls it through another."""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONALIZED and node.args:
         target = node.args[0]  # type: ignore[assignment]

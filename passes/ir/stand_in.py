@@ -76,7 +76,7 @@ def settle(graph: fx.Graph) -> int:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erases ``node`` and what only it reads of one call: torch takes some attentions for operators that draw numbers."""
+    """Erases ``node`` and the call that only it reads: torch takes some attentions for operators that draw numbers."""
     reads = node.all_input_nodes if node.target is operator.getitem else []
     node.graph.erase_node(node)
     for call in reads:

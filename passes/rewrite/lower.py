@@ -59,8 +59,8 @@ def _expand(node: fx.Node, builder: Builder) -> None:
         if window:
             scores = hidden(builder, scores, call(aten.le.Tensor, columns, call(aten.sub.Tensor, rows, window)))
     # With more queries than keys, the first ones see none.
-    empty = mask is not None or lengths is not None or (causal and not at_least(shape(scores)[3], shape(scores)[2]))
-    probs = probabilities(builder, scores, some_empty=empty)
+    more = bool(causal) and not at_least(shape(scores)[3], shape(scores)[2])
+    probs = probabilities(builder, scores, some_empty=mask is not None or lengths is not None or more)
     rows = latent if values is None else values
     out = call(aten.einsum.default, "bhst,btl->bshl", [probs, builder.cast(rows, dtype)])
     out = builder.cast(out, val(query).dtype)

@@ -64,7 +64,7 @@ def test_decoding_is_absorbed(family: str) -> None:
 @pytest.mark.usefixtures("library")
 @pytest.mark.filterwarnings("ignore:nothing was absorbed")
 def test_padding_is_refused_because_transformers_breaks_the_graph() -> None:
-    """It counts the tokens that are no padding, a value, between the up-projection and the operator."""
+    """It counts the tokens that are no padding, which is a value, just before the operator."""
     model, inputs = with_flash("minicpm3"), prompt(length=9, pad=3)
     with torch.no_grad():
         tokens, _ = greedy(model, inputs, 3)

@@ -56,7 +56,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, used: Tensor | None = None, bias: Ten
         truth(q[i], k[i, :n], v[i, :n], bias=None if bias is None else bias.expand(q.shape[0], -1, -1, -1)[i], **how)
         for i, n in enumerate(lengths)
     ]
-    return torch.stack([o for o, _ in rows]), torch.stack([l for _, l in rows])
+    return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, used: Tensor | None = None, **how: Any) -> Any:
@@ -65,8 +65,8 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, used: Te
     a, b = cu_q.tolist(), cu_k.tolist()
     for i in range(len(a) - 1):
         end = b[i + 1] if used is None else b[i] + int(used[i])
-        o, l = truth(q[a[i] : a[i + 1]], k[b[i] : end], v[b[i] : end], **how)
-        out[a[i] : a[i + 1]], lse[:, a[i] : a[i + 1]] = o, l
+        part, sums = truth(q[a[i] : a[i + 1]], k[b[i] : end], v[b[i] : end], **how)
+        out[a[i] : a[i + 1]], lse[:, a[i] : a[i + 1]] = part, sums
     return out, lse
 
 
@@ -78,7 +78,8 @@ def _like(q: Tensor, v: Tensor, lse: tuple[int | torch.SymInt, ...], more: int) 
 
 _DENSE = (
     "(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal, int window_size_left, "
-    "int window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax) -> (Tensor, Tensor, Tensor, Tensor)"
+    "int window_size_right, float softcap, Tensor? alibi_slopes, bool return_softmax) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 _VARLEN = (
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, "
@@ -126,9 +127,7 @@ def _flash_with_cache(q, kcache, vcache, k, v, seqlens_k, *more):  # type: ignor
         for i, n in enumerate(seqlens_k.tolist()):
             kcache[i, n : n + k.shape[1]], vcache[i, n : n + k.shape[1]] = k[i], v[i]
         seqlens_k = seqlens_k + k.shape[1]
-    return dense(
-        q, kcache, vcache, seqlens_k, scale=scale, causal=causal, left=left, right=right, softcap=softcap
-    )
+    return dense(q, kcache, vcache, seqlens_k, scale=scale, causal=causal, left=left, right=right, softcap=softcap)
 
 
 def _flash_three(q, k, v, *_, **given):  # type: ignore[no-untyped-def]
@@ -156,7 +155,7 @@ def _unknown(a, b, c, factor):  # type: ignore[no-untyped-def]
 
 def _keywords(schema: str, op: Callable[..., Any]) -> Callable[..., Any]:
     """``op`` with every argument after the tensors q, k and v by its name."""
-    names = [part.split("=")[0].split()[-1] for part in schema[1 : schema.index(")", schema.rindex("=")) ].split(", ")]
+    names = [part.split("=")[0].split()[-1] for part in schema[1 : schema.index(")", schema.rindex("="))].split(", ")]
 
     def called(*args: Any, **kwargs: Any) -> Any:
         defaults = dict.fromkeys(names[3:])
@@ -216,8 +215,8 @@ def flash_attn_varlen_func(
     """The function of the library for packed sequences."""
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, *_ = torch.ops.flash_attn._flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, *window_size, softcap,
-        alibi_slopes, False, block_table,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, scale, causal, *window_size,
+        softcap, alibi_slopes, False, block_table,
     )  # fmt: skip
     return out
 

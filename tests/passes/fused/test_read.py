@@ -41,7 +41,7 @@ class Flash(MLA):
 
 
 def padded(function):
-    """V as wide as K, and the result cut: what FlashAttention 2 asks for, and transformers does for every such model."""
+    """V as wide as K, and the result cut: FlashAttention 2 asks for it, and transformers does it for such models."""
 
     def call(q, k, v):
         return function(q, k, F.pad(v, [0, q.shape[-1] - v.shape[-1]]))[..., : v.shape[-1]]
@@ -249,12 +249,17 @@ UNTOLD = {
     "dropout": (lambda q, k, v: flash_attn_func(q, k, v, dropout_p=0.1), Code.DROPOUT, "dropout of 0.1"),
     "a block table": (
         lambda q, k, v: flash_attn_varlen_func(
-            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *(torch.tensor([0, 2 * n]) for n in (S, T)), S, T,
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            *(torch.tensor([0, 2 * n]) for n in (S, T)),
+            S,
+            T,
             block_table=torch.zeros(1, 1, dtype=torch.int32),
         ).unflatten(0, q.shape[:2]),
         Code.UNSUPPORTED_OP,
         "block_table is given",
-    ),  # fmt: skip
+    ),
     "a second query": (lambda q, k, v: three(q, k, v, q_v=v[:, :S] * 1), Code.UNSUPPORTED_OP, "q_v is given"),
     "a chunk": (lambda q, k, v: three(q, k, v, attention_chunk=2), Code.UNSUPPORTED_OP, "attention_chunk is given"),
     "keys are appended": (appended, Code.EXPANDED_CACHE, "appended, per head, inside the operator"),
