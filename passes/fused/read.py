@@ -135,6 +135,8 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     packed = None if starts_q is None or starts_k is None else (starts_q, starts_k)
     if packed and (len(shape(q)) != 3 or bias is not None):
         raise _UntoldError("packed sequences in a form that is not known")
+    if any(len(shape(x)) != 1 for x in (starts_q, starts_k, used) if x is not None):
+        raise _UntoldError("lengths that are not one number for each sequence")
     if bias is not None and not val(bias).dtype.is_floating_point:
         raise _UntoldError("a mask that is not added")
     sight = _sight(told)

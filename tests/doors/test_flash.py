@@ -77,7 +77,7 @@ def test_padding_is_refused_because_transformers_breaks_the_graph() -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_asking_for_the_weights(family: str, attn: str) -> None:
-    """sdpa has none and says so once, which broke the graph. Eager attention returns them: the products are absorbed."""
+    """sdpa has none and says so once, which broke the graph. Eager attention returns them, and is absorbed."""
     model = build(family, attn=attn)
     fast = mla_compile.optimize(model, codegen="eager")
     ids = prompt(length=9, pad=0)["input_ids"]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import mla_compile
 from mla_compile import pipeline
 from mla_compile.codes import Code
 from mla_compile.core.program import Program
@@ -213,6 +214,20 @@ def test_what_is_not_absorbed_runs_as_it_was(case):
     assert op in calls(outcome.program)
     assert not any("scaled_dot_product_attention." in name or "softmax" in name for name in calls(outcome.program))
     assert_equal(module, outcome.program, inputs(S=S, T=T))
+
+
+@pytest.mark.parametrize("case", ["causal", "padded values", "a soft cap, causal"])
+def test_the_form_that_each_call_takes(case):
+    """With a symbolic number of queries, both forms are kept, and in the expanded one the operator is back."""
+    module = Flash(CASES[case]).eval()
+    fast = mla_compile.optimize(module, codegen="eager", strict=True)
+    with torch.no_grad():
+        for queries, tokens in ((3, 40), (5, 41), (41, 41), (90, 95)):
+            given = inputs(S=queries, T=tokens)
+            torch.testing.assert_close(fast(*given), module(*given), rtol=1e-9, atol=1e-9)
+    assert {site.code for site in fast.mla_report.sites} <= {Code.ABSORBED, Code.COST_PREFILL}
+    assert fast.mla_report.absorbed
+    assert len(fast.mla_report.sites) < 4, "compiled for each number of queries"
 
 
 def test_as_many_heads_of_plain_attention_are_no_mla():
