@@ -28,7 +28,7 @@ from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.linear.records import Maps, VirtualSources
 
 CANONICAL: dict[str, Callable[[Program], int]] = {
-    "normalize": lambda program: normalize(program.gm.graph),
+    "normalize": lambda program: normalize(program.gm.graph, program.fake_mode),
     "views": lambda program: canonicalize_views(program.gm.graph),
     "split_products": lambda program: split_products(program.gm.graph, weights_of(program), program.fake_mode),
     "write_softmax": lambda program: write_softmax(program.gm.graph, weights_of(program), program.fake_mode),

@@ -403,7 +403,7 @@ PASSES = (
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
     Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
-    Pass("settle", "stand-ins", "those that are still read, to the quantized operators", _settle),
+    Pass("settle", "stand-ins", "those that are still read, to the operators of libraries", _settle),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),

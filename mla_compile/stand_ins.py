@@ -1,27 +1,31 @@
-"""The steps around all passes where products are quantized: plain operators stand for them while the passes reason."""
+"""The steps around all passes for operators of libraries: plain ones stand for them while the passes reason."""
 
 from __future__ import annotations
 
 from mla_compile.analysis import weights_of
 from mla_compile.core.program import Program
 from mla_compile.options import Options
+from mla_compile.passes.fused.read import add_plain_attention, has_fused
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.quantized.read import add_stand_ins, is_quantized
 
 
 def with_stand_ins(program: Program, options: Options) -> Program:
-    """A copy in which plain operators stand for quantized ones; the program itself where there are none."""
-    if not is_quantized(program.gm.graph):
+    """A copy in which plain operators stand for those of libraries; the program itself where there are none."""
+    fused, quantized = has_fused(program.gm.graph), is_quantized(program.gm.graph)
+    if not fused and not quantized:
         return program
     copied = program.copy()
+    added = add_plain_attention(copied.gm.graph, copied.fake_mode) if fused else 0
     exact = options.quantized == "exact"
-    added = add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)
-    return copied if added or exact else program
+    if quantized:
+        added += add_stand_ins(copied.gm.graph, weights_of(copied), copied.fake_mode, exact=exact)
+    return copied if added or fused or exact else program
 
 
 def settled(program: Program) -> Program:
-    """The program, with the quantized operators back where they are still needed."""
+    """The program, with the operators of libraries back where they are still needed."""
     settle(program.gm.graph)
     remove_dead_code(program.gm.graph)
     program.gm.recompile()

@@ -190,6 +190,7 @@ ROOMS = {
     "passes.linear": "passes.ir",
     "passes.attention": "passes.ir",
     "passes.quantized": "errors passes.ir",
+    "passes.fused": "passes.ir passes.rewrite",
     "passes.dependence": "passes.ir",
     "passes.canonical": "passes.attention passes.ir",
     "passes.decide": """codes core errors passes.attention passes.dependence passes.ir passes.linear
@@ -202,7 +203,7 @@ ROOMS = {
     # From a model to what runs in its place.
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
     "caching": "analysis core passes.cache passes.decide",
-    "stand_ins": "analysis core options passes.ir passes.quantized",
+    "stand_ins": "analysis core options passes.fused passes.ir passes.quantized",
     "report": "codes core errors passes.decide version",
     "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir
         passes.linear passes.report passes.rewrite passes.verify report stand_ins""",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["number", "length", "size", "other"]
+Kind = Literal["number", "length", "size", "layers", "other"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n[ ]*(?P<code>[^\n]*)')
 _SIZE = re.compile(r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (\d+), actual (\d+)")
@@ -19,6 +19,9 @@ _ADVICE: dict[Kind, str] = {
     "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
+    "layers": "compile the model as a whole, or call mla_compile.optimize(model); to go on layer by layer, give "
+    "torch.compile isolate_recompiles=True (torch 2.13 or later), or set torch._dynamo.config.recompile_limit to "
+    "several times the number of layers",
     "other": "keep it the same in every call, or raise torch._dynamo.config.recompile_limit",
 }
 _OPTIMIZE = "call mla_compile.optimize(model), which compiles for any value of it"
@@ -63,6 +66,11 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     else:
         kind, what = "other", f"the guard that failed is {_model(guard, root)}"
     return Cause(kind, what, where)
+
+
+def of_layers(count: int) -> Cause:
+    """Why a function that ``count`` layers share is compiled again and again: Dynamo counts them all together."""
+    return Cause("layers", f"{count} layers were compiled that share this code, and Dynamo has one limit for all", None)
 
 
 def place(stack: str) -> str | None:

@@ -98,7 +98,7 @@ class Compiler:
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         attention = has_attention(gm)
-        watch_current_function(gm, attention=attention)
+        watch_current_function(gm, example_inputs, attention=attention)
         if not attention:
             return False
         if wants_gradients(gm, example_inputs):
@@ -240,10 +240,19 @@ def has_attention(gm: fx.GraphModule) -> bool:
                 name = type(module.get_submodule(node.target)).__name__
             else:
                 name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention"))
-            if node.op.startswith("call_") and known:
+            known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention", "attn"))
+            if node.op.startswith("call_") and (known or _takes_three_tensors(node.target)):
                 return True
     return False
+
+
+def _takes_three_tensors(target: object) -> bool:
+    """Whether an operator of a library begins with three tensors, which could be queries, keys and values."""
+    packet = getattr(target, "overloadpacket", target)
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or packet._qualified_op_name.startswith(("aten::", "prim")):
+        return False
+    schemas = (getattr(packet, name)._schema for name in packet.overloads())
+    return any(len(s.arguments) > 2 and all(str(a.type) == "Tensor" for a in s.arguments[:3]) for s in schemas)
 
 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:

@@ -117,7 +117,7 @@ class CompiledForward:
 
     def _report(self) -> None:
         report = Report.merged(self.compiler.reports)
-        notes = dict.fromkeys((*report.messages, *self.recompiles.notes))
+        notes = dict.fromkeys((*report.messages, *self.recompiles.notes, *self.recompiles.left_out))
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
 
     def call_module(self, *_: Any) -> Callable[..., Any]:

@@ -11,28 +11,44 @@ import logging
 import threading
 import warnings
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
+from weakref import WeakValueDictionary
 
+import torch
 from torch import fx
 from torch._dynamo import config
 from torch._guards import CompileContext, TracingContext
 
-from mla_compile.dynamo.causes import Cause, cause, place, readable
-from mla_compile.dynamo.recompiles import running
+from mla_compile.core.program import Inputs
+from mla_compile.dynamo.causes import Cause, cause, of_layers, place, readable
+from mla_compile.dynamo.recompiles import parameters_of, running
 from mla_compile.errors import MlaCompileWarning
 
 _KEPT = 1024
 _ENTRY = str(Path(__file__).with_name("forward.py"))  # where Dynamo sees the entry to an optimized module
 _logger = logging.getLogger("torch._dynamo.convert_frame")
-_ours: OrderedDict[str, tuple[bool, dict[str, str]]] = OrderedDict()
-"""By function, as Dynamo's log spells it: whether a graph of it had an attention, and where its inputs are used."""
+
+
+@dataclass(frozen=True)
+class _Function:
+    """What was compiled of one function: whether a graph had an attention, where inputs are used, for which weights."""
+
+    attention: bool = False
+    places: dict[str, str] = field(default_factory=dict)
+    layers: WeakValueDictionary[int, torch.nn.Parameter] = field(default_factory=WeakValueDictionary)
+    """One parameter of each layer or model that it was compiled for and that is still there."""
+
+
+_ours: OrderedDict[str, _Function] = OrderedDict()
+"""By function, as Dynamo's log spells it."""
 
 _attention = threading.Event()
 """Whether any graph so far had an attention."""
 
 
-def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
+def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> None:
     """Called inside a backend: warn if Dynamo later gives up on the function that it is compiling now.
 
     A function without attention counts as soon as any graph has one: Dynamo gives up on what it calls, too.
@@ -45,8 +61,9 @@ def watch_current_function(gm: fx.GraphModule, *, attention: bool) -> None:
     if not traced:
         return
     function = _spelled(traced[0])  # the function itself first, then what was inlined into it
-    before, _ = _ours.get(function, (False, {}))
-    _ours[function] = (attention or before, _places(gm))
+    before = _ours.get(function, _Function())
+    before.layers.update((id(weight), weight) for weight in parameters_of(gm, example_inputs)[:1])
+    _ours[function] = _Function(attention or before.attention, _places(gm), before.layers)
     _ours.move_to_end(function)
     if len(_ours) > _KEPT:
         _ours.popitem(last=False)
@@ -63,11 +80,16 @@ class _LimitHandler(logging.Handler):
         limit, value, function, reason, *_ = record.args
         if running() is None and (function not in _ours or not _attention.is_set()):
             return
-        attention, places = _ours.get(str(function), (False, {}))
+        known = _ours.get(str(function), _Function())
+        why = cause(str(reason), known.places, "module" if running() else None)
+        # Each layer needs a variant for a prompt and one for decoding at least: what differs is the layer.
+        count = len(known.layers)
+        if running() is None and count > 1 and 2 * count >= int(str(value)):
+            why = of_layers(count)
         _tell(
             f"Dynamo reached {limit} ({value}) for {_named(str(function))} and runs it uncompiled from now on",
-            cause(str(reason), places, "module" if running() else None),
-            attention=attention,
+            why,
+            attention=known.attention,
         )
 
 

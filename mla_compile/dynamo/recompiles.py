@@ -10,6 +10,7 @@ exceeds the limit before its first token. Each layer therefore gets the limit to
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,7 +22,10 @@ from torch import fx
 from torch._guards import TracingContext
 
 from mla_compile.core.program import Inputs
+from mla_compile.dynamo.logs import SETTING, SaidOnce
 from mla_compile.dynamo.settings import change, held, user_value
+
+logger = logging.getLogger("mla_compile")
 
 SYMBOLIC = {"allow_unspec_int_on_nn_module": True, "force_parameter_static_shapes": False}
 """Dynamo settings that let int attributes and the sizes of buffers become symbolic."""
@@ -30,6 +34,11 @@ HOOKS = {"skip_nnmodule_hook_guards": False}
 """Compiled code must notice a hook that is added later; by default torch skips that check to save guards."""
 
 _ACCUMULATED = "accumulated_recompile_limit"
+
+
+def parameters_of(gm: fx.GraphModule, example_inputs: Inputs) -> list[torch.nn.Parameter]:
+    """The parameters that a graph is compiled for: layers that run the same code differ in them."""
+    return [value for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)]
 
 
 class _Thread(threading.local):
@@ -61,6 +70,7 @@ class Recompiles:
         self.function = function
         self.on_note = on_note
         self.notes: list[str] = []
+        self.left_out: list[str] = []
         self._symbolic = SYMBOLIC if dynamic is None else {}
         self._graphs: dict[CodeType, Counter[tuple[int, ...]]] = {}
         self._layers = 1
@@ -73,7 +83,8 @@ class Recompiles:
         outer = running()
         _thread.running = self
         try:
-            with held({**HOOKS, **self._symbolic, **self._limits()}):
+            logged = {SETTING: SaidOnce(user_value(SETTING), self._left_out)}
+            with held({**HOOKS, **self._symbolic, **self._limits(), **logged}):
                 yield
         finally:
             _thread.running = outer
@@ -81,9 +92,7 @@ class Recompiles:
     def add(self, gm: fx.GraphModule, example_inputs: Inputs) -> None:
         """Counts a graph that is compiled during such a call."""
         traced = TracingContext.get_traced_code()
-        layer = tuple(
-            id(value) for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)
-        )
+        layer = tuple(map(id, parameters_of(gm, example_inputs)))
         if not traced or not layer:
             return
         with self._lock:
@@ -92,6 +101,13 @@ class Recompiles:
             self._layers = max(self._layers, len(graphs))
             self._most = max(self._most, graphs[layer])
         change(self._limits())
+
+    def _left_out(self, name: str, method: str) -> None:
+        """Says that compiled code will not log what a logger says once: without it the model would have said it."""
+        note = f"compiled code leaves out what the logger {name} says once ({method}), which would break the graph"
+        if note not in self.left_out:
+            self.left_out.append(note)
+            logger.warning("%s", note)
 
     def given_up(self, note: str) -> bool:
         """Records what Dynamo gave up on, and why; returns whether it is the first time."""

@@ -1,8 +1,9 @@
-"""Analysis: softmaxes that look like the core of an attention but were not found to be one.
+"""Analysis: what looks like an attention but was not found to be one.
 
 A softmax between two products of activations is an attention to everyone who reads the code. Where the score tracer has
 no rule for something between them, there is no :class:`AttentionSite`; without this analysis the report would not
-mention it at all.
+mention it at all. The same goes for operators that compute a whole attention, and of which nothing is known but what
+they are called, or that they combine tensors of the shapes of queries, keys and values.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import fx
 from mla_compile.passes.attention.flex import flex_of
 from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape
+from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import is_contraction
-from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.schema import foreign_name
+from mla_compile.passes.ir.sizes import same, same_sizes, size
+from mla_compile.passes.ir.stand_in import REFUSED, waits
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import nearest
 
@@ -27,8 +30,9 @@ def unfollowed(
 ) -> list[tuple[fx.Node, Stop]]:
     """The softmaxes of attentions that are not among ``sites``, each with the node where following it ended."""
     taken_apart = {flex.call for site in sites if (flex := flex_of(site.node)) is not None}
-    nested = ((n, _nested(graph, n)) for n in graph.nodes if n not in taken_apart)
-    found = [(n, Stop(n, "unsupported_op", reason)) for n, reason in nested if reason is not None]
+    # A library's operator that a plain attention stands for waits, itself or as the one result of it that is read.
+    taken_apart |= {n for n in graph.nodes if waits(n) or any(map(waits, n.users))}
+    found = [(n, stop) for n in graph.nodes if n not in taken_apart and (stop := _closed(graph, n)) is not None]
     softmaxes = [n for n in graph.nodes if packet(n) in SOFTMAX and n not in weights]
     # Found as attentions already, whatever was decided about them.
     known = {s for site in sites if site.probs is not None for s in _softmaxes_of(site.probs.node)}
@@ -55,14 +59,22 @@ def unfollowed(
 
 
 _FUSED = ("scaled_dot_product", "flash_attention", "efficient_attention", "flex_attention")
+_ATTENTION = ("attention", "attn", "attend", "fmha", "fwd_kvcache")
+"""Parts of names that libraries give to operators which compute an attention, or part of one."""
 
 
-def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
+def _closed(graph: fx.Graph, node: fx.Node) -> Stop | None:
     """Why ``node`` is an attention that cannot be looked into: one operator of it, or of a graph that holds it."""
     if node.op != "call_function" or not node.users or packet(node) is torch.ops.aten.scaled_dot_product_attention:
         return None
+    if REFUSED in node.meta:
+        return Stop(node, *node.meta[REFUSED])
+    why = _nested(graph, node) or _of_a_library(node)
+    return None if why is None else Stop(node, "unsupported_op", why)
+
+
+def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
     name = node.target.name() if isinstance(node.target, torch._ops.HigherOrderOperator) else ""
-    # Other backends' fused operators (`flash_attention` of a library) are known by nothing but their name.
     name = name or getattr(packet(node), "__name__", "")
     if any(word in name for word in _FUSED):
         return f"{name} in a form that is not taken apart (a block mask, or more than one result that is used)"
@@ -72,6 +84,39 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
         if any(isinstance(g, fx.GraphModule) and _attends(g) for g in graphs):
             return f"the attention is in a graph of its own, which {name} calls"
     return None
+
+
+def _of_a_library(node: fx.Node) -> str | None:
+    """Why an operator of no rule is taken for an attention: by its name, or by the shapes that it combines."""
+    name = foreign_name(node)
+    if name is None or name.startswith("mla_compile::"):
+        return None
+    short = name.partition("::")[2].lower()
+    if not any(word in short for word in _ATTENTION) and not _combines(node):
+        return None
+    return f"{name} is not known: an attention inside it cannot be seen"
+
+
+def _combines(node: fx.Node) -> bool:
+    """Whether three neighbouring operands look like queries, keys and values with heads, and the result like theirs.
+
+    Keys and values agree in all but their width, and so do queries and the result. Queries have the width of the keys,
+    and the result that of the values. They do not all have one shape: gates and norms look like that.
+    """
+    results = node.meta.get("val")
+    first = results[0] if isinstance(results, (tuple, list)) and results else results
+    if not isinstance(first, torch.Tensor) or first.dim() != 4:
+        return False
+    out = tuple(size(d) for d in first.shape)
+    given = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype.is_floating_point]
+    for q, k, v in zip(given, given[1:], given[2:], strict=False):
+        of_q, of_k, of_v = shape(q), shape(k), shape(v)
+        if not len(of_q) == len(of_k) == len(of_v) == 4 or (of_q == of_k == of_v):
+            continue
+        alike = same_sizes(of_k[:-1], of_v[:-1]) and same_sizes(of_q[:-1], out[:-1]) and same(of_q[0], of_k[0])
+        if alike and same(of_q[-1], of_k[-1]) and same(of_v[-1], out[-1]):
+            return True
+    return False
 
 
 def _attends(gm: fx.GraphModule) -> bool:

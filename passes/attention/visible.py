@@ -38,7 +38,7 @@ from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, AttentionSite,
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.operators import Fill, decode
-from mla_compile.passes.ir.sizes import Size, same
+from mla_compile.passes.ir.sizes import Size, at_least, same
 
 aten = torch.ops.aten
 
@@ -254,7 +254,7 @@ class _Explained:
         return parts
 
     def visible(self, left: Sequence[tuple[MaskTerm, str]]) -> Visible:
-        always = not left and not self.lengths and (not self.causal or _at_least(self.T, self.S))
+        always = not left and not self.lengths and (not self.causal or at_least(self.T, self.S))
         numbers = tuple(self.numbers.items())
         masks = tuple(mask for mask, _ in left)
         why = tuple(dict.fromkeys(why for _, why in left))
@@ -273,7 +273,7 @@ class _Explained:
         least = bound.const
         for step, count in zip(self._step(bound), (self.S, self.T), strict=True):
             least = least + min(step, 0) * (count - 1)
-        return not bound.terms and _at_least(least, 0)
+        return not bound.terms and at_least(least, 0)
 
     def _diagonal(self, bound: Affine) -> bool:
         """Whether it is ``t <= p + s``."""
@@ -321,8 +321,3 @@ def offset_of(const: Size, numbers: dict[Size, fx.Node]) -> tuple[fx.Node | None
         if rest.is_Integer:
             return node, int(rest)
     return None, None
-
-
-def _at_least(a: Size, b: Size) -> bool:
-    """Whether ``a >= b`` for every value of the symbols, which are sizes: never negative."""
-    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)).is_nonnegative)

@@ -11,33 +11,53 @@ guard nothing that Dynamo's own guards miss. Copies whose value escapes (outputs
 Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, which is what ``k[..., a:b] = x`` becomes
 
 After: ``new = slice_scatter(k, x, dim, a, b)``, which reads nothing of what is overwritten
+
+Before: ``k = select(stack([q, k, v], dim), dim, 1)``, as packed operands of an attention are taken apart
+
+After: ``k`` itself, in the memory layout that the selection had
 """
 
 from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.ir.graph import args_of, packet, shape, val
-from mla_compile.passes.ir.operators import Assign, Broadcast, Dropout, Slice, Write, WriteOne, decode
+from mla_compile.passes.ir.arrange import same_layout
+from mla_compile.passes.ir.graph import Builder, args_of, packet, shape, val
+from mla_compile.passes.ir.operators import Assign, Broadcast, Dropout, Select, Slice, Stack, Write, WriteOne, decode
 from mla_compile.passes.ir.sizes import same_sizes
 
 aten = torch.ops.aten
 
 
-def normalize(graph: fx.Graph) -> int:
-    """Removes checks and empty operators; returns how many."""
+def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
+    """Removes checks, empty operators and selections of what was stacked; returns how many."""
     removed = 0
     for node in list(graph.nodes):
         if _is_empty(node):
             node.replace_all_uses_with(args_of(node)[0])
         elif _is_write_of_all(node):
             node.replace_all_uses_with(args_of(node)[1])
+        elif (part := _stacked_part(node)) is not None:
+            node.replace_all_uses_with(same_layout(Builder(node, fake_mode), part, node))
         elif packet(node) is not aten._assert_tensor_metadata:
             continue
         graph.erase_node(node)
         removed += 1
     return removed
+
+
+def _stacked_part(node: fx.Node) -> fx.Node | None:
+    """What ``node`` selects of several tensors that were stacked; None where it does something else."""
+    how = decode(node)
+    stacked = decode(how.x) if isinstance(how, Select) else None
+    if not isinstance(how, Select) or not isinstance(stacked, Stack) or any(user.op == "output" for user in node.users):
+        return None
+    if how.index is None or how.dim != stacked.dim:
+        return None
+    part = stacked.parts[how.index]
+    return part if val(part).dtype == val(node).dtype else None
 
 
 def _is_write_of_all(node: fx.Node) -> bool:

@@ -2,13 +2,17 @@
 
 Before: ``e = exp(x - amax(x, -1, True)); p = e / e.sum(-1, True)``, or ``p = exp(x - logsumexp(x, -1, True))``
 
-After: ``p = softmax(x, -1)``. Whatever is subtracted, as long as it is one number for each row, cancels. Where an
-exponential that is not shifted overflows, the original gives NaN and this does not.
+Before: ``out = (e @ v) / e.sum(-1, True)``, flash-style: divided after the product
+
+After: ``p = softmax(x, -1)``, and ``out = p @ v``. Whatever is subtracted, as long as it is one number for each row,
+cancels. Where an exponential that is not shifted overflows, the original gives NaN and this does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.attention.scores import ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.operators import Regroup, decode
-from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.ir.sizes import Size, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -36,22 +41,79 @@ def write_softmax(graph: fx.Graph, weights: Collection[fx.Node], fake_mode: Fake
         x, dim = match
         node.replace_all_uses_with(Builder(node, fake_mode).call(aten.softmax.int, x, dim))
         found += 1
+    for node in list(graph.nodes):
+        late = _divided_after(node, tracer)
+        if late is None or tracer.trace(late.x) is None:
+            continue
+        builder = Builder(node, fake_mode)
+        weights_of_keys = builder.call(aten.softmax.int, late.x, late.dim)
+        given = fx.map_arg(late.product.args, lambda n, p=weights_of_keys, e=late.e: p if n is e else n)  # type: ignore[misc]
+        assert callable(late.product.target)
+        node.replace_all_uses_with(builder.call(late.product.target, *given, **late.product.kwargs))
+        found += 1
     if found:
         remove_dead_code(graph)
     return found
 
 
-def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """``e / sum(e)`` or ``e * reciprocal(sum(e))``: what is exponentiated, and along which axis."""
+@dataclass(frozen=True)
+class _Late:
+    """``product / sum(e)``, where ``product`` weighs something by ``e = exp(x - shift)`` along ``dim`` of ``e``."""
+
+    product: fx.Node
+    e: fx.Node
+    x: fx.Node
+    dim: int
+
+
+def _divided_after(node: fx.Node, tracer: ScoreTracer) -> _Late | None:
+    """A weighted sum that is divided by the sum of its weights, where nothing else reads the weights."""
+    divided = _division(node)
+    if divided is None or not is_tensor(divided[0]) or not tracer.is_product(divided[0]):
+        return None
+    product, total = divided
+    labelled = product_labels(product)
+    if labelled is None or not _alike(node, product):
+        return None
+    left, right, out = labelled
+    for e, labels in (left, right):
+        summed = [c for c in labels if c not in out]
+        dim = _summed_axis(total, e)
+        if packet(e) is not aten.exp or dim is None or summed != [labels[dim]] or len(product.users) != 1:
+            continue
+        # The division aligns the sums with the output by place: each has to be the place of the same axis.
+        aligned = len(labels) == len(out) and all(
+            a == b for d, (a, b) in enumerate(zip(labels, out, strict=True)) if d != dim
+        )
+        if not aligned or not same_sizes(_without(e, dim), _without(product, dim)) or len(e.users) != 2:
+            continue
+        (x,) = args_of(e)
+        return _Late(product, e, _unshifted(x, dim), dim)
+    return None
+
+
+def _without(x: fx.Node, dim: int) -> list[Size]:
+    return [n for d, n in enumerate(shape(x)) if d != dim]
+
+
+def _division(node: fx.Node) -> tuple[Any, Any] | None:
+    """``a`` and ``b`` of ``a / b`` or ``a * reciprocal(b)``."""
     # A third argument, or a keyword, is a rounding mode.
     if packet(node) not in (aten.div, aten.mul) or len(args_of(node)) != 2 or node.kwargs:
         return None
-    e, total = args_of(node)
-    if packet(node) is aten.mul:
-        # `e * total` is no ratio, however `total` was made.
-        if packet(total) is not aten.reciprocal:
-            return None
-        (total,) = args_of(total)
+    a, b = args_of(node)
+    if packet(node) is aten.div:
+        return a, b
+    # `a * b` is no ratio, however `b` was made.
+    return (a, args_of(b)[0]) if packet(b) is aten.reciprocal else None
+
+
+def _ratio(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """``e / sum(e)`` or ``e * reciprocal(sum(e))``: what is exponentiated, and along which axis."""
+    divided = _division(node)
+    if divided is None:
+        return None
+    e, total = divided
     dim = _summed_axis(total, e)
     if packet(e) is not aten.exp or dim is None or not _alike(node, e):
         return None

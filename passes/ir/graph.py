@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
+from mla_compile.passes.ir.schema import foreign_name
 from mla_compile.passes.ir.sizes import Size, hint, size
 
 OURS = "mla_compile"
@@ -67,8 +68,8 @@ def packet(node: object) -> Any:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator as the user spelled it, for people to read."""
-    return str(node.meta.get(SPELLED) or getattr(packet(node), "__name__", None) or node.target)
+    """The operator as the user spelled it, for people to read; with its namespace where that is not torch's own."""
+    return str(node.meta.get(SPELLED) or foreign_name(node) or getattr(packet(node), "__name__", None) or node.target)
 
 
 def args_of(node: fx.Node) -> tuple[Any, ...]:

@@ -20,12 +20,17 @@ def locate(node: fx.Node) -> Location:
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     return Location(
         node=node.name,
-        op=f"aten.{operator_name(node)}" if node.op == "call_function" else node.op,
+        op=_operator(node) if node.op == "call_function" else node.op,
         module=_module_path(modules[-1][0]) if modules else "",
         file=file,
         line=int(line) if line is not None else None,
         code=code.strip() if code else None,
     )
+
+
+def _operator(node: fx.Node) -> str:
+    name = operator_name(node)
+    return name if "::" in name else f"aten.{name}"
 
 
 def _module_path(name: str) -> str:

@@ -112,3 +112,8 @@ def hint(dim: Size, value: int | torch.SymInt) -> int:
         return dim
     known = getattr(getattr(value, "node", None), "hint", None)
     return int(known) if known is not None else UNSEEN
+
+
+def at_least(a: Size, b: Size) -> bool:
+    """Whether ``a >= b`` for every value of the symbols, which are sizes: never negative."""
+    return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)).is_nonnegative)

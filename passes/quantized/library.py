@@ -19,8 +19,9 @@ from torch import fx
 from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.sizes import Size, same
-from mla_compile.passes.quantized.registry import Products, QuantizedLinear, named_arguments, schema_name
+from mla_compile.passes.quantized.registry import Products, QuantizedLinear
 from mla_compile.passes.quantized.rows import FINE, RowTracker, Scaled, short
 from mla_compile.passes.quantized.scales import TINY, Scale, block, covers
 

@@ -14,11 +14,12 @@ from mla_compile.errors import InputError
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import SPELLED, Builder, args_of, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, stand_in
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
-from mla_compile.passes.quantized.registry import QuantizedLinear, named_arguments, registered, schema_name
+from mla_compile.passes.quantized.registry import QuantizedLinear, registered
 from mla_compile.passes.quantized.rows import RowTracker
 from mla_compile.passes.quantized.scales import copied, regrouped
 from mla_compile.passes.quantized.stored import is_narrow

@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
+from mla_compile.passes.ir.schema import schema_name
+
 Dequantize = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]"]
 
 
@@ -54,20 +56,3 @@ class Products:
 
 registered = Products({})
 """What users have registered."""
-
-
-def schema_name(node: fx.Node) -> str:
-    """``namespace::name`` of the operator that ``node`` calls; empty where it calls none of torch's registry."""
-    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
-def named_arguments(node: fx.Node) -> dict[str, object]:
-    """The arguments of an operator of torch's registry by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    found: dict[str, object] = {}
-    for position, one in enumerate(node.target._schema.arguments):
-        if position < len(node.args):
-            found[one.name] = node.args[position]
-        else:
-            found[one.name] = node.kwargs.get(one.name, one.default_value)
-    return found

@@ -12,7 +12,7 @@ from mla_compile.core.records import SiteReport
 from mla_compile.passes.decide import cost
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.graph import operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
@@ -108,14 +108,19 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:
-    """An attention of which only the softmax ``node`` is known."""
+    """An attention of which only ``node`` is known: its softmax, or the operator that computes all of it."""
     code = Code(stop.code)
+    fix = CODES[code].fix
+    if code is Code.UNSUPPORTED_OP:
+        written = "softmax" in operator_name(node)
+        fix = "write the scores with mul, add, masked_fill, where, softmax, view and transpose"
+        fix = fix if written else "call F.scaled_dot_product_attention, or write the attention out"
     return SiteReport(
         index=index,
         where=locate(node),
         verdict=CODES[code].verdict,
         code=code,
         reason=stop.detail,
-        fix="write the scores with mul, add, masked_fill, where, softmax, view and transpose",
+        fix=fix,
         blame=locate(stop.node),
     )

@@ -14,7 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.expr import wide
-from mla_compile.passes.ir.graph import Builder, argument, packet, val
+from mla_compile.passes.ir.graph import Builder, argument, packet, shape, val
+from mla_compile.passes.ir.sizes import at_least
 from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, positions, probabilities
 
 aten = torch.ops.aten
@@ -57,7 +58,9 @@ def _expand(node: fx.Node, builder: Builder) -> None:
             scores = hidden(builder, scores, future(builder, last, columns))
         if window:
             scores = hidden(builder, scores, call(aten.le.Tensor, columns, call(aten.sub.Tensor, rows, window)))
-    probs = probabilities(builder, scores, some_empty=mask is not None or lengths is not None)
+    # With more queries than keys, the first ones see none.
+    more = bool(causal) and not at_least(shape(scores)[3], shape(scores)[2])
+    probs = probabilities(builder, scores, some_empty=mask is not None or lengths is not None or more)
     rows = latent if values is None else values
     out = call(aten.einsum.default, "bhst,btl->bshl", [probs, builder.cast(rows, dtype)])
     out = builder.cast(out, val(query).dtype)

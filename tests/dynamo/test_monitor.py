@@ -38,6 +38,17 @@ def test_hitting_the_recompile_limit_is_a_warning() -> None:
             step(*decode_inputs(), "2")
 
 
+def test_layers_that_share_code_are_the_cause_where_they_are() -> None:
+    """``torch.compile`` layer by layer: no layer has too many variants, and all of them together have."""
+    layers = [torch.compile(Toy().eval(), backend=compiler()) for _ in range(3)]
+    said = r"The cause: 2 layers .* share this code.*optimize\(model\).*isolate_recompiles=True.*recompile_limit"
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for layer in layers[:2]:
+            layer(*decode_inputs())
+        with pytest.warns(MlaCompileWarning, match=said):
+            layers[2](*decode_inputs())
+
+
 def test_the_limit_of_code_that_is_not_ours_is_not_reported() -> None:
     step = torch.compile(lambda x, flag: x * {"0": 1.0, "1": 2.0, "2": 3.0}[flag], backend="eager")
     with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():

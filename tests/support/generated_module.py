@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support import flash
+from tests.support.flash import flash_attn_func
 from tests.support.generator import Case
+
+flash.register()
 
 
 class GeneratedMLA(nn.Module):
@@ -322,6 +326,17 @@ class GeneratedMLA(nn.Module):
         causal = False  # by a branch: Dynamo breaks its graph where a comparison of symbolic sizes is used as a value
         if c.mask == "is_causal" and mask is None and q.shape[2] == k.shape[2]:
             causal = True
+        if c.library == "flash" and mask is None:
+            operands = (x.transpose(1, 2) for x in (q, k, v))
+            return flash_attn_func(*operands, softmax_scale=scale, causal=causal).transpose(1, 2)[..., : c.V]
+        if c.library == "xformers" and not causal:
+            k, v = (x.repeat_interleave(c.groups, 1) for x in (k, v))
+            if mask is not None:
+                mask = self._additive(mask, q.dtype) if mask.dtype == torch.bool else mask
+                mask = mask.expand(*q.shape[:3], k.shape[2])
+            operands = (x.transpose(1, 2) for x in (q, k, v))
+            attention = torch.ops.xformer.memory_efficient_attention_forward
+            return attention(*operands, mask, 0.0, scale).transpose(1, 2)[..., : c.V]
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=c.groups > 1
         )

@@ -81,6 +81,7 @@ class Case:
     fold: str = "auto"
     lowering: str = "op"
     seed: int = 0
+    library: str = ""
 
     @property
     def legal(self) -> bool:
@@ -174,6 +175,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         fold=rarely("auto", "never", "always"),
         lowering=pick("op", "aten"),
         seed=draw(st.integers(0, 9)),
+        library=rarely("", "flash", "xformers") if core == "sdpa" else "",
     )
 
 

@@ -182,3 +182,60 @@ def test_a_routers_softmax_stays_as_it_was_written():
 
     outcome = optimized(export(Router(), [torch.randn(3, 5)]))
     assert "softmax.int" not in calls(outcome.program)
+
+
+def reciprocal_after(q, k, v, mask, scale):
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return e @ v * e.sum(-1, keepdim=True).reciprocal()
+
+
+def heads_last_after(q, k, v, mask, scale):
+    e = (torch.einsum("bhsd,bhtd->bhst", q, k) * scale).masked_fill(~mask, float("-inf")).exp()
+    return torch.einsum("bhtv,bhst->bhsv", v, e) / e.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("core", [divided_last, reciprocal_after, heads_last_after])
+@pytest.mark.parametrize("S", [1, 3])
+def test_a_division_after_the_product_is_a_softmax_before_it(core, S):
+    """One operator then, where the two products were rewritten one by one before."""
+    data = [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)]
+    program = absorbed(Written(core), data, lowering="op")
+    assert sum("decode_attention" in op for op in calls(program)) == 1
+    assert not any(op.startswith("exp") for op in calls(program))
+
+
+def weights_used_besides(q, k, v, mask, scale):
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return e @ v / e.sum(-1, keepdim=True) + e.amax(-1, keepdim=True)
+
+
+def sums_of_another_axis(q, k, v, mask, scale):
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return e @ v / e.sum(-2, keepdim=True).mT[..., : q.shape[2], :]
+
+
+def sums_of_others(q, k, v, mask, scale):
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return e @ v / e.flip(1).sum(-1, keepdim=True)
+
+
+def sums_and_one(q, k, v, mask, scale):
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return e @ v / (e.sum(-1, keepdim=True) + 1)
+
+
+def another_place(q, k, v, mask, scale):
+    """The output has queries before heads, and the sums are aligned with it by place."""
+    e = (q @ k.mT * scale).masked_fill(~mask, float("-inf")).exp()
+    return (torch.einsum("bhst,bhtv->bshv", e, v) / e.sum(-1, keepdim=True)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "core", [weights_used_besides, sums_of_another_axis, sums_of_others, sums_and_one, another_place]
+)
+def test_what_only_looks_divided_after_the_product_keeps_its_exponentials(core):
+    """The products are rewritten one by one, and the exponentials stay; S = H, so that places can be mixed up."""
+    S = H
+    data = [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)]
+    program = absorbed(Written(core), data)
+    assert any(op.startswith("exp.") for op in calls(program))

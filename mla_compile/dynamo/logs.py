@@ -1,0 +1,43 @@
+"""What libraries log once in a process (``logger.warning_once``), left out of compiled code.
+
+Dynamo breaks the graph at a call of a logger. In the middle of an attention the break costs the absorption, for a line
+that is written once at most. A call that logs each time is part of what the model does, and keeps its break.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from types import MethodType
+
+from torch._dynamo import config
+
+SETTING = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+"""Dynamo's setting: the functions whose calls compiled code leaves out. torch 2.11 has the second name."""
+
+
+class SaidOnce(set[Callable[..., object]]):
+    """The user's set of functions to leave out, and every method of a logger that remembers what it said.
+
+    ``on_met`` is called with the name of the logger and of the method. Releases of torch that do not ask the set itself
+    break the graph as before.
+    """
+
+    def __init__(self, functions: Iterable[Callable[..., object]], on_met: Callable[[str, str], object]) -> None:
+        super().__init__(functions)
+        self.on_met = on_met
+
+    def __contains__(self, method: object) -> bool:
+        if super().__contains__(method):
+            return True
+        if not isinstance(method, MethodType) or not isinstance(method.__self__, logging.Logger):
+            return False
+        # A cache around a function that returns nothing is there to call it once.
+        if not isinstance(method.__func__, functools._lru_cache_wrapper):
+            return False
+        self.on_met(method.__self__.name, getattr(method.__func__, "__name__", "a method"))
+        return True
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return set, (list(self),)  # torch copies its settings to write them into its own logs

@@ -1,0 +1,102 @@
+"""Attention operators of libraries, by their qualified names: nothing of the libraries is imported.
+
+Only what a library documents is in the tables: what an argument says about the scores, and to which key a diagonal is
+aligned where there are more keys than queries. Argument names mean the same in all of these libraries, so that a
+release with more arguments is read as well, as long as those it adds are left at what they are by default.
+
+* FlashAttention 2 and 3 (``flash_attn``, ``flash_attn_3``), the same as built for the ``kernels`` package of Hugging
+  Face, whose namespaces end in the hash of a build, and for vLLM: docstrings of ``flash_attn_func`` and
+  ``flash_attn_with_kvcache``.
+* xformers: docstring of ``memory_efficient_attention``; it checks that no diagonal from the first key reaches
+  FlashAttention, not even that of torch.
+* torch: ``CustomMaskType`` of the memory-efficient kernel. To which key ``is_causal`` is aligned elsewhere is not
+  documented, so it is read where queries and keys are as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+_WORDS = {
+    **dict.fromkeys(("q", "query"), "q"),
+    **dict.fromkeys(("k", "key"), "k"),
+    **dict.fromkeys(("v", "value"), "v"),
+    **dict.fromkeys(("softmax_scale", "scale"), "scale"),
+    **dict.fromkeys(("causal", "is_causal"), "causal"),
+    **dict.fromkeys(("window_size_left", "window_left"), "left"),
+    **dict.fromkeys(("window_size_right", "window_right"), "right"),
+    "softcap": "softcap",
+    **dict.fromkeys(("dropout_p", "p_dropout", "p"), "dropout"),
+    **dict.fromkeys(("cu_seqlens_q", "cum_seq_q", "cu_seq_q"), "starts_q"),
+    **dict.fromkeys(("cu_seqlens_k", "cum_seq_k", "cu_seq_k"), "starts_k"),
+    **dict.fromkeys(("seqused_k", "seqlens_k", "cache_seqlens"), "used"),
+    **dict.fromkeys(("b", "bias", "attn_bias", "attn_mask"), "bias"),
+}
+"""What the arguments that decide over the result are called, and the word for each here."""
+
+INERT = frozenset(
+    (
+        *("max_seqlen_q", "max_seqlen_k", "max_q", "max_k", "num_splits", "pack_gqa", "sm_margin", "enable_gqa"),
+        *("scheduler_metadata", "deterministic", "zero_tensors", "use_kvsplit"),
+        *("return_softmax", "return_debug_mask", "compute_log_sumexp"),
+        *("is_rotary_interleaved", "rotary_interleaved"),
+    )
+)
+"""Arguments that say how something is computed, or what besides the output is returned: any value will do.
+
+How rotations are interleaved is one of them because those who rotate inside are refused for their tables."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One operator: the first result, or the only one, is ``softmax(scale q k + ...) v``.
+
+    Attributes:
+        heads_first: [..., heads, tokens, width], otherwise [..., tokens, heads, width]. With ``starts_q`` and
+            ``starts_k`` sequences are packed, [tokens, heads, width].
+        diagonal: the key that ``causal`` and windows align the last query to: the last one, or ``"same"``, where that
+            is only known for as many queries as keys.
+        words: what arguments mean, by their names without underscores at the end.
+    """
+
+    heads_first: bool = False
+    diagonal: Literal["last", "same"] = "last"
+    words: Mapping[str, str] = field(default_factory=lambda: _WORDS)
+
+
+_FLASH = Fused()
+# With a cache, the keys to be appended have the short names.
+_WITH_CACHE = Fused(words={**_WORDS, "kcache": "k", "vcache": "v", "k": "appended", "v": "appended"})
+_KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"})
+_OF_TORCH = Fused(heads_first=True, diagonal="same")
+
+_NAMESPACES = ("flash_attn", "flash_attn_3", "_flash_attn*", "_vllm_flash_attn*", "_vllm_fa2_C", "_vllm_fa3_C")
+
+OPERATORS: Mapping[str, Fused] = {
+    **{f"{n}::_flash_attn_forward": _KEEPING_CACHE for n in _NAMESPACES},
+    **{f"{n}::_flash_attn_varlen_forward": _FLASH for n in _NAMESPACES},
+    **{f"{n}::fwd": _KEEPING_CACHE for n in _NAMESPACES},
+    **{f"{n}::varlen_fwd": _FLASH for n in _NAMESPACES},
+    **{f"{n}::fwd_kvcache": _WITH_CACHE for n in _NAMESPACES},
+    "xformer::memory_efficient_attention_forward": _FLASH,
+    "xformers_flash::flash_fwd": _FLASH,
+    "xformers_flash3::flash_fwd": _FLASH,
+    "aten::_efficient_attention_forward": Fused(words={**_WORDS, "custom_mask_type": "diagonal"}),
+    "aten::_flash_attention_forward": _FLASH,
+    "aten::_scaled_dot_product_flash_attention": _OF_TORCH,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _OF_TORCH,
+    "aten::_scaled_dot_product_efficient_attention": _OF_TORCH,
+    "aten::_scaled_dot_product_cudnn_attention": _OF_TORCH,
+    "torch_attn::_varlen_attn": Fused(diagonal="same", words={**_WORDS, "window_size": "window"}),
+}
+"""The operators by their qualified names, or patterns of them."""
+
+
+def operator_of(name: str) -> Fused | None:
+    """What is known of the operator called ``name``, ``namespace::name``."""
+    if not name or name in OPERATORS:
+        return OPERATORS.get(name)
+    return next((known for pattern, known in OPERATORS.items() if fnmatchcase(name, pattern)), None)

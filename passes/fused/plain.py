@@ -1,0 +1,238 @@
+"""The plain attention that a fused operator of a library computes, as nodes.
+
+Before: ``out = flash_attention(q, k, v, scale, causal, window, softcap, lengths)``, tokens before heads
+
+After: ``scaled_dot_product_attention`` of permuted operands, with a mask that says in positions what is seen; with a
+soft cap, two products with ``tanh`` and a softmax between them, in float32 or wider, as the kernels compute it inside.
+
+What a query s of S sees of T keys (FlashAttention's documentation): key t with
+``s + T - S - left <= t <= s + T - S + right``, where T and S are those of its sequence; a query that sees none gives
+zero, as in PyTorch's fused attention.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.arrange import same_layout
+from mla_compile.passes.ir.expr import wide
+from mla_compile.passes.ir.graph import Builder, shape, val
+from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.rewrite.plain import masked_scores, probabilities
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Plain:
+    """``softmax(cap(scale q k) + bias, of the keys that are seen) v``.
+
+    Attributes:
+        q: [B,S,H,D], or [B,H,S,D] where ``heads_first``; without heads [B,S,D]; packed [S,H,D].
+        k, v: the same with T tokens, and perhaps fewer heads, each of which serves neighbouring ones of ``q``.
+        softcap: scores become ``softcap * tanh(score / softcap)`` where it is not 0.
+        left, right: how many keys before and after the diagonal are seen; None: all.
+        starts: where each packed sequence begins among the queries and among the keys [n+1], whole numbers.
+        used: how many of its keys each batch entry or packed sequence has [n], whole numbers.
+        bias: added to the scores.
+    """
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    heads_first: bool
+    scale: float
+    softcap: float = 0.0
+    left: int | None = None
+    right: int | None = None
+    starts: tuple[fx.Node, fx.Node] | None = None
+    used: fx.Node | None = None
+    bias: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Written:
+    """The nodes of a plain attention: those with the products in them, and ``out`` in the layout of the operator."""
+
+    core: tuple[fx.Node, ...]
+    out: fx.Node
+    builder: Builder
+
+
+def write(anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> Written:
+    """Adds the nodes of ``plain`` before ``anchor``, whose dtype the result has."""
+    return _Writer(anchor, plain, fake_mode).write()
+
+
+class _Writer:
+    def __init__(self, anchor: fx.Node, plain: Plain, fake_mode: FakeTensorMode | None) -> None:
+        self.plain = plain
+        self.builder = Builder(anchor, fake_mode)
+        self.call = self.builder.call
+        self.anchor = anchor
+
+    def write(self) -> Written:
+        plain = self.plain
+        q, k, v = (self._heads_first(x) for x in (plain.q, plain.k, plain.v))
+        keep, causal = self._seen(q, k)
+        core: tuple[fx.Node, ...]
+        if plain.softcap:
+            core, attention = self._capped(q, k, v, keep, causal)
+        else:
+            grouped = len(shape(q)) > 3 and not same(shape(q)[-3], shape(k)[-3])
+            mask = plain.bias if keep is None else self._with_bias(keep)
+            fused = aten.scaled_dot_product_attention.default
+            attention = self.call(fused, q, k, v, mask, 0.0, causal, scale=plain.scale, enable_gqa=grouped)
+            core = (attention,)
+        out = self._as_given(attention)
+        out = self.builder.cast(out, val(self.anchor).dtype)
+        # Views of the result were traced on the memory layout that the operator gives it.
+        return Written(core, same_layout(self.builder, out, self.anchor), self.builder)
+
+    def _heads_first(self, x: fx.Node) -> fx.Node:
+        if self.plain.starts is not None:
+            return self.call(aten.unsqueeze.default, self.call(aten.permute.default, x, [1, 0, 2]), 0)
+        order = self._order(x)
+        return x if order is None else self.call(aten.permute.default, x, order)
+
+    def _as_given(self, x: fx.Node) -> fx.Node:
+        if self.plain.starts is not None:
+            return self.call(aten.permute.default, self.call(aten.squeeze.dim, x, 0), [1, 0, 2])
+        order = self._order(x)
+        if order is None:
+            return x
+        return self.call(aten.permute.default, x, [order.index(d) for d in range(len(order))])
+
+    def _order(self, x: fx.Node) -> list[int] | None:
+        """Batch, heads (several axes for groups of them), tokens, width."""
+        rank = len(shape(x))
+        if self.plain.heads_first or rank == 3:
+            return None
+        return [0, *range(2, rank - 1), 1, rank - 1]
+
+    def _with_bias(self, keep: fx.Node) -> fx.Node:
+        """A mask that adds the bias where it keeps and minus infinity elsewhere."""
+        if self.plain.bias is None:
+            return keep
+        dropped = self.call(aten.logical_not.default, keep)
+        return self.call(aten.masked_fill.Scalar, self.plain.bias, dropped, float("-inf"))
+
+    def _seen(self, q: fx.Node, k: fx.Node) -> tuple[fx.Node | None, bool]:
+        """A boolean tensor, True where a key is seen, or whether a diagonal says it all."""
+        plain = self.plain
+        if plain.starts is not None:
+            return self._seen_packed(q, k, *plain.starts), False
+        left, right = plain.left, plain.right
+        square = same(shape(q)[-2], shape(k)[-2])
+        if plain.used is None:
+            # The last query is at the last key, so that nothing comes after it.
+            if same(shape(q)[-2], 1):
+                right = None
+            if left is None and right is None:
+                return None, False
+            # A bias of the model and a diagonal would be two masks, which the fused operator does not take.
+            if left is None and right == 0 and square and plain.bias is None:
+                return None, True
+        s, t = self.builder.size(q, -2), self.builder.size(k, -2)
+        rows, columns = self._counted(q, s), self._counted(q, t)
+        rows = self.call(aten.unsqueeze.default, rows, 1)
+        parts: list[fx.Node] = []
+        if plain.used is not None:
+            used = plain.used
+            for _ in range(len(shape(q)) - 1):
+                used = self.call(aten.unsqueeze.default, used, 1)
+            parts.append(self.call(aten.lt.Tensor, columns, used))
+            rows = self.call(aten.add.Tensor, rows, self.call(aten.sub.Tensor, used, s))
+        elif not square:
+            nodes = isinstance(s, fx.Node) or isinstance(t, fx.Node)
+            shift = self.call(operator.sub, t, s) if nodes else t - s  # type: ignore[operator]
+            rows = self.call(aten.add.Tensor, rows, shift)
+        return self._all([*parts, *self._around(rows, columns, left, right)]), False
+
+    def _seen_packed(self, q: fx.Node, k: fx.Node, starts_q: fx.Node, starts_k: fx.Node) -> fx.Node:
+        plain, call = self.plain, self.call
+        rows = self._counted(q, self.builder.size(q, -2))
+        columns = self._counted(q, self.builder.size(k, -2))
+        rows = call(aten.unsqueeze.default, rows, 1)
+        ends = call(aten.slice.Tensor, starts_q, 0, 1, None)
+        # Which sequence a query is of: as many as have ended before it. Beyond the last one nothing is defined.
+        own = call(aten.sum.dim_IntList, call(aten.ge.Tensor, rows, ends), [1])
+        last = self.builder.size(ends, 0)
+        most = call(operator.sub, last, 1) if isinstance(last, fx.Node) else last - 1
+        own = call(aten.clamp.default, own, None, most)
+
+        def of_own(x: fx.Node) -> fx.Node:
+            return call(aten.unsqueeze.default, call(aten.index_select.default, x, 0, own), 1)
+
+        def lengths(starts: fx.Node) -> fx.Node:
+            n = call(aten.slice.Tensor, starts, 0, 1, None)
+            return of_own(call(aten.sub.Tensor, n, call(aten.slice.Tensor, starts, 0, 0, -1)))
+
+        keys = lengths(starts_k) if plain.used is None else of_own(plain.used)
+        column = call(aten.sub.Tensor, columns, of_own(starts_k))
+        parts = [call(aten.ge.Scalar, column, 0), call(aten.lt.Tensor, column, keys)]
+        row = call(aten.sub.Tensor, rows, of_own(starts_q))
+        row = call(aten.add.Tensor, row, call(aten.sub.Tensor, keys, lengths(starts_q)))
+        return self._all([*parts, *self._around(row, column, plain.left, plain.right)])
+
+    def _counted(self, of: fx.Node, n: int | fx.Node) -> fx.Node:
+        return self.call(aten.arange.default, n, device=val(of).device)
+
+    def _around(self, rows: fx.Node, columns: fx.Node, left: int | None, right: int | None) -> list[fx.Node]:
+        found = []
+        if right is not None:
+            end = self.call(aten.add.Tensor, rows, right) if right else rows
+            found.append(self.call(aten.le.Tensor, columns, end))
+        if left is not None:
+            start = self.call(aten.sub.Tensor, rows, left) if left else rows
+            found.append(self.call(aten.ge.Tensor, columns, start))
+        return found
+
+    def _all(self, parts: list[fx.Node]) -> fx.Node:
+        keep, *others = parts
+        for part in others:
+            keep = self.call(aten.logical_and.default, keep, part)
+        return keep
+
+    def _capped(
+        self, q: fx.Node, k: fx.Node, v: fx.Node, keep: fx.Node | None, causal: bool
+    ) -> tuple[tuple[fx.Node, fx.Node], fx.Node]:
+        """The two products with the cap between them, and the result, where heads of k and v serve several of q."""
+        call, plain = self.call, self.plain
+        dtype = wide(val(q).dtype)
+        group = 1
+        if len(shape(q)) > 3 and not same(shape(q)[-3], shape(k)[-3]):
+            group = int(shape(q)[-3]) // int(shape(k)[-3])
+        q, k, v = (self.builder.cast(x, dtype) for x in (q, k, v))
+        masks = [m for m in (plain.bias, keep) if m is not None]
+        if causal:
+            rows, columns = (self._counted(q, self.builder.size(x, -2)) for x in (q, k))
+            masks.append(call(aten.le.Tensor, columns, call(aten.unsqueeze.default, rows, 1)))
+        if group > 1:
+            q = call(aten.unflatten.int, q, -3, [-1, group])
+            k, v = (call(aten.unsqueeze.default, x, -3) for x in (k, v))
+            masks = [self._grouped(m, group) for m in masks]
+        product = call(aten.matmul.default, q, call(aten.transpose.int, k, -2, -1))
+
+        def cap(x: fx.Node) -> fx.Node:
+            return call(
+                aten.mul.Tensor, call(aten.tanh.default, call(aten.div.Tensor, x, plain.softcap)), plain.softcap
+            )
+
+        scores = masked_scores(self.builder, product, plain.scale, masks, cap)
+        probs = probabilities(self.builder, scores, some_empty=bool(masks))
+        out = call(aten.matmul.default, probs, v)
+        return (product, out), call(aten.flatten.using_ints, out, -4, -3) if group > 1 else out
+
+    def _grouped(self, mask: fx.Node, group: int) -> fx.Node:
+        """A mask [..., H, S, T], or one that lacks axes from the left, over heads with an axis for each group."""
+        if len(shape(mask)) < 3:
+            return mask
+        if same(shape(mask)[-3], 1):
+            return self.call(aten.unsqueeze.default, mask, -3)
+        return self.call(aten.unflatten.int, mask, -3, [-1, group])

@@ -1,0 +1,203 @@
+"""Finds attention operators of libraries, and puts a plain attention beside each that can be told as one."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.fused.library import INERT, Fused, operator_of
+from mla_compile.passes.fused.plain import Plain, write
+from mla_compile.passes.fused.written import functionalized
+from mla_compile.passes.ir.graph import SPELLED, args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.schema import called_name, named_arguments
+from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.stand_in import CORE, REFUSED, STANDS_FOR, WAITS, stand_in
+
+
+def has_fused(graph: fx.Graph) -> bool:
+    """Whether ``graph`` has an attention operator of a library that is known."""
+    return any(_known(node) is not None for node in graph.nodes)
+
+
+def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
+    """Puts a stand-in beside the result of every known operator; returns how many.
+
+    What cannot be told as a plain attention is left with the reason in its metadata (``REFUSED``).
+    """
+    found = 0
+    for call in list(graph.nodes):
+        known = _known(call)
+        if known is None:
+            continue
+        try:
+            plain = _plain(_told(call, known, fake_mode), known)
+            result = _only_result(call)
+        except _UntoldError as why:
+            call.meta[REFUSED] = why.code, f"{called_name(call)}: {why}"
+            continue
+        written = write(result, plain, fake_mode)
+        for node in written.core:
+            node.meta[SPELLED] = called_name(call)
+        new = written.builder.call(stand_in, written.out)
+        result.replace_all_uses_with(new)
+        result.meta[WAITS] = new.meta[STANDS_FOR] = result.name
+        new.meta[CORE] = tuple(n.name for n in written.core)
+        found += 1
+    return found
+
+
+def _known(node: fx.Node) -> Fused | None:
+    return operator_of(called_name(node)) if node.op == "call_function" else None
+
+
+class _UntoldError(Exception):
+    """A call is no plain attention, for the reason in words."""
+
+    def __init__(self, why: str, code: str = "unsupported_op") -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def _only_result(call: fx.Node) -> fx.Node:
+    if is_tensor(call):
+        return call
+    read = [n for n in call.users if n.users]
+    if not all(packet(n) is operator.getitem for n in read):
+        raise _UntoldError("its results are used as a whole")
+    others = sorted({args_of(n)[1] for n in read} - {0})
+    if others:
+        # Behind the results are the arguments that it may have written into, as they are afterwards.
+        own = len(_schema(call).returns)
+        of = {1: "the logarithm of the sums, beside the output,", own: "an argument that it may write into"}
+        raise _UntoldError(f"{of.get(min(others[0], own), f'result {others[0]}')} is used")
+    if not read:
+        raise _UntoldError("its output is not used")
+    return read[0]
+
+
+def _told(call: fx.Node, known: Fused, fake_mode: FakeTensorMode | None) -> dict[str, Any]:
+    """The arguments that decide over the result, by the words of the library."""
+    found: dict[str, Any] = {}
+    for name, given, default in _arguments(call, fake_mode):
+        word = known.words.get(name)
+        if word == "appended":
+            if given is not None:
+                why = "new keys and values are appended, per head, inside the operator"
+                raise _UntoldError(why, "expanded_cache")
+        elif word is not None:
+            found[word] = given
+        elif name not in INERT and given is not None and (isinstance(given, fx.Node) or given != default):
+            raise _UntoldError(f"{name} is given")
+    return found
+
+
+def _arguments(call: fx.Node, fake_mode: FakeTensorMode | None) -> list[tuple[str, Any, object]]:
+    """Name, value and default of each argument. One that the operator says it writes into is what it was before."""
+    try:
+        functional = not isinstance(call.target, torch._ops.OpOverload)
+        told = functionalized(call, fake_mode) if functional else named_arguments(call)
+    except ValueError as name:
+        raise _UntoldError(f"{name}, which it may write into, is a part of another tensor") from name
+    arguments = _schema(call).arguments
+    return [(a.name.rstrip("_"), told.get(a.name, a.default_value), a.default_value) for a in arguments]
+
+
+def _schema(call: fx.Node) -> Any:
+    return (call.target if isinstance(call.target, torch._ops.OpOverload) else args_of(call)[0])._schema
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """Which keys around the diagonal a query sees; None: all on that side."""
+
+    left: int | None
+    right: int | None
+
+
+def _plain(told: dict[str, Any], known: Fused) -> Plain:
+    q, k, v = (told[name] for name in "qkv")
+    _check_shapes(q, k, v, known)
+    _check_dropout(told.get("dropout"))
+    scale, softcap = told.get("scale"), told.get("softcap") or 0.0
+    if isinstance(scale, fx.Node) or isinstance(softcap, fx.Node):
+        raise _UntoldError("its scale is no constant")
+    width = shape(q)[-1]
+    if scale is None and not isinstance(width, int):
+        raise _UntoldError("a width of the heads that is no constant")
+    starts_q, starts_k, used, bias = (told.get(name) for name in ("starts_q", "starts_k", "used", "bias"))
+    if (starts_q is None) is not (starts_k is None):
+        raise _UntoldError("only the queries or only the keys are packed")
+    packed = None if starts_q is None or starts_k is None else (starts_q, starts_k)
+    if packed and (len(shape(q)) != 3 or bias is not None):
+        raise _UntoldError("packed sequences in a form that is not known")
+    if any(len(shape(x)) != 1 for x in (starts_q, starts_k, used) if x is not None):
+        raise _UntoldError("lengths that are not one number for each sequence")
+    if bias is not None and not val(bias).dtype.is_floating_point:
+        raise _UntoldError("a mask that is not added")
+    sight = _sight(told)
+    aligned = known.diagonal == "last" and told.get("diagonal") != _FROM_THE_FIRST_KEY
+    if (sight.left, sight.right) != (None, None) and not aligned and not _as_many(q, k, known, starts_q, starts_k):
+        raise _UntoldError("a diagonal that is not known to end at the last key, with more keys than queries")
+    if used is not None and not aligned:
+        raise _UntoldError("lengths of the keys beside a diagonal that is not known to end at the last key")
+    return Plain(
+        q,
+        k,
+        v,
+        heads_first=known.heads_first,
+        scale=float(scale) if scale is not None else width**-0.5,
+        softcap=float(softcap),
+        left=sight.left,
+        right=sight.right,
+        starts=packed,
+        used=used,
+        bias=bias,
+    )
+
+
+def _check_shapes(q: fx.Node, k: fx.Node, v: fx.Node, known: Fused) -> None:
+    ranks = {len(shape(x)) for x in (q, k, v)}
+    if len(ranks) != 1 or not 3 <= min(ranks) <= 5:
+        raise _UntoldError(f"queries, keys and values with {' and '.join(map(str, sorted(ranks)))} axes")
+    if val(q).dtype.itemsize < 2 or len({val(x).dtype for x in (q, k, v)}) != 1:
+        raise _UntoldError("queries, keys and values in dtypes that have scales of their own")
+    rank = min(ranks)
+    if rank < 4 and not known.heads_first:
+        return  # packed, where the heads are looked at below, or without heads
+    heads = [shape(x)[1 if known.heads_first else -2] for x in (q, k, v)]
+    if not same(heads[0], heads[1]) and not all(isinstance(h, int) for h in heads):
+        raise _UntoldError("numbers of heads that are no constants")
+
+
+def _check_dropout(p: object) -> None:
+    if p:
+        raise _UntoldError(f"attention dropout of {p} is active", "dropout")
+
+
+_FROM_THE_FIRST_KEY, _FROM_THE_LAST_KEY = 1, 2
+
+
+def _sight(told: dict[str, Any]) -> _Sight:
+    left, right = told.get("window") or (told.get("left"), told.get("right"))
+    sides = [None if side is None or (isinstance(side, int) and side < 0) else side for side in (left, right)]
+    if not all(side is None or isinstance(side, int) for side in sides):
+        raise _UntoldError("a window that is no constant")
+    diagonal = told.get("diagonal", 0)
+    if diagonal not in (0, _FROM_THE_FIRST_KEY, _FROM_THE_LAST_KEY):
+        raise _UntoldError(f"a mask of the unknown type {diagonal}")
+    if isinstance(told.get("causal"), fx.Node):
+        raise _UntoldError("whether it is causal is no constant")
+    return _Sight(sides[0], 0 if told.get("causal") or diagonal else sides[1])
+
+
+def _as_many(q: fx.Node, k: fx.Node, known: Fused, starts_q: object, starts_k: object) -> bool:
+    """Whether there are as many queries as keys, of each sequence where they are packed."""
+    if starts_q is not None:
+        return starts_q is starts_k
+    dim = -2 if known.heads_first else 1
+    return same_sizes([shape(q)[dim]], [shape(k)[dim]])

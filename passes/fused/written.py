@@ -1,0 +1,85 @@
+"""Arguments that an operator says it may write into, read from the call that a functional graph makes of it.
+
+Such a call is given whole tensors, *bases*, and for each argument which part of which base it is: its sizes, strides
+and offset in memory. Where those are a permuted slice of a dense base, the argument is that slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.graph import Builder, val
+
+aten = torch.ops.aten
+
+
+def functionalized(call: fx.Node, fake_mode: FakeTensorMode | None) -> Mapping[str, Any]:
+    """The arguments of the operator that ``call`` runs, by name; views are added before it.
+
+    Raises ``ValueError`` with the name of an argument that is another part of its base.
+    """
+    told: dict[str, Any] = {k: v for k, v in call.kwargs.items() if not k.startswith("_")}
+    bases: Any = call.kwargs.get("_all_bases", ())
+    for key, base in call.kwargs.items():
+        if not key.endswith("_base_index"):
+            continue
+        name = key[1 : -len("_base_index")]
+        view = {k[len(name) + 2 :]: v for k, v in call.kwargs.items() if k.startswith(f"_{name}_") and k != key}
+        told[name] = None if base is None else _view(call, bases[base], view, name, fake_mode)
+    return told
+
+
+def _view(
+    call: fx.Node, base: fx.Node, told: Mapping[str, Any], name: str, fake_mode: FakeTensorMode | None
+) -> fx.Node:
+    if not told or told.get("alias"):
+        return base
+    builder = Builder(call, fake_mode)
+    if "slice_dim" in told:
+        return builder.call(aten.slice.Tensor, base, told["slice_dim"], told["slice_start"], told["slice_end"])
+    sizes: tuple[Any, ...] = tuple(told.get("size", ()))
+    strides: tuple[Any, ...] = tuple(told.get("stride", ()))
+    offset: Any = told.get("storage_offset")
+    if not sizes or not all(isinstance(n, int) for n in (*sizes, *strides, offset)) or not _is_dense(val(base)):
+        raise ValueError(name)
+    node = _cut_out(builder, base, list(zip(sizes, strides, strict=True)), offset)
+    made = None if node is None else val(node)
+    if made is None or tuple(made.shape) != sizes or made.storage_offset() != offset or node is None:
+        raise ValueError(name)
+    if any(n > 1 and a != b for n, a, b in zip(sizes, made.stride(), strides, strict=True)):
+        raise ValueError(name)
+    return node
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in x.shape) and x.is_contiguous() and x.storage_offset() == 0
+
+
+def _cut_out(builder: Builder, base: fx.Node, axes: list[tuple[int, int]], offset: int) -> fx.Node | None:
+    """The view of the dense ``base`` with ``axes``, each a size and a stride; None where it is no permuted slice.
+
+    Strides in falling order are the values of the digits in which a place in memory is counted. The view has a range
+    of each digit.
+    """
+    order = sorted((k for k, (n, _) in enumerate(axes) if n > 1), key=lambda k: axes[k][1], reverse=True)
+    values = [math.prod(val(base).shape), *(axes[k][1] for k in order), 1]
+    if any(low <= 0 or high % low for high, low in pairwise(values)):
+        return None
+    node = builder.call(aten.view.default, base, [high // low for high, low in pairwise(values)])
+    for digit, value in enumerate(values[1:]):
+        start, offset = divmod(offset, value)
+        length = axes[order[digit]][0] if digit < len(order) else 1
+        node = builder.call(aten.slice.Tensor, node, digit, start, start + length)
+    # The last digit, and axes of size 1, are put where they belong by sizes alone.
+    node = builder.call(aten.squeeze.dim, node, len(order))
+    node = builder.call(aten.permute.default, node, [order.index(k) for k in sorted(order)])
+    for k, (n, _) in enumerate(axes):
+        node = node if n > 1 else builder.call(aten.unsqueeze.default, node, k)
+    return node
