@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Literal
 
 _WORDS = {
@@ -95,6 +96,7 @@ OPERATORS: Mapping[str, Fused] = {
 """The operators by their qualified names, or patterns of them."""
 
 
+@cache
 def operator_of(name: str) -> Fused | None:
     """What is known of the operator called ``name``, ``namespace::name``."""
     if not name or name in OPERATORS:

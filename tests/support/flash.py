@@ -187,6 +187,8 @@ def register() -> None:
 
 
 def _define(namespace: str, name: str, schema: str, op: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    if hasattr(getattr(torch.ops, namespace), name):
+        return  # the library itself
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, op, "CPU")
