@@ -1,0 +1,285 @@
+"""What a server runs of a model: a decode step of many requests over pages, and a piece of one prompt.
+
+Both are traced once and compiled once, for all sizes: the number of requests, of pages and of tokens are symbols. A
+prompt has a second graph where the cheaper form depends on its length. Sizes are still rounded up (:func:`bucket`), so
+that a GPU can keep a CUDA graph for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+
+from mla_compile import pipeline
+from mla_compile.capture import capture
+from mla_compile.capture.autocast import without_autocast
+from mla_compile.capture.causal_lm import CausalLM
+from mla_compile.capture.causal_step import export_step
+from mla_compile.core.program import Call, Program
+from mla_compile.errors import CaptureError, MlaCompileError
+from mla_compile.kernels.cpu import native
+from mla_compile.options import Options
+from mla_compile.passes.cache.packed import error_of
+from mla_compile.passes.cache.pages import (
+    PagedRows,
+    Unpaged,
+    find_pages,
+    pool_rows,
+    read_batch_from,
+    step_over_pages,
+)
+from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.pipeline import Outcome
+from mla_compile.report.report import Report
+from mla_compile.runtime.choice import picker
+from mla_compile.runtime.folds import FoldedWeights
+
+logger = logging.getLogger("mla_compile")
+_ASSERTS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.sym_constrain_range.default,
+)
+TOKENS, POSITIONS = "input_ids", "position_ids"
+LEAST = 2
+"""The smallest bucket. A graph for any number of requests is one for two and more: torch takes 1 for a constant."""
+
+
+def bucket(count: int) -> int:
+    """The size that ``count`` requests, or pages of a request, are padded to: the next power of two, at least 2."""
+    return max(LEAST, 1 << (count - 1).bit_length())
+
+
+class NotMlaError(MlaCompileError, TypeError):
+    """The model has no latent attention, so there is nothing here for it."""
+
+
+@dataclass
+class Graph:
+    """One compiled graph: what it computes, the sizes it is padded to, and those that it has run with.
+
+    ``buckets``: the padded sizes seen so far, a tuple of numbers for each. They need no compilation of their own.
+    """
+
+    name: str
+    computes: str
+    buckets: set[tuple[int, ...]] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.computes}; sizes so far: {sorted(self.buckets) or 'none'}"
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The decode step over one set of pools.
+
+    ``call(ids [B,1], positions [B,1], block_table [B,M] int32, seq_lens [B] int32, pools)`` returns logits [B,1,vocab];
+    it writes each request's new rows at ``seq_lens[b] - 1``.
+    """
+
+    call: Callable[..., torch.Tensor]
+    pools: tuple[torch.Tensor, ...]
+
+
+class StepGraphs:
+    """A model that is served: traced and rewritten when this is made, compiled when it is first called.
+
+    Weights are read anew in every call, so that changes in place are followed. Raises :class:`CaptureError` for a model
+    whose steps cannot run over pages; ``report`` says what became of its attentions.
+    """
+
+    def __init__(self, lm: CausalLM, options: Options, like: StepGraphs | None = None) -> None:
+        """``like``: take what was traced for these, and run it without compiling."""
+        self.lm = lm
+        self.options = options if like is None else replace(options, codegen="eager")
+        self._lock = threading.Lock()
+        self._traced = _trace(lm, options) if like is None else like._traced
+        decode, prompt, self.rows = self._traced
+        self._decode = decode.program
+        reports = [decode.report, replace(prompt.report, graph="a piece of a prompt")]
+        self.report = Report.merged(reports)
+        if self.packed:
+            error = max(error_of(rows.width) for rows in self.rows if rows.is_latent)
+            told = f"pages hold latent rows in float8 with a scale each: a relative error of {error:.1%}, measured"
+            self.report = replace(self.report, messages=(*self.report.messages, told))
+        self.graphs: list[Graph] = []
+        self._prompt = self._prompt_call(prompt)
+
+    @property
+    def packed(self) -> bool:
+        """Whether latent rows are kept in float8."""
+        return self.options.cache_dtype == "fp8"
+
+    def bytes_of_token(self) -> int:
+        """What one token takes in the pools of all layers."""
+        kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
+        return sum(width * dtype.itemsize for width, dtype in kinds)
+
+    def expanded_bytes(self) -> int:
+        """What K and V of one token take where a prompt is expanded, in the layer that needs most."""
+        sizes = [site.cache_values_expanded for site in self.report.sites if site.cache_values_expanded]
+        return max(sizes, default=0) * self.lm.dtype.itemsize
+
+    def make_pools(self, pages: int, page: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Pools of zeros [pages,page,width], one for each cache."""
+        kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
+        return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
+
+    def decode(self, pools: Sequence[torch.Tensor]) -> Decode:
+        """The decode step over these pools, compiled when it is first called."""
+        program = self._decode.copy()
+        # Nodes of the copy: what was found is told in terms of the graph it was found in.
+        found = _paged(program, self.lm)
+        names = step_over_pages(program, found, pools, TOKENS, packed=self.packed)
+        graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)")
+        call = self._compiled(program, graph, decode=True)
+        with self._lock:
+            self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
+
+        def run(
+            ids: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+            lengths: torch.Tensor,
+            pools: Sequence[torch.Tensor],
+        ) -> torch.Tensor:
+            graph.buckets.add(tuple(table.shape))
+            given = dict(zip(names, (table, lengths, *pools), strict=True))
+            logits: torch.Tensor = call({TOKENS: ids, POSITIONS: positions, **given})[0]
+            return logits
+
+        return Decode(run, tuple(pools))
+
+    def prompt(
+        self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [1,vocab] of the last of S tokens [1,S], S from two on, and the new rows [S,width] of each cache.
+
+        ``past``: the rows before them, [tokens,width].
+        """
+        given = [rows.reshape(_like(entry.shape, len(rows))) for entry, rows in zip(self.lm.caches, past, strict=True)]
+        names = [node.name for node in self._caches(self._decode)]
+        logits, *presents = self._prompt({TOKENS: ids, POSITIONS: positions, **dict(zip(names, given, strict=True))})
+        count = ids.shape[1]
+        new = [rows.reshape(-1, rows.shape[-1])[-count:] for rows in presents]
+        return logits[:, -1], new
+
+    def _caches(self, program: Program) -> list[Any]:
+        return _cache_inputs(program, len(self.lm.caches))
+
+    def _prompt_call(self, outcome: Outcome) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
+        what = "a piece of one prompt of S tokens after P, "
+        if not outcome.variants:
+            form = "absorbed" if outcome.absorbed else "expanded"
+            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)"))
+            return self._compiled(outcome.program, self.graphs[-1])
+        both = [Graph("prompt, expanded", f"{what}long (S, P)"), Graph("prompt, absorbed", f"{what}short (S, P)")]
+        self.graphs += both
+        expanded, absorbed = self._compiled(outcome.base, both[0]), self._compiled(outcome.program, both[1])
+        pays, order = picker(outcome.base, outcome.variants), [node.name for node in outcome.base.placeholders]
+
+        def choose(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+            return (absorbed if pays([inputs.get(name) for name in order]) else expanded)(inputs)
+
+        return choose
+
+    def _compiled(
+        self, program: Program, graph: Graph, *, decode: bool = False
+    ) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
+        """A callable of the inputs by name; weights and folds are added to them."""
+        program.gm.recompile()
+        folds = FoldedWeights(program) if program.folds else None
+        order = [node.name for node in program.placeholders]
+        own = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
+        known = len(order) - len(program.folds)
+        made: list[Call] = []
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+            values = [inputs[name] if name in inputs else own[name] for name in order[:known]]
+            if folds is not None:
+                values += folds.values(values)
+            if not decode:
+                S, P = inputs[TOKENS].shape[1], next(v for k, v in inputs.items() if k not in (TOKENS, POSITIONS))
+                graph.buckets.add((S, P.numel() // P.shape[-1]))
+            with without_autocast(), torch.no_grad():
+                if not made:
+                    with self._lock:
+                        if not made:
+                            made.append(self._generate(program))
+                result: Sequence[torch.Tensor] = made[0](*values)
+                return result
+
+        return run
+
+    def _generate(self, program: Program) -> Call:
+        """Code for one graph, with its sizes left open."""
+        if self.options.codegen == "eager":
+            return program.gm
+        if any(n.meta["val"].is_cpu for n in program.placeholders):
+            native.load()
+        from torch._inductor.compile_fx import compile_fx  # on use: all of Inductor
+
+        examples = [node.meta["val"] for node in program.placeholders]
+        patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
+        with tracing(TracingContext(program.fake_mode)), torch.no_grad():
+            code: Any = compile_fx(program.gm, examples, config_patches=patches)
+        call: Call = code
+        return call
+
+
+def _trace(lm: CausalLM, options: Options) -> tuple[Outcome, Outcome, tuple[PagedRows, ...]]:
+    with without_autocast():
+        decode = _rewritten(lm, options, one_token=True)
+        if not decode.absorbed:
+            reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in decode.report.sites)
+            told = "; ".join(reasons) or "no attention was found"
+            if all(site.verdict == "not_mla" for site in decode.report.sites):
+                raise NotMlaError(f"{type(lm.model).__name__} has no latent attention ({told})")
+            raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
+        rows = _paged(decode.program, lm)
+        return decode, _rewritten(lm, options, one_token=False), rows
+
+
+def _rewritten(lm: CausalLM, options: Options, *, one_token: bool) -> Outcome:
+    program = capture.from_exported(export_step(lm, one_token=one_token))
+    # A step of one token is there to read its rows as they lie, whatever it would cost at the traced sizes.
+    own = replace(options, forms="absorbed", cache_dtype="model") if one_token else replace(options, cache_dtype="model")
+    done = pipeline.run(program, own, "a decode step" if one_token else "a piece of a prompt")
+    logger.info("%s", done.report.summary())
+    for one in (done.program, done.base):
+        _drop_asserts(one)
+    return done
+
+
+def _drop_asserts(program: Program) -> None:
+    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say."""
+    for node in list(program.gm.graph.nodes):
+        if node.target in _ASSERTS and not node.users:
+            program.gm.graph.erase_node(node)
+    remove_dead_code(program.gm.graph)
+
+
+def _paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
+    names = [node.name for node in _cache_inputs(program, len(lm.caches))]
+    read_batch_from(program, TOKENS)
+    found = find_pages(program, names)
+    if isinstance(found, Unpaged):
+        raise CaptureError(f"{type(lm.model).__name__} cannot be decoded over pages: {found.reason}")
+    return found
+
+
+def _cache_inputs(program: Program, count: int) -> list[Any]:
+    given = [n for n in program.placeholders if n.name not in program.weights]
+    folds = {fold.placeholder for fold in program.folds}
+    return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]
+
+
+def _like(shape: Sequence[int | None], tokens: int) -> list[int]:
+    """Of one sequence: [1,...] with ``tokens`` along the axis that grows."""
+    return [1, *(tokens if n is None else n for n in shape[1:])]
