@@ -11,10 +11,11 @@ import torch
 
 from mla_compile.api import explain, optimize, plain_copy
 from mla_compile.batching.check import check, page_size, pages_needed
-from mla_compile.batching.graphs import NotMlaError, StepGraphs
+from mla_compile.batching.graphs import Graph, NotMlaError, StepGraphs
 from mla_compile.capture.causal_lm import wire
 from mla_compile.errors import CaptureError, ExportError, InputError, MlaCompileError, MlaCompileWarning
 from mla_compile.options import Options
+from mla_compile.report.report import Report
 
 
 def continuous_batching(model: Any, **options: Any) -> Any:
@@ -25,7 +26,8 @@ def continuous_batching(model: Any, **options: Any) -> Any:
     request are those of ``generate()`` of that request alone. Decoding reads the pages through
     ``mla_compile::paged_decode_attention``; prompts are read in the pieces that the scheduler makes. Page size, number
     of blocks, memory budget, sharing of prefixes and eviction are those of its ``ContinuousBatchingConfig``, counted in
-    latent rows. ``mla_batching`` of the result has the report, the bytes of a token, and the list of compiled graphs.
+    latent rows. ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes of a token, and the
+    list of compiled graphs.
 
     A model without latent attention is returned as it is, with a warning: it runs as before.
 
@@ -54,29 +56,48 @@ def continuous_batching(model: Any, **options: Any) -> Any:
         if _has_latent_attention(model):
             raise error if isinstance(error, CaptureError) else CaptureError(str(error)) from error
         return _as_before(model, f"it could not be traced ({error}), and no latent attention was found in it")
-    _Door(fast, parsed, graphs).install()
+    Batching(fast, parsed, graphs).install()
     return fast
 
 
-class _Door:
-    """The ``init_continuous_batching`` of one optimized model. A copy of the model gets one, with graphs, of its own."""
+class Batching:
+    """What an optimized model knows about serving: ``model.mla_batching``. A copy of the model gets one of its own.
 
-    def __init__(self, model: Any, options: Options, graphs: StepGraphs | None = None) -> None:
+    Called, it is the model's ``init_continuous_batching``.
+    """
+
+    def __init__(self, model: Any, options: Options, steps: StepGraphs | None = None) -> None:
         self.model, self.options = model, options
-        self._graphs = graphs
+        self._steps = steps
         self._lock = threading.Lock()
 
-    def install(self) -> None:
-        vars(self.model)["init_continuous_batching"] = self
-        vars(self.model)["mla_batching"] = self.graphs
-        vars(self.model)["mla_report"] = self.graphs.report
+    @property
+    def steps(self) -> StepGraphs:
+        """The graphs, traced when they are first asked for."""
+        with self._lock:
+            if self._steps is None:
+                self._steps = _graphs(plain_copy(self.model), self.options)
+            return self._steps
 
     @property
-    def graphs(self) -> StepGraphs:
-        with self._lock:
-            if self._graphs is None:
-                self._graphs = _graphs(plain_copy(self.model), self.options)
-            return self._graphs
+    def report(self) -> Report:
+        """What became of every attention, in a decode step and in a piece of a prompt."""
+        return self.steps.report
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All graphs that are compiled, however many users come, with the sizes that they have run with."""
+        return tuple(self.steps.graphs)
+
+    @property
+    def bytes_of_token(self) -> int:
+        """What one token takes in the pools, all layers together."""
+        return self.steps.bytes_of_token()
+
+    def install(self) -> None:
+        """Make this the way into continuous batching of its model."""
+        vars(self.model)["init_continuous_batching"] = vars(self.model)["mla_batching"] = self
+        vars(self.model)["mla_report"] = self.report
 
     @torch.no_grad()
     def __call__(
@@ -94,17 +115,20 @@ class _Door:
             config.eos_token_id = -1  # what transformers writes for "none"
         return _manager()(
             self.model,
-            self.graphs,
+            self.steps,
             generation_config=config,
             continuous_batching_config=continuous_batching_config or ContinuousBatchingConfig(),
             workload_hints=workload_hints,
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Door:
-        return _Door(copy.deepcopy(self.model, memo), self.options)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batching:
+        made = Batching(None, self.options)
+        memo[id(self)] = made  # the model holds it, too
+        made.model = copy.deepcopy(self.model, memo)
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Door, (self.model, self.options)
+        return Batching, (self.model, self.options)
 
 
 def _options(options: dict[str, Any]) -> Options:

@@ -20,11 +20,14 @@ what was in those rows before.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.packed import FLOAT8, float8_values, pack, packed_width
@@ -35,6 +38,7 @@ from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
 TABLE, LENGTHS = "block_table", "seq_lens"
+_fresh_names = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -221,10 +225,7 @@ def _fresh(program: Program, hint: int) -> torch.SymInt:
     """A size that no other one is equal to."""
     env = program.fake_mode.shape_env if program.fake_mode is not None else None
     assert env is not None, "a step is traced for any number of sequences"
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-    source = ConstantSource(f"pages_of_a_request_{len(env.var_to_val) if hasattr(env, 'var_to_val') else 0}")
+    source = ConstantSource(f"pages_of_a_request_{next(_fresh_names)}")  # equal sources would be one symbol
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     made = env.create_symintnode(symbol, hint=hint, source=source)
     assert isinstance(made, torch.SymInt)
