@@ -109,7 +109,9 @@ class StepGraphs:
             told = f"pages hold latent rows in float8 with a scale each: a relative error of {error:.1%}, measured"
             self.report = replace(self.report, messages=(*self.report.messages, told))
         self.graphs: list[Graph] = []
-        self._prompt = self._prompt_call(prompt)
+        self._prompts: list[Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]] = []
+        self._pays: Callable[[Mapping[str, torch.Tensor]], bool] | None = None
+        self._compile_prompts(prompt)
 
     @property
     def packed(self) -> bool:
@@ -163,31 +165,42 @@ class StepGraphs:
 
         ``past``: the rows before them, [tokens,width].
         """
-        given = [rows.reshape(_like(entry.shape, len(rows))) for entry, rows in zip(self.lm.caches, past, strict=True)]
-        names = [node.name for node in self._caches(self._decode)]
-        logits, *presents = self._prompt({TOKENS: ids, POSITIONS: positions, **dict(zip(names, given, strict=True))})
+        inputs = self._prompt_inputs(ids, positions, past)
+        pays, number = self._pays, 0
+        if pays is not None:  # the expanded form is the first, the absorbed one the second
+            number = int(pays(inputs))
+        logits, *presents = self._prompts[number](inputs)
         count = ids.shape[1]
         new = [rows.reshape(-1, rows.shape[-1])[-count:] for rows in presents]
         return logits[:, -1], new
 
-    def _caches(self, program: Program) -> list[Any]:
-        return _cache_inputs(program, len(self.lm.caches))
+    def warm_up_prompts(self, device: torch.device) -> None:
+        """Compiles the graphs of prompts."""
+        ids = torch.zeros(1, LEAST, dtype=torch.long, device=device)
+        past = [rows[0] for rows in self.lm.empty(1, LEAST)]
+        inputs = self._prompt_inputs(ids, torch.arange(LEAST, 2 * LEAST, device=device)[None], past)
+        for run in self._prompts:
+            run(inputs)
 
-    def _prompt_call(self, outcome: Outcome) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
+    def _prompt_inputs(
+        self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        given = [rows.reshape(_like(entry.shape, len(rows))) for entry, rows in zip(self.lm.caches, past, strict=True)]
+        names = [node.name for node in _cache_inputs(self._decode, len(given))]
+        return {TOKENS: ids, POSITIONS: positions, **dict(zip(names, given, strict=True))}
+
+    def _compile_prompts(self, outcome: Outcome) -> None:
         what = "a piece of one prompt of S tokens after P, "
         if not outcome.variants:
             form = "absorbed" if outcome.absorbed else "expanded"
             self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)"))
-            return self._compiled(outcome.program, self.graphs[-1])
-        both = [Graph("prompt, expanded", f"{what}long (S, P)"), Graph("prompt, absorbed", f"{what}short (S, P)")]
-        self.graphs += both
-        expanded, absorbed = self._compiled(outcome.base, both[0]), self._compiled(outcome.program, both[1])
+            self._prompts.append(self._compiled(outcome.program, self.graphs[-1]))
+            return
+        for name, how, program in (("expanded", "long", outcome.base), ("absorbed", "short", outcome.program)):
+            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)"))
+            self._prompts.append(self._compiled(program, self.graphs[-1]))
         pays, order = picker(outcome.base, outcome.variants), [node.name for node in outcome.base.placeholders]
-
-        def choose(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-            return (absorbed if pays([inputs.get(name) for name in order]) else expanded)(inputs)
-
-        return choose
+        self._pays = lambda inputs: pays([inputs.get(name) for name in order])
 
     def _compiled(
         self, program: Program, graph: Graph, *, decode: bool = False

@@ -76,11 +76,11 @@ class LatentManager(ContinuousBatchingManager):
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
 
     def warmup(self) -> None:
-        """Compiles the decode step, in its largest batch."""
+        """Compiles the graphs, which serve all sizes."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         assert self._steps is not None
-        self._steps.warm_up(self.continuous_batching_config.max_requests_per_batch)
+        self._steps.warm_up()
         self.warmed_up = True
 
     def start(self) -> None:

@@ -51,11 +51,11 @@ class Steps:
         """The most tokens that one request can have."""
         return self._pages.room()
 
-    def warm_up(self, requests: int) -> None:
-        """Compiles and runs the decode step, with a batch of this size that belongs to nobody."""
-        count = bucket(requests)
-        parts = [_Part(None, torch.zeros(1, dtype=torch.long, device=self._pages.device), 0, [TRASH])] * count
-        self._decoded(parts)
+    def warm_up(self) -> None:
+        """Compiles every graph, with requests that belong to nobody: each serves all sizes."""
+        nobody = _Part(None, torch.zeros(1, dtype=torch.long, device=self._pages.device), 0, [TRASH])
+        self._decoded([nobody])
+        self._graphs.warm_up_prompts(self._pages.device)
 
     def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: Any) -> SimpleNamespace:
         """``logits`` [1,n,vocab]: of the requests that get a token, in their order, then rows that nobody reads."""
