@@ -1,8 +1,9 @@
 """What a server runs of a model: a decode step of many requests over pages, and a piece of one prompt.
 
-Both are traced once and compiled once, for all sizes: the number of requests, of pages and of tokens are symbols. A
-prompt has a second graph where the cheaper form depends on its length. Sizes are still rounded up (:func:`bucket`), so
-that a GPU can keep a CUDA graph for each.
+Both are traced once for all sizes: the numbers of requests, of pages and of tokens are symbols. They are compiled when
+they are first called, once where Inductor leaves the sizes open too. A prompt has a second graph where the cheaper form
+depends on its length. Numbers of requests and of pages are rounded up (:func:`bucket`), so that code for one number
+serves others, and there are few of them where it does not.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._guards import TracingContext, tracing
 
 from mla_compile import pipeline
+from mla_compile.batching.compiled import Compiled
 from mla_compile.capture import capture
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
@@ -48,7 +49,7 @@ _ASSERTS = (
 )
 TOKENS, POSITIONS = "input_ids", "position_ids"
 LEAST = 2
-"""The smallest bucket. A graph for any number of requests is one for two and more: torch takes 1 for a constant."""
+"""The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
 
 
 def bucket(count: int) -> int:
@@ -64,15 +65,23 @@ class NotMlaError(MlaCompileError, TypeError):
 class Graph:
     """One compiled graph: what it computes, the sizes it is padded to, and those that it has run with.
 
-    ``buckets``: the padded sizes seen so far, a tuple of numbers for each. They need no compilation of their own.
+    ``buckets``: the sizes seen so far, a tuple of numbers for each. ``limit``: compilations at most, whatever comes.
     """
 
     name: str
     computes: str
+    limit: int
     buckets: set[tuple[int, ...]] = field(default_factory=set)
+    compiled: Compiled | None = field(default=None, repr=False)
+
+    @property
+    def compilations(self) -> int:
+        """How many times it was compiled: once, or a few times where the code for one size does not do for another."""
+        return 0 if self.compiled is None else self.compiled.count
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.computes}; sizes so far: {sorted(self.buckets) or 'none'}"
+        sizes = sorted(self.buckets) or "none"
+        return f"{self.name}: {self.computes}; compilations: {self.compilations} of {self.limit}; sizes so far: {sizes}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,7 @@ class StepGraphs:
         # Nodes of the copy: what was found is told in terms of the graph it was found in.
         found = _paged(program, self.lm)
         names = step_over_pages(program, found, pools, TOKENS, packed=self.packed)
-        graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)")
+        graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
         call = self._compiled(program, graph, decode=True)
         with self._lock:
             self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
@@ -193,11 +202,11 @@ class StepGraphs:
         what = "a piece of one prompt of S tokens after P, "
         if not outcome.variants:
             form = "absorbed" if outcome.absorbed else "expanded"
-            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)"))
+            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)", 4))
             self._prompts.append(self._compiled(outcome.program, self.graphs[-1]))
             return
         for name, how, program in (("expanded", "long", outcome.base), ("absorbed", "short", outcome.program)):
-            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)"))
+            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)", 4))
             self._prompts.append(self._compiled(program, self.graphs[-1]))
         pays, order = picker(outcome.base, outcome.variants), [node.name for node in outcome.base.placeholders]
         self._pays = lambda inputs: pays([inputs.get(name) for name in order])
@@ -224,26 +233,21 @@ class StepGraphs:
                 if not made:
                     with self._lock:
                         if not made:
-                            made.append(self._generate(program))
+                            made.append(self._generate(program, graph))
                 result: Sequence[torch.Tensor] = made[0](*values)
                 return result
 
         return run
 
-    def _generate(self, program: Program) -> Call:
+    def _generate(self, program: Program, graph: Graph) -> Call:
         """Code for one graph, with its sizes left open."""
-        if self.options.codegen == "eager":
-            return program.gm
         if any(n.meta["val"].is_cpu for n in program.placeholders):
             native.load()
-        from torch._inductor.compile_fx import compile_fx  # on use: all of Inductor
-
-        examples = [node.meta["val"] for node in program.placeholders]
+        if self.options.codegen == "eager":
+            return program.gm
         patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
-        with tracing(TracingContext(program.fake_mode)), torch.no_grad():
-            code: Any = compile_fx(program.gm, examples, config_patches=patches)
-        call: Call = code
-        return call
+        graph.compiled = Compiled(program, patches, graph.limit, graph.name)
+        return graph.compiled
 
 
 def _trace(lm: CausalLM, options: Options) -> tuple[Outcome, Outcome, tuple[PagedRows, ...]]:

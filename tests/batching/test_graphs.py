@@ -26,7 +26,7 @@ def test_no_graph_is_compiled_for_a_number_of_users(monkeypatch):
     _, fast = serving("deepseek_v3", verify=False)
     made = []
     inner = StepGraphs._generate
-    monkeypatch.setattr(StepGraphs, "_generate", lambda self, program: made.append(program) or inner(self, program))
+    monkeypatch.setattr(StepGraphs, "_generate", lambda self, *args: made.append(args) or inner(self, *args))
     with running(fast, new=5, page=4, blocks=256) as manager:
         for count in (1, 2, 7, 13):
             for ids in prompts(range(3, 3 + count)):
@@ -50,6 +50,19 @@ def test_compiled_by_inductor():
     ids = prompts()
     assert tokens(fast, ids, max_batch_tokens=16) == [alone(model, one) for one in ids]
     assert tokens(fast, ids[:1]) == [alone(model, ids[0])]
+    assert [graph.compilations for graph in fast.mla_batching.graphs] == [2, 1, 1]  # with and without rows before
+
+
+@pytest.mark.slow
+def test_code_for_one_size_is_not_run_for_another():
+    """Inductor compiles complex rotations for the number of tokens it sees: few compilations, then the graph itself."""
+    model = models.build("deepseek_v2", num_hidden_layers=1)
+    fast = mla_compile.continuous_batching(model, verify=False)
+    ids = prompts()
+    assert tokens(fast, ids, max_batch_tokens=64) == [alone(model, one) for one in ids]
+    for graph in fast.mla_batching.graphs:
+        assert 1 <= graph.compilations <= graph.limit
+        assert f"compilations: {graph.compilations} of {graph.limit}" in str(graph)
 
 
 class TestMemory:
