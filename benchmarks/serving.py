@@ -1,4 +1,4 @@
-"""Many users of one model: continuous batching over latent pages, against ``generate()`` one by one and in padded batches.
+"""Many users of one model: continuous batching over latent pages, against ``generate()`` one by one and in batches.
 
     python benchmarks/serving.py
     python benchmarks/serving.py --users 16 --models v2lite

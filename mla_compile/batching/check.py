@@ -13,13 +13,12 @@ import torch
 from mla_compile.batching.graphs import Decode, StepGraphs
 from mla_compile.capture.causal_lm import CausalLM, evaluating
 from mla_compile.errors import CaptureError
-from mla_compile.passes.cache.packed import pack
-from mla_compile.passes.cache.pages import rows_of_pages
+from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
 
 _PAGE, _PIECES, _STEPS = 8, ((5, 6), (2,), (9, 3, 2)), 3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 _PACKED = 0.5
-"""Rows in float8 are off by a fortieth, and what a model makes of that depends on the model; wrong rows are off by 1."""
+"""Rows in float8 are off by a fortieth, and what a model makes of that is its own; wrong rows are off by 1."""
 
 
 def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
@@ -28,13 +27,14 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
     ``decode``: over pools of :func:`pages_needed` pages of 8 tokens. Raises :class:`CaptureError` where the relative
     error is beyond what rounding explains.
     """
-    device = next(lm.model.parameters()).device
+    model: Any = lm.model
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    vocabulary = min(lm.model.get_input_embeddings().weight.shape[0], 1 << 15)
+    vocabulary = min(model.get_input_embeddings().weight.shape[0], 1 << 15)
     lengths = [sum(pieces) for pieces in _PIECES]
     ids = [torch.randint(vocabulary, (n + _STEPS,), generator=generator).to(device) for n in lengths]
     got: list[list[torch.Tensor]] = []
-    tables = torch.arange(pages_needed(), device=device).reshape(len(ids), -1)
+    tables: Any = torch.arange(pages_needed(), device=device).reshape(len(ids), -1)
     for row, pieces, table in zip(ids, _PIECES, tables, strict=True):
         start = 0
         logits: list[torch.Tensor] = []
@@ -52,8 +52,8 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
     most = _PACKED if graphs.packed else _TOLERANCE[lm.dtype]
     if not error < most:
         raise CaptureError(
-            f"{type(lm.model).__name__} over pages differs from the model by {error:.1e} (relative), expected less than "
-            f"{most:.0e}; it was not used"
+            f"{type(lm.model).__name__} over pages differs from the model by {error:.1e} (relative), expected less "
+            f"than {most:.0e}; it was not used"
         )
 
 
@@ -75,8 +75,7 @@ def _read(
     at = torch.arange(start, start + count, device=ids.device)
     logits, new = graphs.prompt(ids[None, start : start + count], at[None], past)
     for rows, pool, values in zip(graphs.rows, decode.pools, new, strict=True):
-        packed = pack(values, rows.width, _at_once) if pool.dtype == torch.uint8 else values
-        pool[table[at // _PAGE], at % _PAGE] = packed
+        write_to_pages(pool, table, at, values, rows)
     return logits[0]
 
 
@@ -85,7 +84,3 @@ def _error(lm: CausalLM, ids: torch.Tensor, length: int, got: list[torch.Tensor]
         out: Any = lm.model(input_ids=ids[None], use_cache=False)
     want = out.logits[0, length - 1 : length + _STEPS].double()
     return float((torch.stack(got).double() - want).norm() / want.norm())
-
-
-def _at_once(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Code for a graph of open sizes, made by Inductor, with the conditions on sizes that it was made under.
 
 The graphs come from ``torch.export`` and not from Dynamo, so there is nobody else who would notice that Inductor took a
-size for a number: complex rotations, say, are compiled for the number of tokens that was seen. What was assumed is asked
-of the sizes of each call, and where it does not hold the graph is compiled for these, a few times at most.
+size for a number: complex rotations, say, are compiled for the number of tokens that was seen. What was assumed is
+asked of the sizes of each call, and where it does not hold the graph is compiled for these, a few times at most.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Compiled:
             for k, axis in self._open:
                 if k == index and value.shape[axis] > 1:  # torch takes 0 and 1 for constants in any case
                     kinds[axis] = DimDynamic.DYNAMIC
-            context = StatelessSymbolicContext(dynamic_sizes=kinds)  # type: ignore[arg-type]  # a list of them
+            context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
             examples.append(mode.from_tensor(value, symbolic_context=context, source=ConstantSource(node.name)))
         with tracing(TracingContext(mode)), torch.no_grad():
             code: Any = compile_fx(self._program.gm, examples, config_patches=self._patches)

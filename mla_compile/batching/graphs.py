@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -96,6 +96,10 @@ class Decode:
     pools: tuple[torch.Tensor, ...]
 
 
+_Traced: TypeAlias = tuple[Outcome, Outcome, tuple[PagedRows, ...]]
+"""A decode step, a piece of a prompt, and the caches."""
+
+
 class StepGraphs:
     """A model that is served: traced and rewritten when this is made, compiled when it is first called.
 
@@ -108,7 +112,7 @@ class StepGraphs:
         self.lm = lm
         self.options = options if like is None else replace(options, codegen="eager")
         self._lock = threading.Lock()
-        self._traced = _trace(lm, options) if like is None else like._traced
+        self._traced: _Traced = _trace(lm, options) if like is None else like._traced
         decode, prompt, self.rows = self._traced
         self._decode = decode.program
         reports = [decode.report, replace(prompt.report, graph="a piece of a prompt")]
@@ -250,7 +254,7 @@ class StepGraphs:
         return graph.compiled
 
 
-def _trace(lm: CausalLM, options: Options) -> tuple[Outcome, Outcome, tuple[PagedRows, ...]]:
+def _trace(lm: CausalLM, options: Options) -> _Traced:
     with without_autocast():
         decode = _rewritten(lm, options, one_token=True)
         if not decode.absorbed:
@@ -266,7 +270,9 @@ def _trace(lm: CausalLM, options: Options) -> tuple[Outcome, Outcome, tuple[Page
 def _rewritten(lm: CausalLM, options: Options, *, one_token: bool) -> Outcome:
     program = capture.from_exported(export_step(lm, one_token=one_token))
     # A step of one token is there to read its rows as they lie, whatever it would cost at the traced sizes.
-    own = replace(options, forms="absorbed", cache_dtype="model") if one_token else replace(options, cache_dtype="model")
+    own = (
+        replace(options, forms="absorbed", cache_dtype="model") if one_token else replace(options, cache_dtype="model")
+    )
     done = pipeline.run(program, own, "a decode step" if one_token else "a piece of a prompt")
     logger.info("%s", done.report.summary())
     for one in (done.program, done.base):

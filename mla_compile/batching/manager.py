@@ -58,6 +58,7 @@ class LatentManager(ContinuousBatchingManager):
 
     def __init__(self, model: Any, graphs: StepGraphs, **arguments: Any) -> None:
         self.graphs = graphs
+        self.batch_processor: Any = None
         self._steps: Steps | None = None
         self._died: Exception | None = None
         self._ends = False
@@ -157,7 +158,7 @@ class LatentManager(ContinuousBatchingManager):
 def _scheduler(kind: type[Any]) -> type[Any]:
     """A scheduler of transformers that refuses what could never run: whoever sent it gets the error as its result."""
 
-    class Latent(kind):  # type: ignore[misc]  # one of theirs
+    class Latent(kind):
         vocabulary = 0
 
         def add_waiting_request(self, state: RequestState) -> None:
@@ -173,5 +174,3 @@ def _scheduler(kind: type[Any]) -> type[Any]:
             super().add_waiting_request(state)
 
     return Latent
-
-

@@ -62,7 +62,7 @@ class LatentBlocks(FullAttentionCacheAllocator):
 
 
 class _Blocks:
-    """The pools as one matrix of bytes [blocks, bytes_per_block], of which transformers moves rows to and from the host.
+    """The pools as one matrix of bytes [blocks, bytes_per_block], which transformers moves to and from the host.
 
     It has the three members of a tensor that the offloading of transformers uses.
     """
@@ -181,5 +181,5 @@ class _Memory(PagedAttentionMemoryHandler):
 
     @property
     def bytes_per_cache_token(self) -> int:
-        """A long prompt that is continued has its rows taken out of the pages, and in one layer at a time K and V made."""
+        """A prompt that is continued has its rows taken out of the pages, and K and V made of one layer at a time."""
         return self._expanded

@@ -16,8 +16,7 @@ import torch
 
 from mla_compile.batching.graphs import Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
-from mla_compile.passes.cache.packed import pack
-from mla_compile.passes.cache.pages import rows_of_pages
+from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
 
 logger = logging.getLogger("mla_compile")
 Fails = Callable[[Exception, Any], None]
@@ -88,7 +87,7 @@ class Steps:
             return []
         try:
             logits = self._decoded([part for _, part in decoding])
-        except Exception:  # noqa: BLE001  whatever one request makes the model raise must not end the others
+        except Exception:
             # What a step writes is the same each time, so the requests may be tried again one by one.
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
             alone: dict[int, torch.Tensor] = {}
@@ -102,7 +101,7 @@ class Steps:
     ) -> None:
         try:
             done[number] = run(part)
-        except Exception as error:  # noqa: BLE001  answered to whoever sent this request; the others go on
+        except Exception as error:
             logger.warning("request %s failed", part.future.state.request_id, exc_info=True)
             self.fails(error, part.future.state)
 
@@ -128,15 +127,9 @@ class Steps:
         past = [rows_of_pages(pool, blocks, part.past, rows) for rows, pool in infos]
         at = torch.arange(part.past, part.past + count, device=device)
         logits, new = self._graphs.prompt(part.ids[None], at[None], past)
-        page = self._pages.blocks.tokens_per_page
         for (rows, pool), values in zip(infos, new, strict=True):
-            packed = pool.dtype == torch.uint8
-            pool[blocks[at // page], at % page] = pack(values, rows.width, _at_once) if packed else values
+            write_to_pages(pool, blocks, at, values, rows)
         return logits[0].float()
-
-
-def _at_once(op: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return op(*args, **kwargs)
 
 
 def _raise(error: Exception) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
-from mla_compile.errors import ExportError, InputError, brief
 from mla_compile.capture.unroll import UnrolledExperts
+from mla_compile.errors import ExportError, InputError, brief
 
 # Any sizes that differ from each other and from 1: torch.export takes equal sizes for the same, and 1 for a constant.
 BATCH, QUERY, PAST = 2, 3, 7

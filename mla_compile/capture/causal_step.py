@@ -1,4 +1,4 @@
-"""A causal language model as two functions that a server calls: one token of many requests, and a piece of one prompt."""
+"""A causal language model as the two functions of a server: one token of many requests, a piece of one prompt."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.packed import FLOAT8, float8_values, pack, packed_width
+from mla_compile.passes.cache.recipe import at_once
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, Join, Regroup, decode
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
@@ -251,9 +252,7 @@ def _slots(builder: Builder, table: fx.Node, lengths: fx.Node, page: int) -> tup
     return page_node, offset
 
 
-def _write(
-    rows: PagedRows, pool: fx.Node, where: tuple[fx.Node, fx.Node], builder: Builder, *, packed: bool
-) -> None:
+def _write(rows: PagedRows, pool: fx.Node, where: tuple[fx.Node, fx.Node], builder: Builder, *, packed: bool) -> None:
     new = builder.call(aten.reshape.default, rows.new, [-1, rows.width])
     if packed and rows.is_latent:
         new = pack(new, rows.width, builder.call)
@@ -287,7 +286,7 @@ def _attend(
 
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
-    """The scales [P,page] of packed rows where they lie: a pool is never cut, so they are at multiples of four bytes."""
+    """The scales [P,page] of packed rows where they lie: no pool is cut, so they are at multiples of four bytes."""
     own = builder.call(aten.slice.Tensor, pool, 2, packed_width(width) - 4, packed_width(width))
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)
 
@@ -300,3 +299,12 @@ def rows_of_pages(pool: torch.Tensor, table: torch.Tensor, tokens: int, rows: Pa
         return taken
     scale = taken[:, packed_width(rows.width) - 4 :].contiguous().view(torch.float32)
     return (taken[:, : rows.width].view(FLOAT8).float() * scale).to(rows.dtype)
+
+
+def write_to_pages(
+    pool: torch.Tensor, table: torch.Tensor, at: torch.Tensor, values: torch.Tensor, rows: PagedRows
+) -> None:
+    """Writes ``values`` [S,width] as the rows ``at`` [S] of one request into a pool, packed where its rows are."""
+    page = pool.shape[1]
+    packed = pack(values, rows.width, at_once) if pool.dtype == torch.uint8 else values
+    pool[table[at // page].long(), at % page] = packed

@@ -1,4 +1,4 @@
-"""What goes wrong for one request stays with it: cancelled, impossible, too long for the pool, or failing in the model."""
+"""What goes wrong for one request stays with it: it is cancelled, impossible, too long, or fails in the model."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def test_a_shared_prefix_is_read_once(served):
     with running(fast) as manager:
         seen = []
         inner = manager._steps._graphs.prompt
-        manager._steps._graphs.prompt = lambda ids, at, past: seen.append((ids.shape[1], len(past[0]))) or inner(
-            ids, at, past
+        manager._steps._graphs.prompt = lambda ids, at, past: (
+            seen.append((ids.shape[1], len(past[0]))) or inner(ids, at, past)
         )
         try:
             first = manager.add_request(ids[0])

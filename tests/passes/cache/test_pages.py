@@ -1,4 +1,4 @@
-"""Decode steps over pages: the graph before and after, its numbers, and each near miss that must be left, by its reason."""
+"""Decode steps over pages: the graph before and after, its numbers, and each near miss, by its reason."""
 
 from __future__ import annotations
 
