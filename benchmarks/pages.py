@@ -270,15 +270,15 @@ def serving() -> str:
     rows = []
     for r in about["rows"]:
         for way, name in WAYS.items():
+            if way not in r:
+                continue
             f = r[way]
             times = (f"{f['first_token_median_s']:.2f}", f"{f['first_token_p99_s']:.2f}")
             each = (f"{f['token_median_ms']:.0f}", f"{f['token_p99_ms']:.0f}")
             rows.append((r["users"], r["requests"], name, f"{f['tokens_per_second']:.1f}", *times, *each))
     head = ("users", "requests", "way", "tokens/s", "first token s", "p99", "a token ms", "p99")
     r = about["rows"][0]
-    told = (
-        f"{NAMES[r['model']]}'s sizes, {r['layers']} layers, {r['dtype']}, {r['rate']} requests per user and second; "
-    )
+    told = f"{NAMES[r['model']]}'s sizes, {r['layers']} layers, {r['dtype']}, {r['rate']} requests per user and s; "
     start, end = leak[min(1, len(leak) - 1)], leak[-1]
     memory = (
         f"Memory of a process with a tiny model: {start['rss_mib']:.0f} MiB after {start['requests']} requests, "

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import queue
 import random
@@ -43,6 +44,7 @@ import mla_compile
 
 PROMPT, ANSWER = (16, 512), (4, 96)  # tokens, the least and the most
 MEAN_ANSWER = 32
+WAYS = ("one_by_one", "optimized", "padded", "continuous")
 
 
 @dataclass
@@ -140,7 +142,7 @@ def by_manager(manager: Any, jobs: Sequence[Job]) -> None:
 
 
 def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
-    """All numbers of users and all ways."""
+    """All numbers of users and all ways, after the rows that are kept."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     tokens = PROMPT[1] + ANSWER[1]
@@ -151,7 +153,7 @@ def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     greedy = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
     blocks = math.ceil(max(args.users) * tokens / args.page)
     pool = ContinuousBatchingConfig(page_size=args.page, num_blocks=blocks, max_batch_tokens=args.batch_tokens)
-    rows = []
+    rows = args.kept
     with fast.continuous_batching_context_manager(greedy, continuous_batching_config=pool) as manager:
         check(model, manager, load(4, 4, 1.0, vocabulary, seed=7))
         for ways in (lambda jobs: by_generate(model, jobs, 1), lambda jobs: by_generate(optimized, jobs, 1)):
@@ -165,7 +167,7 @@ def measure(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
             }
             row: dict[str, Any] = {"model": name, "dtype": args.dtype, "layers": args.layers, "users": users}
             row |= {"requests": max(args.least, users * args.each), "rate": args.rate, "codegen": args.codegen}
-            for way, serve in served.items():
+            for way, serve in ((way, served[way]) for way in args.ways):
                 jobs = load(users, row["requests"], args.rate, vocabulary)
                 serve(jobs)
                 row[way] = figures(jobs)
@@ -267,6 +269,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--batch-tokens", type=int, default=512)
+    parser.add_argument("--ways", type=names(WAYS), default=list(WAYS), help="leave out what takes too long")
+    parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--leak", type=int, default=0, metavar="REQUESTS", help="follow the memory instead")
@@ -278,9 +282,10 @@ def main() -> None:
         if args.leak:
             write(args.out, {"benchmark": "serving_leak", "machine": machine()}, leak(args))
         else:
-            rows = [row for name in args.models for row in measure(args, name)]
-            ways = ("one_by_one", "optimized", "padded", "continuous")
-            print("\n" + table([describe(row, way) for row in rows for way in ways], HEAD))
+            args.kept = json.loads(args.out.read_text())["rows"] if args.append else []
+            for name in args.models:
+                rows = measure(args, name)
+            print("\n" + table([describe(row, way) for row in rows for way in WAYS if way in row], HEAD))
     print(f"written to {args.out}")
 
 

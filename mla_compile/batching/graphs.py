@@ -223,13 +223,14 @@ class StepGraphs:
         folds = FoldedWeights(program) if program.folds else None
         order = [node.name for node in program.placeholders]
         own = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
-        known = len(order) - len(program.folds)
+        folded = [order.index(fold.placeholder) for fold in program.folds]
         made: list[Call] = []
 
         def run(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-            values = [inputs[name] if name in inputs else own[name] for name in order[:known]]
+            values: list[Any] = [inputs[name] if name in inputs else own.get(name) for name in order]
             if folds is not None:
-                values += folds.values(values)
+                for at, value in zip(folded, folds.values(values), strict=True):
+                    values[at] = value
             if not decode:
                 S, P = inputs[TOKENS].shape[1], next(v for k, v in inputs.items() if k not in (TOKENS, POSITIONS))
                 graph.buckets.add((S, P.numel() // P.shape[-1]))

@@ -186,6 +186,27 @@ def test_streaming_and_log_probabilities(served):
     torch.testing.assert_close(torch.tensor(parts[-1].logprobs), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dequantize", ["once", "step"])
+def test_quantized_up_projections(dequantize):
+    """Weights that are kept dequantized are inputs of the graphs, beside the pools."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = models.build("deepseek_v3", num_hidden_layers=1)
+    config = quantization.Int8WeightOnlyConfig()
+    quantization.quantize_(model, config, filter_fn=lambda module, name: name.endswith("kv_b_proj"))
+    fast = mla_compile.continuous_batching(model, codegen="eager", dequantize=dequantize)
+    ids = prompts((20, 5))
+    assert tokens(fast, ids) == [alone(model, one) for one in ids]
+
+
+def test_folded_weights():
+    model = models.build("deepseek_v3", num_hidden_layers=1)
+    fast = mla_compile.continuous_batching(model, codegen="eager", fold="always")
+    ids = prompts((20, 5))
+    assert tokens(fast, ids) == [alone(model, one) for one in ids]
+    model.model.layers[0].self_attn.kv_b_proj.weight.mul_(1.5)  # folded again
+    assert tokens(fast, ids) == [alone(model, one) for one in ids]
+
+
 def test_weights_changed_in_place_are_followed():
     model = models.build("deepseek_v3", num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model, codegen="eager")
