@@ -65,7 +65,8 @@ class NotMlaError(MlaCompileError, TypeError):
 class Graph:
     """One compiled graph: what it computes, the sizes it is padded to, and those that it has run with.
 
-    ``buckets``: the sizes seen so far, a tuple of numbers for each. ``limit``: compilations at most, whatever comes.
+    ``buckets``: the sizes seen so far, rounded up to powers of two, a tuple of numbers for each. ``limit``: how many
+    compilations at most, whatever comes.
     """
 
     name: str
@@ -135,6 +136,11 @@ class StepGraphs:
         """What one token takes in the pools of all layers."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return sum(width * dtype.itemsize for width, dtype in kinds)
+
+    @property
+    def vocabulary(self) -> int:
+        """The width of the logits."""
+        return int(self._decode.outputs[0].meta["val"].shape[-1])
 
     def expanded_bytes(self) -> int:
         """What K and V of one token take where a prompt is expanded, in the layer that needs most."""
@@ -233,7 +239,8 @@ class StepGraphs:
                     values[at] = value
             if not decode:
                 S, P = inputs[TOKENS].shape[1], next(v for k, v in inputs.items() if k not in (TOKENS, POSITIONS))
-                graph.buckets.add((S, P.numel() // P.shape[-1]))
+                held = P.numel() // P.shape[-1]
+                graph.buckets.add((bucket(S), bucket(held) if held else 0))
             with without_autocast(), torch.no_grad():
                 if not made:
                     with self._lock:

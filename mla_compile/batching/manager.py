@@ -26,6 +26,7 @@ from mla_compile.batching.steps import Steps
 from mla_compile.errors import InputError
 
 logger = logging.getLogger("mla_compile")
+_IN_VAIN = 2
 
 
 class LatentProcessor(ContinuousBatchProcessor):
@@ -61,6 +62,7 @@ class LatentManager(ContinuousBatchingManager):
         self.batch_processor: Any = None
         self._steps: Steps | None = None
         self._died: Exception | None = None
+        self._in_vain = 0  # loops in a row that died before their first step
         self._ends = False
         self._ending = threading.Lock()
         super().__init__(model, **arguments)
@@ -86,7 +88,7 @@ class LatentManager(ContinuousBatchingManager):
 
     def start(self) -> None:
         """Starts the thread that generates."""
-        self._ends = False
+        self._ends, self._in_vain, self.current_batch = False, 0, 0
         super().start()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
@@ -99,6 +101,7 @@ class LatentManager(ContinuousBatchingManager):
         while True:
             self._died = None
             super()._run_generation_loop()
+            self._in_vain = 0 if self.current_batch else self._in_vain + 1
             with self._ending:
                 if self._died is None or self._ends:
                     return
@@ -107,7 +110,8 @@ class LatentManager(ContinuousBatchingManager):
                 self.background_thread_status.clear()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        if batch_processor is None:  # it has never run: to start it again would fail again
+        # Without a pool, or where it has died a few times before its first step, to start again would fail again.
+        if batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
             super()._handle_critical_error(error, batch_processor)
             return
         self._died = error
@@ -126,8 +130,7 @@ class LatentManager(ContinuousBatchingManager):
         pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype)
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(config, pages.num_blocks, pages.max_batch_tokens)
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        self._steps = Steps(self.graphs, pages, vocabulary)
+        self._steps = Steps(self.graphs, pages, self.graphs.vocabulary)
         scheduler = _scheduler(SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler))(
             cache=pages, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )

@@ -87,7 +87,7 @@ class Steps:
             return []
         try:
             logits = self._decoded([part for _, part in decoding])
-        except Exception:
+        except Exception:  # whatever one request makes the model raise must not end the others
             # What a step writes is the same each time, so the requests may be tried again one by one.
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
             alone: dict[int, torch.Tensor] = {}
@@ -101,7 +101,7 @@ class Steps:
     ) -> None:
         try:
             done[number] = run(part)
-        except Exception as error:
+        except Exception as error:  # answered to whoever sent this request
             logger.warning("request %s failed", part.future.state.request_id, exc_info=True)
             self.fails(error, part.future.state)
 

@@ -174,8 +174,8 @@ class TestALoopThatDies:
             assert manager.batch_processor is not died
             assert manager.background_thread_status.fatal_error is None
 
-    def test_it_may_be_stopped_at_any_time(self, served):
-        """Whoever stops a manager while its loop dies over and over gets it stopped."""
+    def test_it_does_not_start_again_for_ever(self, served):
+        """A loop that dies over and over before its first step ends, and so does whoever waits for it."""
         _, fast = served
         with running(fast, new=4) as manager:
             create = manager._create_batch_processor
@@ -187,9 +187,12 @@ class TestALoopThatDies:
 
             manager._create_batch_processor = broken
             manager.batch_processor.scheduler.schedule_batch = _broken
-            stop = threading.Thread(target=lambda: [manager.add_request([5, 6]) for _ in range(20)])
-            stop.start()
-            stop.join()
+
+            def gives_up():
+                manager.add_request([5, 6])
+                return manager.background_thread_status.fatal_error is not None
+
+            _wait(gives_up)
             del manager._create_batch_processor
         assert not manager.is_running()
 
