@@ -281,6 +281,33 @@ def growing() -> str:
     return table(head, rows) + f"\n\n{where(about)}."
 
 
+WAYS = {"one_by_one": "one by one", "optimized": "optimized", "padded": "padded", "continuous": "continuous"}
+
+
+def serving() -> str:
+    """Many users, in every way to serve them, and memory over many requests."""
+    about, leak = data("serving"), data("serving_leak")["rows"]
+    rows = []
+    for r in about["rows"]:
+        for way, name in WAYS.items():
+            if way not in r:
+                continue
+            f = r[way]
+            times = (f"{f['first_token_median_s']:.2f}", f"{f['first_token_p99_s']:.2f}")
+            each = (f"{f['token_median_ms']:.0f}", f"{f['token_p99_ms']:.0f}")
+            rows.append((r["users"], r["requests"], name, f"{f['tokens_per_second']:.1f}", *times, *each))
+    head = ("users", "requests", "way", "tokens/s", "first token s", "p99", "a token ms", "p99")
+    r = about["rows"][0]
+    told = f"{NAMES[r['model']]}'s sizes, {r['layers']} layers, {r['dtype']}, {r['rate']} requests per user and s; "
+    start, end = leak[min(1, len(leak) - 1)], leak[-1]
+    memory = (
+        f"Memory of a process with a tiny model: {start['rss_mib']:.0f} MiB after {start['requests']} requests, "
+        f"{end['rss_mib']:.0f} MiB after {end['requests']}, and {end['blocks_held']} blocks held; some requests were "
+        "cancelled, some impossible (`--leak`)."
+    )
+    return table(head, rows) + f"\n\n{told}{where(about)}.\n\n{memory}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "codes": all_codes,
     **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
@@ -296,6 +323,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generated": generated,
     "step_masks": step_masks,
     "growing": growing,
+    "serving": serving,
 }
 
 

@@ -32,7 +32,7 @@ class DecodeCall(NamedTuple):
     query          [B,S,H,L+R] absorbed queries: columns 0..L meet the latent, L..L+R the rotary key. The cache's dtype,
                    or float32 beside half precision or fp8 (an absorbed query can exceed float16)
     latent         [B,T,L], any strides (never copied): float16, bfloat16, float32, float64, float8_e4m3fn
-    rope           [B,T,R] or None (R = 0); latent's dtype, beside fp8 also half precision
+    rope           [B,T,R] or None (R = 0); latent's dtype, beside fp8 also half precision (on a CPU float32, too)
     values         [B,T,Lv] or None: the latent rows are the values
     mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
     seq_lens       int32 [B]: keys from there on are hidden; more than T counts as T. None: T

@@ -115,7 +115,9 @@ def _check_widths_and_dtypes(call: DecodeCall) -> None:
     for name, rows in (("latent", latent), ("rope", rope), ("values", call.values)):
         if rows is None:
             continue
-        if rows.dtype != dtype and not (fp8 and name == "rope" and rows.dtype in HALF):
+        # Float32 beside fp8 is for a CPU, where models of that dtype run.
+        beside = (*HALF, torch.float32) if rows.is_cpu else HALF
+        if rows.dtype != dtype and not (fp8 and name == "rope" and rows.dtype in beside):
             expected = f"{dtype} as latent" + (" (or half precision)" if fp8 and name == "rope" else "")
             _need(call, False, f"{name} is {rows.dtype}, expected {expected}; cast one of them")
         if rows.device != device:
@@ -128,7 +130,7 @@ def _check_widths_and_dtypes(call: DecodeCall) -> None:
             _need(call, False, "values beside an fp8 latent are not supported; leave them out, or dequantize the cache")
         if query.dtype not in (*HALF, torch.float32):
             _need(call, False, f"query is {query.dtype}, expected float32, bfloat16 or float16 beside an fp8 cache")
-        if rope is not None and rope.dtype in HALF and query.dtype not in (rope.dtype, torch.float32):
+        if rope is not None and rope.dtype in FLOATS and query.dtype not in (rope.dtype, torch.float32):
             _need(call, False, f"query is {query.dtype}, expected {rope.dtype} as rope (or float32); cast one of them")
         return
     if dtype not in FLOATS:

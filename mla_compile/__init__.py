@@ -31,6 +31,7 @@ from mla_compile.version import __version__
 
 if TYPE_CHECKING:
     from mla_compile.api import explain, migrate_cache, optimize
+    from mla_compile.batching.door import continuous_batching
     from mla_compile.core.records import SiteReport
     from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
@@ -50,6 +51,7 @@ __all__ = [
     "SiteReport",
     "WeightError",
     "__version__",
+    "continuous_batching",
     "explain",
     "export_onnx",
     "migrate_cache",
@@ -73,6 +75,7 @@ __getattr__, __dir__ = lazy(
         "Options": "mla_compile.options",
         "Report": "mla_compile.report.report",
         "SiteReport": "mla_compile.core.records",
+        "continuous_batching": "mla_compile.batching.door",
         "explain": "mla_compile.api",
         "export_onnx": "mla_compile.onnx.export",
         "migrate_cache": "mla_compile.api",

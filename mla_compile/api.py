@@ -170,7 +170,7 @@ def _optimize_module(module: torch.nn.Module, example_inputs: object, options: d
         if not (isinstance(value, bool) or (name == "dynamic" and value is None)):
             raise OptionError(f"{name} is {value!r}, expected True or False")
     parsed = Options.parse(options, verify=True)
-    fast = _shallow_copy(module)
+    fast = plain_copy(module)
     forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"))
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
@@ -179,7 +179,7 @@ def _optimize_module(module: torch.nn.Module, example_inputs: object, options: d
     return fast
 
 
-def _shallow_copy(module: torch.nn.Module) -> torch.nn.Module:
+def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
     """A module object that shares parameters, buffers and submodules (also those replaced later) but not hooks."""
     fast = copy.copy(module)
     for name, value in vars(module).items():

@@ -29,6 +29,7 @@ PUBLIC = {
     "SiteReport",
     "WeightError",
     "__version__",
+    "continuous_batching",
     "explain",
     "export_onnx",
     "migrate_cache",
@@ -213,10 +214,11 @@ ROOMS = {
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
         ops options passes.ir pipeline report runtime version""",
     # The doors.
+    "batching": "api capture core errors kernels.cpu options passes.cache passes.ir pipeline report runtime",
     "backend": "dynamo options report",
     "registration": "errors passes.quantized",
     "api": "capture core dynamo errors options pipeline report runtime",
-    "mla_compile": "api core errors onnx ops options registration report version",
+    "mla_compile": "api batching core errors onnx ops options registration report version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",
     "workbench": "backend core errors mla_compile models passes.decide report",

@@ -51,13 +51,15 @@ class _Job:
 
 def suits(call: DecodeCall) -> bool:
     """Whether the kernels here take a call; the reference takes the others."""
-    return (
-        call.query.is_cpu
-        and call.block_table is None
-        and call.sinks is None
-        and call.kv_scale is None
-        and not call.softcap
-    )
+    if not call.query.is_cpu or call.sinks is not None or call.kv_scale is not None or call.softcap:
+        return False
+    return call.block_table is None or _native(call) is not None
+
+
+def _native(call: DecodeCall) -> native.Library | None:
+    """The compiled kernel, where it takes these rows."""
+    library = None if compute_dtype(call.latent) == torch.float64 else native.load()
+    return library if library is not None and native.takes(call.latent, library) else None
 
 
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -71,8 +73,8 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if 0 in query.shape[:3]:
         out = query.new_empty(*query.shape[:3], call.summed.shape[2])
         return out, query.new_empty(query.shape[:3], dtype=dtype)
-    library = None if dtype == torch.float64 else native.load()
-    if library is not None and native.takes(latent, library):
+    library = _native(call)
+    if library is not None:
         return native.decode_attention(library, call)
     with torch.autocast("cpu", enabled=False):  # it would turn the float32 products below into bfloat16 ones
         if call.window:

@@ -45,7 +45,7 @@ SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
 # Inductor turns both off for the code that it generates; they come after its own flags.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4}
-CALL = struct.Struct("@35qd")  # struct Call in csrc/call.h
+CALL = struct.Struct("@38qd")  # struct Call in csrc/call.h
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,10 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
     rope, values, mask = call.rope, call.values, call.mask
     B, S, H, _ = query.shape
     T, L = latent.shape[1:]
+    table, table_at, table_b, page_bits = call.block_table, 0, 0, 0
+    if table is not None:
+        page_bits, T = T.bit_length() - 1, table.shape[1] * T
+        table_at, table_b = table.data_ptr(), table.stride(0)
     query_b, query_s, query_h, _ = query.stride()
     latent_b, latent_t, _ = latent.stride()
     R = rope_at = rope_b = rope_t = values_at = values_b = values_t = 0
@@ -158,6 +162,7 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         *(out.data_ptr(), lse.data_ptr()),
         *(KINDS[query.dtype], KINDS[latent.dtype], mask_kind),
         *(call.causal, call.window, torch.get_num_threads(), library.amx),
+        *(table_at, table_b, page_bits),
         call.scale,
     )
     if library.run(packed):

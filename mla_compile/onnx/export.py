@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mla_compile.capture import causal_lm
 from mla_compile.errors import ExportError, InputError, OptionError, brief, nearest
 from mla_compile.onnx.exported import DTYPES, Exported, Progress
 from mla_compile.onnx.profile import find_profile
@@ -62,7 +63,7 @@ def export_onnx(
     """
     require_packages()
     # On use: these import the packages that were just asked for.
-    from mla_compile.onnx import artifact, causal_lm, lm_export, program_export
+    from mla_compile.onnx import artifact, lm_export, program_export
 
     chosen, kind, mode = find_profile(profile), _dtype(dtype), Options.parse({"fold": fold}).fold
     target = Path(path).absolute()

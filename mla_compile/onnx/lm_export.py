@@ -10,10 +10,10 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from mla_compile.capture.causal_lm import CacheTensor, CausalLM, export_program
 from mla_compile.errors import ExportError
 from mla_compile.onnx import artifact, genai, verify
 from mla_compile.onnx.assemble import CacheIO, Wires, assemble, signature
-from mla_compile.onnx.causal_lm import CacheTensor, CausalLM, export_program
 from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
 from mla_compile.onnx.interface import attention_nodes

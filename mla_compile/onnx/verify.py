@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.errors import ExportError
 from mla_compile.onnx.assemble import CacheIO
-from mla_compile.onnx.causal_lm import CausalLM
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
 from mla_compile.onnx.exported import Verification
 from mla_compile.onnx.manifest import TOKENS

@@ -113,7 +113,7 @@ BAD_EXTRAS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (FP8_ROWS, {"kv_scale": torch.ones(2)}, r"kv_scale is \[2\], expected \[\] or \[B,T\]"),
     (FP8_ROWS, {"kv_scale": torch.ones(()), "values": torch.zeros(2, 9, 5).to(FP8)}, "not supported"),
     (FP8_ROWS, {"kv_scale": torch.ones(()), "query": torch.zeros(2, 3, 4, 24).double()}, "beside an fp8 cache"),
-    (FP8_ROWS, {"kv_scale": torch.ones(()), "rope": torch.zeros(2, 9, 8)}, "rope is torch.float32"),
+    (FP8_ROWS, {"kv_scale": torch.ones(()), "rope": torch.zeros(2, 9, 8).double()}, "rope is torch.float64"),
     (
         FP8_ROWS,
         {"kv_scale": torch.ones(()), "rope": torch.zeros(2, 9, 8).half(), "query": torch.zeros(2, 3, 4, 24).bfloat16()},

@@ -279,7 +279,8 @@ class TestBadInput:
     @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"profile": "ort-paged"}], ids=["bfloat16", "paged"])
     def test_a_program_that_leaves_out_an_expert_is_not_written(self, tmp_path, monkeypatch, how):
         """Loops over experts are unrolled on the word that verification follows, also where ONNX Runtime cannot run."""
-        from mla_compile.onnx import causal_lm, lm_export, unroll
+        from mla_compile.capture import causal_lm, unroll
+        from mla_compile.onnx import lm_export
 
         class Wrong(unroll.UnrolledExperts):
             def __torch_function__(self, func, types, args=(), kwargs=None):

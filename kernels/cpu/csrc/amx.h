@@ -56,15 +56,16 @@ class Amx {
 
   void set_tile(int64_t start, int64_t n, const uint8_t* seen) {
     first_key = start, given = n, keys = round_up(n, 64), sees = seen;
-    const Row *latent = first_row(c.latent, start), *rope = c.R ? first_row(c.rope, start) : nullptr;
     // Rows of bfloat16 in whole chunks serve as left factors in place.
-    const bool in_place = ROW_PLANES == 1 && !seen && n == keys && c.L % CHUNK == 0 && c.R % CHUNK == 0;
+    const bool in_place =
+        ROW_PLANES == 1 && !seen && n == keys && c.L % CHUNK == 0 && c.R % CHUNK == 0 && n <= c.adjacent(start);
     for (int64_t i = 0; i < keys && !in_place; ++i) {
-      copy_key(latent + i * c.latent.t, visible(i) ? c.L : 0, i, 0, latent_chunks);
-      if (c.R) copy_key(rope + i * c.rope.t, visible(i) ? c.R : 0, i, latent_chunks, chunks);
+      copy_key(row_of(c.latent, i), visible(i) ? c.L : 0, i, 0, latent_chunks);
+      if (c.R) copy_key(row_of(c.rope, i), visible(i) ? c.R : 0, i, latent_chunks, chunks);
     }
     const int64_t copied = TILE * CHUNK * 2;
     if (in_place) {
+      const Row *latent = row_of(c.latent, 0), *rope = c.R ? row_of(c.rope, 0) : nullptr;
       part[0] = {reinterpret_cast<const char*>(latent), c.latent.t * 2, CHUNK * 2, 0, latent_chunks};
       part[1] = {reinterpret_cast<const char*>(rope), c.rope.t * 2, CHUNK * 2, latent_chunks, chunks};
     } else {
@@ -73,8 +74,10 @@ class Amx {
       part[1] = {all, CHUNK * 2, copied, chunks, chunks};
     }
     const int64_t next = start + n;
-    ahead = {reinterpret_cast<const char*>(first_row(c.latent, next)), c.latent.t * int64_t(sizeof(Row)),
-             c.L * int64_t(sizeof(Row)), std::min(TILE, piece.hi - next)};
+    ahead = {};
+    if (next < piece.hi)
+      ahead = {c.latent.data + c.at(c.latent, piece.b, next) * int64_t(sizeof(Row)), c.latent.t * int64_t(sizeof(Row)),
+               c.L * int64_t(sizeof(Row)), std::min(c.adjacent(next), std::min(TILE, piece.hi - next))};
   }
 
   void scores(float* to) {
@@ -118,8 +121,9 @@ class Amx {
     int64_t begin, end;
   };
 
-  const Row* first_row(const Rows& rows, int64_t start) const {
-    return reinterpret_cast<const Row*>(rows.data) + piece.b * rows.b + start * rows.t;
+  // Row i of the tile; the last one for those that fill it up, of which nothing is read.
+  const Row* row_of(const Rows& rows, int64_t i) const {
+    return reinterpret_cast<const Row*>(rows.data) + c.at(rows, piece.b, first_key + std::min(i, given - 1));
   }
 
   template <class T>
@@ -172,13 +176,13 @@ class Amx {
   // COLUMNS columns of all values, as right factors of the sums: [keys / 32][COLUMNS / 16][16 pairs][16][2].
   void copy_values(int64_t column) {
     const Rows& rows = c.values.data ? c.values : c.latent;
-    const Row* from = first_row(rows, first_key) + column;
-    for (int64_t i = 0; i < keys; i += 2, from += 2 * rows.t) {
+    for (int64_t i = 0; i < keys; i += 2) {
+      const Row *from = row_of(rows, i) + column, *after = row_of(rows, i + 1) + column;
       const int64_t left_a = visible(i) ? c.Lv - column : 0, left_b = visible(i + 1) ? c.Lv - column : 0;
       Plane* to = values + i / CHUNK * CHUNK * COLUMNS + i % CHUNK * PANEL;
 #pragma GCC unroll 4
       for (int64_t at = 0; at < COLUMNS; at += PANEL) {
-        __m512 a = read16(from + at, valid16(left_a - at)), b = read16(from + rows.t + at, valid16(left_b - at));
+        __m512 a = read16(from + at, valid16(left_a - at)), b = read16(after + at, valid16(left_b - at));
 #pragma GCC unroll 3
         for (int r = 0; r < ROW_PLANES; ++r) {
           _mm512_storeu_si512(to + at * CHUNK + r * value_plane, interleaved(a, b));

@@ -12,7 +12,7 @@ enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, BOOL 
 
 enum Amx_use : int64_t { AMX_NEVER = 0, AMX_WHERE_FASTER = 1, AMX_ALWAYS = 2 };
 
-struct Rows {  // [B,T,width], the last axis contiguous; strides in elements
+struct Rows {  // [B,T,width], or pages [P,page,width]; the last axis contiguous; strides in elements
   const char* data;
   int64_t b, t;
 };
@@ -29,7 +29,21 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   float* lse;  // [B,S,H] contiguous
   int64_t query_kind, row_kind, mask_kind;
   int64_t causal, window, threads, amx;
+  const int32_t* table;  // [B,T/page], or null where rows lie in one piece for each batch entry
+  int64_t table_b, page_bits;  // a page has 2^page_bits rows
   double scale;
+
+  // Where row t of batch entry b is, in elements; t < length(b), as no other entry of the table is to be read.
+  int64_t at(const Rows& rows, int64_t b, int64_t t) const {
+    if (!table) return b * rows.b + t * rows.t;
+    return table[b * table_b + (t >> page_bits)] * rows.b + (t & ((int64_t{1} << page_bits) - 1)) * rows.t;
+  }
+  // How many rows from t on lie one behind the other.
+  int64_t adjacent(int64_t t) const {
+    if (!table) return T - t;
+    const int64_t page = int64_t{1} << page_bits;
+    return page - (t & (page - 1));
+  }
 
   int64_t length(int64_t b) const { return lengths ? std::clamp<int64_t>(lengths[b], 0, T) : T; }
   // The keys that query s of a batch entry may see, [first, stop): what length, causality and window leave.

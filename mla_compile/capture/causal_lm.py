@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
+from mla_compile.capture.unroll import UnrolledExperts
 from mla_compile.errors import ExportError, InputError, brief
-from mla_compile.onnx.unroll import UnrolledExperts
 
 # Any sizes that differ from each other and from 1: torch.export takes equal sizes for the same, and 1 for a constant.
 BATCH, QUERY, PAST = 2, 3, 7
@@ -125,7 +125,7 @@ def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bo
     )
     wrapper = _Flat(lm, last_only and "logits_to_keep" in inspect.signature(lm.model.forward).parameters, one_token)
     inputs = (ids, mask, positions, lm.empty(BATCH, PAST))
-    with torch.no_grad(), _experts(lm.model, experts), _evaluating(lm.model), UnrolledExperts():
+    with torch.no_grad(), _experts(lm.model, experts), evaluating(lm.model), UnrolledExperts():
         try:
             return torch.export.export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
         except Exception as error:  # tracing runs the user's model, which may raise anything
@@ -172,7 +172,7 @@ def _run(model: torch.nn.Module, length: int) -> Any:
     """The cache after a prompt of ``length`` tokens."""
     device = next(model.parameters()).device
     ids = torch.arange(3, 3 + BATCH * length, device=device).reshape(BATCH, length)
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         try:
             out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
         except Exception as error:  # it is the user's model that runs here, and it may raise anything
@@ -249,7 +249,8 @@ def _experts(model: Any, implementation: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode for the block."""
     training = {m for m in model.modules() if m.training}
     model.eval()
     try:

@@ -1,0 +1,103 @@
+"""Code for a graph of open sizes, made by Inductor, with the conditions on sizes that it was made under.
+
+The graphs come from ``torch.export`` and not from Dynamo, so there is nobody else who would notice that Inductor took a
+size for a number: complex rotations, say, are compiled for the number of tokens that was seen. What was assumed is
+asked of the sizes of each call, and where it does not hold the graph is compiled for these, a few times at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from mla_compile.core.program import Call, Program
+
+logger = logging.getLogger("mla_compile")
+Sizes = tuple[int, ...]
+
+
+class Compiled:
+    """A callable of the flat inputs of a program; ``count`` compilations so far, ``limit`` at most.
+
+    Beyond the limit a call runs the graph as it is.
+    """
+
+    def __init__(self, program: Program, patches: Mapping[str, Any], limit: int, name: str) -> None:
+        self.count, self.limit, self.name = 0, limit, name
+        self._program, self._patches = program, dict(patches)
+        values = [node.meta["val"] for node in program.placeholders]
+        tensors = [(k, v) for k, v in enumerate(values) if isinstance(v, torch.Tensor)]
+        self._open = [(k, axis) for k, v in tensors for axis, n in enumerate(v.shape) if isinstance(n, torch.SymInt)]
+        self._made: list[tuple[Callable[[Sizes], bool], Call]] = []
+        self._known: dict[Sizes, Call] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The graph's results."""
+        given = list(inputs)
+        for index in {k for k, _ in self._open}:
+            given[index] = _dense(given[index])
+        sizes = tuple(int(given[index].shape[axis]) for index, axis in self._open)
+        call = self._known.get(sizes)
+        return (call or self._find(sizes, given))(*given)
+
+    def _find(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
+        with self._lock:
+            call = next((call for holds, call in self._made if holds(sizes)), None)
+            if call is None and self.count < self.limit:
+                self.count += 1
+                holds, call = self._compile(inputs)
+                self._made.append((holds, call))
+            if call is None:
+                logger.warning("%s: compiled %d times; sizes %s run without", self.name, self.count, sizes)
+                call = self._program.gm
+            if len(self._known) > 4096:  # lengths of prompts, of which there is no end
+                self._known.clear()
+            self._known[sizes] = call
+            return call
+
+    def _compile(self, inputs: Sequence[Any]) -> tuple[Callable[[Sizes], bool], Call]:
+        from torch._inductor.compile_fx import compile_fx  # on use: all of Inductor
+
+        env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=env)
+        examples: list[Any] = []
+        for index, (node, value) in enumerate(zip(self._program.placeholders, inputs, strict=True)):
+            kinds = [DimDynamic.STATIC] * value.dim()
+            for k, axis in self._open:
+                if k == index and value.shape[axis] > 1:  # torch takes 0 and 1 for constants in any case
+                    kinds[axis] = DimDynamic.DYNAMIC
+            context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+            examples.append(mode.from_tensor(value, symbolic_context=context, source=ConstantSource(node.name)))
+        with tracing(TracingContext(mode)), torch.no_grad():
+            code: Any = compile_fx(self._program.gm, examples, config_patches=self._patches)
+        shown = [examples[index].shape[axis] for index, axis in self._open]
+        fixed = {at: n for at, n in enumerate(shown) if isinstance(n, int)}
+        symbols = [n for n in shown if not isinstance(n, int)]
+        guards = env.produce_guards_expression(placeholders=symbols) if symbols else None
+
+        def holds(sizes: Sizes) -> bool:
+            if any(sizes[at] != n for at, n in fixed.items()):
+                return False
+            free = [n for at, n in enumerate(sizes) if at not in fixed]
+            return guards is None or bool(env.evaluate_guards_expression(guards, free))
+
+        call: Call = code
+        return holds, call
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the strides of a dense one also along axes of length 1, which compiled code compares."""
+    strides = make_contiguous_strides_for(tensor.shape)
+    if tensor.stride() == strides:
+        return tensor
+    return tensor.contiguous().as_strided(tensor.shape, strides)

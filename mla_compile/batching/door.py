@@ -1,0 +1,171 @@
+"""``continuous_batching``: a model of transformers that serves many users over pages of latent rows."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from mla_compile.api import explain, optimize, plain_copy
+from mla_compile.batching.check import check, page_size, pages_needed
+from mla_compile.batching.graphs import Graph, NotMlaError, StepGraphs
+from mla_compile.capture.causal_lm import wire
+from mla_compile.errors import CaptureError, ExportError, InputError, MlaCompileError, MlaCompileWarning
+from mla_compile.options import Options
+from mla_compile.report.report import Report
+
+
+def continuous_batching(model: Any, **options: Any) -> Any:
+    """A model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
+
+    What comes back is :func:`mla_compile.optimize` of the model, sharing its weights, that the scheduler of
+    transformers can drive as any other (also below ``transformers serve --continuous-batching``): the tokens of each
+    request are those of ``generate()`` of that request alone. Decoding reads the pages through
+    ``mla_compile::paged_decode_attention``; prompts are read in the pieces that the scheduler makes. Page size, number
+    of blocks, memory budget, sharing of prefixes and eviction are those of its ``ContinuousBatchingConfig``, counted in
+    latent rows. ``mla_batching`` of the result (a :class:`Batching`) has the report, the bytes of a token, and the
+    list of compiled graphs.
+
+    A model without latent attention is returned as it is, with a warning: it runs as before.
+
+    Args:
+        model: a causal language model of transformers (5.23), on the device where it is to run.
+        **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with a scale
+            each: tokens may then differ.
+
+    Raises:
+        InputError: ``model`` is no causal language model, or transformers is missing or too old.
+        OptionError: an option does not exist, or cannot have that value.
+        CaptureError: the model has latent attention and cannot be decoded over pages; the message says why.
+    """
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "init_continuous_batching"):
+        raise InputError(
+            f"continuous_batching() takes a causal language model of transformers, got {type(model).__name__}"
+        )
+    _manager()  # so that a release of transformers without what is needed is told at once
+    parsed = _options(options)
+    fast = optimize(model, **options)
+    try:
+        graphs = _graphs(plain_copy(fast), parsed)
+    except NotMlaError as error:
+        return _as_before(model, str(error))
+    except (CaptureError, ExportError, InputError) as error:
+        if _has_latent_attention(model):
+            raise error if isinstance(error, CaptureError) else CaptureError(str(error)) from error
+        return _as_before(model, f"it could not be traced ({error}), and no latent attention was found in it")
+    Batching(fast, parsed, graphs).install()
+    return fast
+
+
+class Batching:
+    """What an optimized model knows about serving: ``model.mla_batching``. A copy of the model gets one of its own.
+
+    Called, it is the model's ``init_continuous_batching``.
+    """
+
+    def __init__(self, model: Any, options: Options, steps: StepGraphs | None = None) -> None:
+        self.model, self.options = model, options
+        self._steps = steps
+        self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> StepGraphs:
+        """The graphs, traced when they are first asked for."""
+        with self._lock:
+            if self._steps is None:
+                self._steps = _graphs(plain_copy(self.model), self.options)
+            return self._steps
+
+    @property
+    def report(self) -> Report:
+        """What became of every attention, in a decode step and in a piece of a prompt."""
+        return self.steps.report
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All graphs that are compiled, however many users come, with the sizes that they have run with."""
+        return tuple(self.steps.graphs)
+
+    @property
+    def bytes_of_token(self) -> int:
+        """What one token takes in the pools, all layers together."""
+        return self.steps.bytes_of_token()
+
+    def install(self) -> None:
+        """Make this the way into continuous batching of its model."""
+        vars(self.model)["init_continuous_batching"] = vars(self.model)["mla_batching"] = self
+        vars(self.model)["mla_report"] = self.report
+
+    @torch.no_grad()
+    def __call__(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """As ``init_continuous_batching`` of transformers, with a manager over latent pages."""
+        from transformers import ContinuousBatchingConfig  # on use, as everywhere in this file
+
+        cached = getattr(self.model, "_cached_continuous_batching_manager", None)
+        if cached is not None:
+            return cached
+        config = generation_config if generation_config is not None else self.model.generation_config
+        if config.eos_token_id is None:
+            config = copy.deepcopy(config)
+            config.eos_token_id = -1  # what transformers writes for "none"
+        return _manager()(
+            self.model,
+            self.steps,
+            generation_config=config,
+            continuous_batching_config=continuous_batching_config or ContinuousBatchingConfig(),
+            workload_hints=workload_hints,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batching:
+        made = Batching(None, self.options)
+        memo[id(self)] = made  # the model holds it, too
+        made.model = copy.deepcopy(self.model, memo)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Batching, (self.model, self.options)
+
+
+def _options(options: dict[str, Any]) -> Options:
+    ours = {name: value for name, value in options.items() if name not in ("mode", "dynamic", "fullgraph")}
+    return Options.parse(ours, verify=True)
+
+
+def _graphs(model: Any, options: Options) -> StepGraphs:
+    lm = wire(model)
+    graphs = StepGraphs(lm, options)
+    if options.verify:
+        # Without compiling: what is checked are the graphs, not Inductor.
+        plain = StepGraphs(lm, options, like=graphs)
+        pools = plain.make_pools(pages_needed(), page_size(), next(model.parameters()).device)
+        check(lm, plain, plain.decode(pools))
+    return graphs
+
+
+def _manager() -> Any:
+    try:
+        from mla_compile.batching.manager import LatentManager
+    except ImportError as error:
+        raise InputError(
+            f"continuous batching needs the scheduler of transformers 5.23 ({error}): pip install 'transformers>=5.23'"
+        ) from error
+    return LatentManager
+
+
+def _has_latent_attention(model: Any) -> bool:
+    ids = torch.arange(3, 8, device=next(model.parameters()).device)[None]
+    try:
+        report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
+    except MlaCompileError:
+        return False
+    return any(site.verdict != "not_mla" for site in report.sites)
+
+
+def _as_before(model: Any, why: str) -> Any:
+    warnings.warn(f"continuous batching runs as in transformers: {why}", MlaCompileWarning, stacklevel=3)
+    return model

@@ -1,0 +1,316 @@
+"""What a server runs of a model: a decode step of many requests over pages, and a piece of one prompt.
+
+Both are traced once for all sizes: the numbers of requests, of pages and of tokens are symbols. They are compiled when
+they are first called, once where Inductor leaves the sizes open too. A prompt has a second graph where the cheaper form
+depends on its length. Numbers of requests and of pages are rounded up (:func:`bucket`), so that code for one number
+serves others, and there are few of them where it does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from mla_compile import pipeline
+from mla_compile.batching.compiled import Compiled
+from mla_compile.capture import capture
+from mla_compile.capture.autocast import without_autocast
+from mla_compile.capture.causal_lm import CausalLM
+from mla_compile.capture.causal_step import export_step
+from mla_compile.core.program import Call, Program
+from mla_compile.errors import CaptureError, MlaCompileError
+from mla_compile.kernels.cpu import native
+from mla_compile.options import Options
+from mla_compile.passes.cache.packed import error_of
+from mla_compile.passes.cache.pages import (
+    PagedRows,
+    Unpaged,
+    find_pages,
+    pool_rows,
+    read_batch_from,
+    step_over_pages,
+)
+from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.pipeline import Outcome
+from mla_compile.report.report import Report
+from mla_compile.runtime.choice import picker
+from mla_compile.runtime.folds import FoldedWeights
+
+logger = logging.getLogger("mla_compile")
+_ASSERTS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.sym_constrain_range.default,
+)
+TOKENS, POSITIONS = "input_ids", "position_ids"
+LEAST = 2
+"""The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
+
+
+def bucket(count: int) -> int:
+    """The size that ``count`` requests, or pages of a request, are padded to: the next power of two, at least 2."""
+    return max(LEAST, 1 << (count - 1).bit_length())
+
+
+class NotMlaError(MlaCompileError, TypeError):
+    """The model has no latent attention, so there is nothing here for it."""
+
+
+@dataclass
+class Graph:
+    """One compiled graph: what it computes, the sizes it is padded to, and those that it has run with.
+
+    ``buckets``: the sizes seen so far, rounded up to powers of two, a tuple of numbers for each. ``limit``: how many
+    compilations at most, whatever comes.
+    """
+
+    name: str
+    computes: str
+    limit: int
+    buckets: set[tuple[int, ...]] = field(default_factory=set)
+    compiled: Compiled | None = field(default=None, repr=False)
+
+    @property
+    def compilations(self) -> int:
+        """How many times it was compiled: once, or a few times where the code for one size does not do for another."""
+        return 0 if self.compiled is None else self.compiled.count
+
+    def __str__(self) -> str:
+        sizes = sorted(self.buckets) or "none"
+        return f"{self.name}: {self.computes}; compilations: {self.compilations} of {self.limit}; sizes so far: {sizes}"
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The decode step over one set of pools.
+
+    ``call(ids [B,1], positions [B,1], block_table [B,M] int32, seq_lens [B] int32, pools)`` returns logits [B,1,vocab];
+    it writes each request's new rows at ``seq_lens[b] - 1``.
+    """
+
+    call: Callable[..., torch.Tensor]
+    pools: tuple[torch.Tensor, ...]
+
+
+_Traced: TypeAlias = tuple[Outcome, Outcome, tuple[PagedRows, ...]]
+"""A decode step, a piece of a prompt, and the caches."""
+
+
+class StepGraphs:
+    """A model that is served: traced and rewritten when this is made, compiled when it is first called.
+
+    Weights are read anew in every call, so that changes in place are followed. Raises :class:`CaptureError` for a model
+    whose steps cannot run over pages; ``report`` says what became of its attentions.
+    """
+
+    def __init__(self, lm: CausalLM, options: Options, like: StepGraphs | None = None) -> None:
+        """``like``: take what was traced for these, and run it without compiling."""
+        self.lm = lm
+        self.options = options if like is None else replace(options, codegen="eager")
+        self._lock = threading.Lock()
+        self._traced: _Traced = _trace(lm, options) if like is None else like._traced
+        decode, prompt, self.rows = self._traced
+        self._decode = decode.program
+        reports = [decode.report, replace(prompt.report, graph="a piece of a prompt")]
+        self.report = Report.merged(reports)
+        if self.packed:
+            error = max(error_of(rows.width) for rows in self.rows if rows.is_latent)
+            told = f"pages hold latent rows in float8 with a scale each: a relative error of {error:.1%}, measured"
+            self.report = replace(self.report, messages=(*self.report.messages, told))
+        self.graphs: list[Graph] = []
+        self._prompts: list[Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]] = []
+        self._pays: Callable[[Mapping[str, torch.Tensor]], bool] | None = None
+        self._compile_prompts(prompt)
+
+    @property
+    def packed(self) -> bool:
+        """Whether latent rows are kept in float8."""
+        return self.options.cache_dtype == "fp8"
+
+    def bytes_of_token(self) -> int:
+        """What one token takes in the pools of all layers."""
+        kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
+        return sum(width * dtype.itemsize for width, dtype in kinds)
+
+    @property
+    def vocabulary(self) -> int:
+        """The width of the logits."""
+        return int(self._decode.outputs[0].meta["val"].shape[-1])
+
+    def expanded_bytes(self) -> int:
+        """What K and V of one token take where a prompt is expanded, in the layer that needs most."""
+        sizes = [site.cache_values_expanded for site in self.report.sites if site.cache_values_expanded]
+        return max(sizes, default=0) * self.lm.dtype.itemsize
+
+    def make_pools(self, pages: int, page: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Pools of zeros [pages,page,width], one for each cache."""
+        kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
+        return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
+
+    def decode(self, pools: Sequence[torch.Tensor]) -> Decode:
+        """The decode step over these pools, compiled when it is first called."""
+        program = self._decode.copy()
+        # Nodes of the copy: what was found is told in terms of the graph it was found in.
+        found = _paged(program, self.lm)
+        names = step_over_pages(program, found, pools, TOKENS, packed=self.packed)
+        graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
+        call = self._compiled(program, graph, decode=True)
+        with self._lock:
+            self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
+
+        def run(
+            ids: torch.Tensor,
+            positions: torch.Tensor,
+            table: torch.Tensor,
+            lengths: torch.Tensor,
+            pools: Sequence[torch.Tensor],
+        ) -> torch.Tensor:
+            graph.buckets.add(tuple(table.shape))
+            given = dict(zip(names, (table, lengths, *pools), strict=True))
+            logits: torch.Tensor = call({TOKENS: ids, POSITIONS: positions, **given})[0]
+            return logits
+
+        return Decode(run, tuple(pools))
+
+    def prompt(
+        self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [1,vocab] of the last of S tokens [1,S], S from two on, and the new rows [S,width] of each cache.
+
+        ``past``: the rows before them, [tokens,width].
+        """
+        inputs = self._prompt_inputs(ids, positions, past)
+        pays, number = self._pays, 0
+        if pays is not None:  # the expanded form is the first, the absorbed one the second
+            number = int(pays(inputs))
+        logits, *presents = self._prompts[number](inputs)
+        count = ids.shape[1]
+        new = [rows.reshape(-1, rows.shape[-1])[-count:] for rows in presents]
+        return logits[:, -1], new
+
+    def warm_up_prompts(self, device: torch.device) -> None:
+        """Compiles the graphs of prompts."""
+        ids = torch.zeros(1, LEAST, dtype=torch.long, device=device)
+        past = [rows[0] for rows in self.lm.empty(1, LEAST)]
+        inputs = self._prompt_inputs(ids, torch.arange(LEAST, 2 * LEAST, device=device)[None], past)
+        for run in self._prompts:
+            run(inputs)
+
+    def _prompt_inputs(
+        self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        given = [rows.reshape(_like(entry.shape, len(rows))) for entry, rows in zip(self.lm.caches, past, strict=True)]
+        names = [node.name for node in _cache_inputs(self._decode, len(given))]
+        return {TOKENS: ids, POSITIONS: positions, **dict(zip(names, given, strict=True))}
+
+    def _compile_prompts(self, outcome: Outcome) -> None:
+        what = "a piece of one prompt of S tokens after P, "
+        if not outcome.variants:
+            form = "absorbed" if outcome.absorbed else "expanded"
+            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)", 4))
+            self._prompts.append(self._compiled(outcome.program, self.graphs[-1]))
+            return
+        for name, how, program in (("expanded", "long", outcome.base), ("absorbed", "short", outcome.program)):
+            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)", 4))
+            self._prompts.append(self._compiled(program, self.graphs[-1]))
+        pays, order = picker(outcome.base, outcome.variants), [node.name for node in outcome.base.placeholders]
+        self._pays = lambda inputs: pays([inputs.get(name) for name in order])
+
+    def _compiled(
+        self, program: Program, graph: Graph, *, decode: bool = False
+    ) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
+        """A callable of the inputs by name; weights and folds are added to them."""
+        program.gm.recompile()
+        folds = FoldedWeights(program) if program.folds else None
+        order = [node.name for node in program.placeholders]
+        own = {name: tensor for name, tensor in program.weights.items() if tensor is not None}
+        folded = [order.index(fold.placeholder) for fold in program.folds]
+        made: list[Call] = []
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+            values: list[Any] = [inputs[name] if name in inputs else own.get(name) for name in order]
+            if folds is not None:
+                for at, value in zip(folded, folds.values(values), strict=True):
+                    values[at] = value
+            if not decode:
+                S, P = inputs[TOKENS].shape[1], next(v for k, v in inputs.items() if k not in (TOKENS, POSITIONS))
+                held = P.numel() // P.shape[-1]
+                graph.buckets.add((bucket(S), bucket(held) if held else 0))
+            with without_autocast(), torch.no_grad():
+                if not made:
+                    with self._lock:
+                        if not made:
+                            made.append(self._generate(program, graph))
+                result: Sequence[torch.Tensor] = made[0](*values)
+                return result
+
+        return run
+
+    def _generate(self, program: Program, graph: Graph) -> Call:
+        """Code for one graph, with its sizes left open."""
+        if any(n.meta["val"].is_cpu for n in program.placeholders):
+            native.load()
+        if self.options.codegen == "eager":
+            return program.gm
+        patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
+        graph.compiled = Compiled(program, patches, graph.limit, graph.name)
+        return graph.compiled
+
+
+def _trace(lm: CausalLM, options: Options) -> _Traced:
+    with without_autocast():
+        decode = _rewritten(lm, options, one_token=True)
+        if not decode.absorbed:
+            reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in decode.report.sites)
+            told = "; ".join(reasons) or "no attention was found"
+            if all(site.verdict == "not_mla" for site in decode.report.sites):
+                raise NotMlaError(f"{type(lm.model).__name__} has no latent attention ({told})")
+            raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
+        rows = _paged(decode.program, lm)
+        return decode, _rewritten(lm, options, one_token=False), rows
+
+
+def _rewritten(lm: CausalLM, options: Options, *, one_token: bool) -> Outcome:
+    program = capture.from_exported(export_step(lm, one_token=one_token))
+    # A step of one token is there to read its rows as they lie, whatever it would cost at the traced sizes.
+    own = (
+        replace(options, forms="absorbed", cache_dtype="model") if one_token else replace(options, cache_dtype="model")
+    )
+    done = pipeline.run(program, own, "a decode step" if one_token else "a piece of a prompt")
+    logger.info("%s", done.report.summary())
+    for one in (done.program, done.base):
+        _drop_asserts(one)
+    return done
+
+
+def _drop_asserts(program: Program) -> None:
+    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say."""
+    for node in list(program.gm.graph.nodes):
+        if node.target in _ASSERTS and not node.users:
+            program.gm.graph.erase_node(node)
+    remove_dead_code(program.gm.graph)
+
+
+def _paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
+    names = [node.name for node in _cache_inputs(program, len(lm.caches))]
+    read_batch_from(program, TOKENS)
+    found = find_pages(program, names)
+    if isinstance(found, Unpaged):
+        raise CaptureError(f"{type(lm.model).__name__} cannot be decoded over pages: {found.reason}")
+    return found
+
+
+def _cache_inputs(program: Program, count: int) -> list[Any]:
+    given = [n for n in program.placeholders if n.name not in program.weights]
+    folds = {fold.placeholder for fold in program.folds}
+    return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]
+
+
+def _like(shape: Sequence[int | None], tokens: int) -> list[int]:
+    """Of one sequence: [1,...] with ``tokens`` along the axis that grows."""
+    return [1, *(tokens if n is None else n for n in shape[1:])]

@@ -1,0 +1,179 @@
+"""Plugs latent pages into transformers: its manager, processor and scheduler with what differs here.
+
+* The pool, and what runs a step, are ours; queues, schedules, sharing, eviction, sampling and threads are theirs.
+* A request that could never run is refused when it comes, and one that fails, or that the pool becomes too small for,
+  fails alone. Where the loop itself dies all the same, everybody is answered and it starts again with an empty pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
+
+from mla_compile.batching.graphs import StepGraphs
+from mla_compile.batching.pages import LatentPages
+from mla_compile.batching.steps import Steps
+from mla_compile.errors import InputError
+
+logger = logging.getLogger("mla_compile")
+_IN_VAIN = 2
+
+
+class LatentProcessor(ContinuousBatchProcessor):
+    """Prepares steps and takes their tokens; a request that the pool is too small for does not end the others."""
+
+    steps: Steps
+
+    def prepare_next_batch(self) -> bool:
+        """As in transformers, which gives up on everybody where the pool is full and nobody can wait."""
+        while True:
+            try:
+                return bool(super().prepare_next_batch())
+            except RuntimeError as error:
+                starved = self.scheduler.starved_requests
+                if not starved:
+                    raise
+                state = starved[-1][0]
+                room = self.steps.room()
+                told = InputError(f"the pool of {room} tokens is full, and this request needs more of it ({error})")
+                self.fail(told, state)
+
+    def fail(self, error: Exception, state: RequestState) -> None:
+        """Ends one request, with the tokens that it has so far, and frees its pages."""
+        self._handle_request_error(error, state)
+        self.scheduler.finish_request(state.request_id)
+
+
+class LatentManager(ContinuousBatchingManager):
+    """The manager that ``init_continuous_batching`` of an optimized model returns."""
+
+    def __init__(self, model: Any, graphs: StepGraphs, **arguments: Any) -> None:
+        self.graphs = graphs
+        self.batch_processor: Any = None
+        self._steps: Steps | None = None
+        self._died: Exception | None = None
+        self._in_vain = 0  # loops in a row that died before their first step
+        self._ends = False
+        self._ending = threading.Lock()
+        super().__init__(model, **arguments)
+        if self.distributed_helper.tp_size > 1:
+            raise InputError("continuous batching over latent pages runs in one process: got a tensor-parallel model")
+        config = self.continuous_batching_config
+        # What transformers would capture or compile is its own path; the graphs of a step are compiled here.
+        config.use_cuda_graph, config.use_async_batching = (False, False), False
+        config.varlen_compile_config = config.decode_compile_config = None
+        if config.page_size & (config.page_size - 1) or config.page_size > 256:
+            raise InputError(f"page_size is {config.page_size}, expected a power of two up to 256")
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
+
+    def warmup(self) -> None:
+        """Compiles the graphs, which serve all sizes."""
+        if self.batch_processor is None:
+            self.batch_processor = self._create_batch_processor()
+        assert self._steps is not None
+        self._steps.warm_up()
+        self.warmed_up = True
+
+    def start(self) -> None:
+        """Starts the thread that generates."""
+        self._ends, self._in_vain, self.current_batch = False, 0, 0
+        super().start()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Ends it, as in transformers."""
+        with self._ending:  # a thread that is about to start its loop again sees it, or is told after
+            self._ends = True
+        super().stop(*args, **kwargs)
+
+    def _run_generation_loop(self) -> None:
+        while True:
+            self._died = None
+            super()._run_generation_loop()
+            self._in_vain = 0 if self.current_batch else self._in_vain + 1
+            with self._ending:
+                if self._died is None or self._ends:
+                    return
+                logger.warning("the generation loop died and starts again", exc_info=self._died)
+                self.batch_processor = self._steps = None
+                self.background_thread_status.clear()
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        # Without a pool, or where it has died a few times before its first step, to start again would fail again.
+        if batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
+            super()._handle_critical_error(error, batch_processor)
+            return
+        self._died = error
+        self._fail_all_remaining_requests(error, batch_processor)
+
+    def _generation_step(self) -> None:
+        if self.batch_processor is None:
+            raise RuntimeError("a generation step without a batch processor")
+        self.batch_processor._generation_step(self._steps)
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if isinstance(self.batch_processor, LatentProcessor):
+            self.batch_processor.reset()
+            return self.batch_processor
+        config, text = self.continuous_batching_config, self.model.config.get_text_config()
+        pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype)
+        self._use_prefix_sharing = pages.use_prefix_sharing
+        update_cb_config_after_cache_creation(config, pages.num_blocks, pages.max_batch_tokens)
+        self._steps = Steps(self.graphs, pages, self.graphs.vocabulary)
+        scheduler = _scheduler(SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler))(
+            cache=pages, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
+        )
+        scheduler.vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        processor = LatentProcessor(
+            cache=pages,
+            # All that is read of it: without one of the attentions that it names, no mask is made.
+            config=SimpleNamespace(sliding_window=None, _attn_implementation="mla_compile"),
+            generation_config=self.generation_config,
+            continuous_batching_config=config,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue,
+            cancel_queue=self.cancel_queue,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+        pages.read_all()
+        processor.steps = self._steps
+        self._steps.batch = lambda: processor.inputs_and_outputs.requests_in_batch
+        self._steps.fails = processor.fail
+        return processor
+
+
+def _scheduler(kind: type[Any]) -> type[Any]:
+    """A scheduler of transformers that refuses what could never run: whoever sent it gets the error as its result."""
+
+    class Latent(kind):
+        vocabulary = 0
+
+        def add_waiting_request(self, state: RequestState) -> None:
+            ids = state.initial_tokens
+            if not ids:
+                raise InputError("the prompt is empty; expected at least one token id")
+            wrong = next((n for n in ids if not isinstance(n, int) or not 0 <= n < self.vocabulary), None)
+            if wrong is not None:
+                raise InputError(f"the prompt holds {wrong!r}, expected token ids below {self.vocabulary}")
+            told = self.cache.never_fits(state)
+            if told is not None:
+                raise InputError(told)
+            super().add_waiting_request(state)
+
+    return Latent

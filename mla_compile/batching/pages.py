@@ -1,0 +1,185 @@
+"""The pool of latent rows, under the bookkeeping of transformers: blocks, sharing, eviction, copies to the host.
+
+A *page* holds the rows of ``page_size`` tokens in one layer, a *block* the pages of all layers, at the same number in
+every pool. transformers counts blocks in sectors of bytes; there is one kind of block here, so a sector is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import (
+    FULL_ATTENTION,
+    CachePool,
+    FullAttentionCacheAllocator,
+)
+from transformers.generation.continuous_batching.requests import RequestState
+
+from mla_compile.batching.graphs import StepGraphs
+from mla_compile.errors import InputError
+
+TRASH = 1
+"""The block that padding writes to. transformers never gives away the first two."""
+_RESERVED = 2
+
+
+class LatentBlocks(FullAttentionCacheAllocator):
+    """Gives the blocks of one pool to requests; the rows themselves are read and written by the compiled graphs."""
+
+    def __init__(self, layers: int, bytes_of_token: int, page: int, share: bool) -> None:
+        self._before_cache_tensor_init(
+            index=0,
+            layer_indices=list(range(layers)),
+            tokens_per_page=page,
+            bytes_per_page=bytes_of_token * page // layers,  # on the average: layers may differ
+            allow_block_sharing=share,
+        )
+        self.bytes_per_block = bytes_of_token * page
+
+    def register_pools(self, pools: Sequence[torch.Tensor], pool: CachePool) -> None:
+        """Takes over pools [blocks,page,width], of which transformers may use all but the reserved ones."""
+        self.pool = pool
+        self.num_blocks = len(pools[0]) - _RESERVED
+        self.num_pages = self.num_blocks * self.pages_per_block
+        self.blocks_per_sector = 1
+        pool.set_blocks_per_sector(0, 1)
+        self.write_trash_index = self.read_trash_index = 0
+        self._pools = tuple(pools)
+        self._copy_view = _Blocks(pools)
+
+    def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        """Copies the rows of whole blocks, as a request that forks needs."""
+        device = self._pools[0].device
+        source = torch.tensor(source_block_ids, device=device, dtype=torch.long)
+        dest = torch.tensor(dest_block_ids, device=device, dtype=torch.long)
+        for pool in self._pools:
+            pool.index_copy_(0, dest, pool.index_select(0, source))
+
+
+class _Blocks:
+    """The pools as one matrix of bytes [blocks, bytes_per_block], which transformers moves to and from the host.
+
+    It has the three members of a tensor that the offloading of transformers uses.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        self._bytes = [pool.view(torch.uint8).flatten(1) for pool in pools]
+
+    @property
+    def device(self) -> torch.device:
+        return self._bytes[0].device
+
+    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
+        return torch.cat([pool.index_select(dim, index) for pool in self._bytes], dim=1)
+
+    def index_copy_(self, dim: int, index: torch.Tensor, source: torch.Tensor) -> _Blocks:
+        start = 0
+        for pool in self._bytes:
+            pool.index_copy_(dim, index, source[:, start : start + pool.shape[1]])
+            start += pool.shape[1]
+        return self
+
+
+class LatentPages(PagedAttentionCache):
+    """The cache that the scheduler of transformers sees, counted in latent rows.
+
+    Raises :class:`InputError` where the memory budget holds no block.
+    """
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        config: PreTrainedConfig,
+        cb_config: ContinuousBatchingConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.max_blocks_per_request = 0  # no table of transformers' own
+        page, token = cb_config.page_size, graphs.bytes_of_token()
+        blocks = LatentBlocks(len(graphs.rows), token, page, cb_config.allow_block_sharing)
+        self.cache_allocators = {FULL_ATTENTION: blocks}
+        self.layer_to_allocator = dict.fromkeys(blocks.layer_indices, blocks)
+        self.bytes_per_sector = blocks.bytes_per_block
+        self.tokens_per_sector = page
+        memory = _Memory(graphs, config, cb_config, dtype, self.bytes_per_sector)
+        try:
+            self.max_batch_tokens, self.num_sectors = memory.infer_max_batch_tokens_and_num_sectors()
+        except (ValueError, MemoryError) as error:
+            raise InputError(
+                f"continuous batching: there is no room for a block of {page} tokens ({self.bytes_per_sector} bytes): "
+                f"{error}; set num_blocks, max_batch_tokens or max_memory_percent of the ContinuousBatchingConfig"
+            ) from error
+        self.pools = graphs.make_pools(self.num_sectors + _RESERVED, page, device)
+        self.pool = CachePool(self.num_sectors, 1)
+        blocks.register_pools(self.pools, self.pool)
+        self.blocks = blocks
+        self.allow_block_sharing = cb_config.allow_block_sharing
+        self.use_prefix_sharing = blocks.use_block_sharing and self.allow_block_sharing
+        self.num_blocks = self.num_sectors
+        self.read_cache_limit = None
+        self.max_decode_fast_path_length = 0
+        # Sizes the indices of what is read in a step, which nobody needs here. `read_all` lifts it as a budget.
+        self.max_tokens_read = 0
+
+    def read_all(self) -> None:
+        """Lets a step read any number of rows: attention finds them by block tables, and no index of them is made."""
+        self.max_tokens_read = 1 << 62
+
+    def extend_read_and_write_indices(self, *_: Any) -> None:
+        """Nothing: see :meth:`read_all`."""
+
+    def update(self, *_: Any) -> Any:
+        """Never called: the graphs write rows themselves."""
+        raise NotImplementedError("latent pages are written by the compiled decode step")
+
+    def table(self, request_id: str) -> list[int]:
+        """The blocks of a request, in the order of its tokens."""
+        blocks: list[int] = self.blocks.block_table[request_id]
+        return blocks
+
+    def room(self) -> int:
+        """The most tokens that one request can have."""
+        return int(self.num_blocks * self.blocks.tokens_per_page)
+
+    def never_fits(self, state: RequestState) -> str | None:
+        """Why a request could not even run alone, or None."""
+        tokens = len(state.initial_tokens) + (state.max_new_tokens or 1) - 1  # the last token is never read
+        if tokens <= self.room():
+            return None
+        return f"the request may grow to {tokens} tokens, and the pool has room for {self.room()}; ask for fewer"
+
+
+class _Memory(PagedAttentionMemoryHandler):
+    """How many blocks fit, as transformers counts, with the tensors that there are here."""
+
+    def __init__(
+        self,
+        graphs: StepGraphs,
+        config: PreTrainedConfig,
+        cb_config: ContinuousBatchingConfig,
+        dtype: torch.dtype,
+        block: int,
+    ) -> None:
+        super().__init__(
+            config=config,
+            cb_config=cb_config,
+            dtype=dtype,
+            bytes_per_sector=block,
+            tokens_per_sector=cb_config.page_size,
+            bytes_per_block=block,
+            attn_types=[FULL_ATTENTION],
+            model_supports_logits_to_keep=True,
+        )
+        self.num_attention_masks = 0
+        self._expanded = graphs.expanded_bytes()
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """A prompt that is continued has its rows taken out of the pages, and K and V made of one layer at a time."""
+        return self._expanded

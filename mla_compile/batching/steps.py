@@ -1,0 +1,136 @@
+"""One step of the scheduler: a batch of requests, some decoding and some reading a piece of their prompt.
+
+Requests with one new token run together, each over its own pages; every piece of a prompt runs by itself, because its
+work is its own and packing several would attend across them. A request that makes the model fail fails alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mla_compile.batching.graphs import Decode, StepGraphs, bucket
+from mla_compile.batching.pages import TRASH, LatentPages
+from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
+
+logger = logging.getLogger("mla_compile")
+Fails = Callable[[Exception, Any], None]
+"""Takes an error and the state of the request that it ends."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one request reads in a step: its tokens, the first of them at position ``past``, and the blocks it has."""
+
+    future: Any
+    ids: torch.Tensor  # [S]
+    past: int
+    table: list[int]
+
+
+class Steps:
+    """What transformers calls in place of the model: takes the packed tokens of a step, returns logits."""
+
+    def __init__(self, graphs: StepGraphs, pages: LatentPages, vocabulary: int) -> None:
+        self._graphs, self._pages, self._vocabulary = graphs, pages, vocabulary
+        self._decode: Decode = graphs.decode(pages.pools)
+        self.batch: Callable[[], list[Any]] = list
+        self.fails: Fails = lambda error, _: _raise(error)
+
+    def _supports_logits_to_keep(self) -> bool:
+        """Asked by transformers: the logits are those of each request's last token, and no others."""
+        return True
+
+    def room(self) -> int:
+        """The most tokens that one request can have."""
+        return self._pages.room()
+
+    def warm_up(self) -> None:
+        """Compiles every graph, with requests that belong to nobody: each serves all sizes."""
+        nobody = _Part(None, torch.zeros(1, dtype=torch.long, device=self._pages.device), 0, [TRASH])
+        self._decoded([nobody])
+        self._graphs.warm_up_prompts(self._pages.device)
+
+    def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: Any) -> SimpleNamespace:
+        """``logits`` [1,n,vocab]: of the requests that get a token, in their order, then rows that nobody reads."""
+        futures, done = self.batch(), dict[int, torch.Tensor]()
+        decoding: list[tuple[int, _Part]] = []
+        start = 0
+        for number, future in enumerate(list(futures)):
+            ids = input_ids[0, start : start + future.query_length].long()
+            start += future.query_length
+            past = future.state.position_offset - future.query_length
+            part = _Part(future, ids, past, self._pages.table(future.state.request_id))
+            if not future.query_length:  # a prompt that waits to be forked before its last token
+                done[number] = torch.zeros(self._vocabulary, device=ids.device)
+            elif future.query_length == 1:
+                decoding.append((number, part))
+            else:
+                self._alone(number, part, done, self._prompt)
+        for number, logits in self._together(decoding):
+            done[number] = logits
+        kept = [(number, future) for number, future in enumerate(list(futures)) if number in done]
+        futures[:] = [future for _, future in kept]
+        rows = [done[number] for number, future in kept if future.has_new_token]
+        logits = input_ids.new_zeros(1, len(logits_indices), self._vocabulary, dtype=torch.float32)
+        if rows:
+            logits[0, : len(rows)] = torch.stack(rows)
+        return SimpleNamespace(logits=logits)
+
+    def _together(self, decoding: Sequence[tuple[int, _Part]]) -> list[tuple[int, torch.Tensor]]:
+        if not decoding:
+            return []
+        try:
+            logits = self._decoded([part for _, part in decoding])
+        except Exception:  # whatever one request makes the model raise must not end the others
+            # What a step writes is the same each time, so the requests may be tried again one by one.
+            logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
+            alone: dict[int, torch.Tensor] = {}
+            for number, part in decoding:
+                self._alone(number, part, alone, lambda one: self._decoded([one])[0])
+            return list(alone.items())
+        return [(number, row) for (number, _), row in zip(decoding, logits, strict=False)]
+
+    def _alone(
+        self, number: int, part: _Part, done: dict[int, torch.Tensor], run: Callable[[_Part], torch.Tensor]
+    ) -> None:
+        try:
+            done[number] = run(part)
+        except Exception as error:  # answered to whoever sent this request
+            logger.warning("request %s failed", part.future.state.request_id, exc_info=True)
+            self.fails(error, part.future.state)
+
+    def _decoded(self, parts: Sequence[_Part]) -> torch.Tensor:
+        """Logits [B',vocab] of one more token each, B' the bucket."""
+        device = self._pages.device
+        B, M = bucket(len(parts)), bucket(max(len(part.table) for part in parts))
+        spare = B - len(parts)
+        table = [[*part.table, *[0] * (M - len(part.table))] for part in parts] + [[TRASH] + [0] * (M - 1)] * spare
+        past = [part.past for part in parts] + [0] * spare
+        ids = torch.cat([*(part.ids for part in parts), torch.zeros(spare, dtype=torch.long, device=device)])
+        positions = torch.tensor(past, dtype=torch.long).to(device, non_blocking=True)
+        lengths = torch.tensor([n + 1 for n in past], dtype=torch.int32).to(device, non_blocking=True)
+        blocks = torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True)
+        logits = self._decode.call(ids[:, None], positions[:, None], blocks, lengths, self._pages.pools)
+        return logits[:, -1].float()
+
+    def _prompt(self, part: _Part) -> torch.Tensor:
+        """Logits [vocab] of the last token of a piece of a prompt, whose rows are written to its pages."""
+        device, count = self._pages.device, len(part.ids)
+        blocks = torch.tensor(part.table, dtype=torch.long).to(device, non_blocking=True)
+        infos = list(zip(self._graphs.rows, self._pages.pools, strict=True))
+        past = [rows_of_pages(pool, blocks, part.past, rows) for rows, pool in infos]
+        at = torch.arange(part.past, part.past + count, device=device)
+        logits, new = self._graphs.prompt(part.ids[None], at[None], past)
+        for (rows, pool), values in zip(infos, new, strict=True):
+            write_to_pages(pool, blocks, at, values, rows)
+        return logits[0].float()
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,56 @@
+"""A causal language model as the two functions of a server: one token of many requests, a piece of one prompt."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from mla_compile.capture.causal_lm import BATCH, PAST, QUERY, CausalLM, evaluating
+from mla_compile.capture.unroll import UnrolledExperts
+from mla_compile.errors import CaptureError, brief
+
+
+def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
+    """The model as an ExportedProgram of ``(input_ids, position_ids, *caches)``, without a mask: nothing is padding.
+
+    It returns ``(logits, *caches)``. ``one_token``: one token of each of B sequences, B any number, with as many cached
+    tokens each; else any number of tokens from two on of one sequence, with logits of the last only, if the model can
+    do that. Raises :class:`CaptureError` for a model that cannot be traced like that.
+    """
+    device = next(lm.model.parameters()).device
+    B, S = (BATCH, 1) if one_token else (1, QUERY)
+    ids = torch.arange(3, 3 + B * S, device=device).reshape(B, S)
+    positions = torch.arange(PAST, PAST + S, device=device).repeat(B, 1)
+    batch, tokens, past = Dim("batch"), Dim("query"), Dim("past", min=0)
+    new = {0: batch} if one_token else {1: tokens}
+    rows = [({0: batch} if one_token else {}) | ({} if c.axis is None else {c.axis: past}) for c in lm.caches]
+    step = _Step(lm, last_only=not one_token and "logits_to_keep" in inspect.signature(lm.model.forward).parameters)
+    with torch.no_grad(), evaluating(lm.model), UnrolledExperts():
+        try:
+            inputs = (ids, positions, lm.empty(B, PAST))
+            return torch.export.export(step, inputs, dynamic_shapes=(new, new, rows), strict=False)
+        except Exception as error:  # tracing runs the user's model, which may raise anything
+            raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
+
+
+class _Step(torch.nn.Module):
+    def __init__(self, lm: CausalLM, *, last_only: bool) -> None:
+        super().__init__()
+        self.model = lm.model
+        self._lm = (lm,)  # in a tuple, so that it is no submodule
+        self._extra = {"logits_to_keep": 1} if last_only else {}
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, caches: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        (lm,) = self._lm
+        out = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            past_key_values=lm.filled(caches),
+            use_cache=True,
+            **self._extra,
+        )
+        return out.logits, [entry.of(out.past_key_values) for entry in lm.caches]

@@ -1,0 +1,310 @@
+"""A decode step over pages: rows of many requests lie in one pool, and each request has a list of its pages.
+
+Before, for every cache that grows, in a step of one token::
+
+    rows = cat([past, new], tokens);  decode_attention(q, latent_rows, rope_rows, ...) -> and rows are returned
+
+After: the new rows are written into the pool, and the attention is told where the rows of each request are::
+
+    page, offset = block_table[b, (len - 1) // size], (len - 1) % size
+    index_put_(pages, [page, offset], new)
+    paged_decode_attention(q, latent_pages, rope_pages, block_table, seq_lens, ...)
+
+In the step as it was traced, all sequences of a batch have as many tokens. That each may have a number of its own needs
+what :func:`find_pages` looks for: the attentions hide nothing that is cached, nothing else reads a cache, and nothing
+reads how long it is. Then a sequence meets the length of the batch nowhere, and its own only as the rows that it has.
+
+The writes are in place, in a graph that is otherwise functional: a pool is far too large to be copied, and nobody reads
+what was in those rows before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from mla_compile.core.program import Program
+from mla_compile.passes.cache.packed import FLOAT8, float8_values, pack, packed_width
+from mla_compile.passes.cache.recipe import at_once
+from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
+from mla_compile.passes.ir.operators import Copy, Join, Regroup, decode
+from mla_compile.passes.ir.sizes import Size, same, same_sizes
+from mla_compile.passes.ir.walk import remove_dead_code
+
+aten = torch.ops.aten
+TABLE, LENGTHS = "block_table", "seq_lens"
+_fresh_names = itertools.count()
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """One cache of a step: its placeholder, the node of all its rows, the node of the new ones, who attends to it.
+
+    ``attentions``: the operator, and which of its arguments the rows are: 1 the latent, 2 the rotary keys.
+    """
+
+    past: fx.Node
+    joined: fx.Node
+    new: fx.Node
+    width: int
+    attentions: tuple[tuple[fx.Node, int], ...]
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether these rows are what attentions sum."""
+        return any(place == 1 for _, place in self.attentions)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the rows."""
+        return val(self.joined).dtype
+
+
+@dataclass(frozen=True)
+class Unpaged:
+    """Why a step cannot run over pages."""
+
+    reason: str
+
+
+def read_batch_from(program: Program, tokens: str) -> None:
+    """Reads the number of sequences from the token ids [B,1] wherever it was read from another tensor."""
+    source = program.node(tokens)
+    B = shape(source)[0]
+    for node in program.gm.graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        read, dim = args_of(node)
+        if read is not source and not isinstance(B, int) and same(shape(read)[dim], B):
+            node.args = (source, 0)
+
+
+def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...] | Unpaged:
+    """The caches of a decode step that may become pages, in the order of ``caches``, or why that cannot be.
+
+    ``program`` is rewritten, takes one token of each sequence and has been through :func:`read_batch_from`. ``caches``:
+    placeholders of rows [B,T,width] or [B,1,T,width]; as many values, the last that it returns, are those
+    rows with the new ones.
+    """
+    returned = program.outputs[len(program.outputs) - len(caches) :]
+    found: list[PagedRows] = []
+    for name, present in zip(caches, returned, strict=True):
+        rows = _grown(program.node(name), present)
+        if isinstance(rows, Unpaged):
+            return rows
+        found.append(rows)
+    attentions = program.gm.graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default)
+    known = {node: {place for rows in found for at, place in rows.attentions if at is node} for node in attentions}
+    for node in attentions:
+        told = _not_on_pages(node, known[node])
+        if told is not None:
+            return Unpaged(told)
+    for rows in found:
+        told = _length_read(rows)
+        if told is not None:
+            return Unpaged(told)
+    return tuple(found)
+
+
+def _grown(past: fx.Node, present: object) -> PagedRows | Unpaged:
+    joined = _same(present) if isinstance(present, fx.Node) else None
+    how = decode(joined) if joined is not None and joined.op == "call_function" else None
+    if joined is None or not isinstance(how, Join) or len(how.parts) != 2 or _same(how.parts[0]) is not past:
+        return Unpaged(f"the cache {past.name} does not grow by new rows behind the old ones")
+    axes = [k for k, n in enumerate(shape(joined)) if not same(n, 1)]
+    new = how.parts[1]
+    if len(axes) != 3 or axes.index(how.dim) != 1 or not same(shape(new)[how.dim], 1):
+        return Unpaged(f"the cache {past.name} is {list(val(joined).shape)} with new rows, expected [B,T,width] by one")
+    width = shape(joined)[axes[2]]
+    if not isinstance(width, int):
+        return Unpaged(f"the rows of {past.name} are of no fixed width")
+    attentions: list[tuple[fx.Node, int]] = []
+    for node, reader in _readers(joined):
+        if reader.op == "output":
+            continue
+        places = [k for k in (1, 2) if argument(reader, k, "") is node] if _is_attention(reader) else []
+        if len(places) != 1:
+            return Unpaged(f"the rows of {past.name} are also read by {reader.name}, {packet(reader) or reader.op}")
+        attentions.append((reader, places[0]))
+    if not attentions:
+        return Unpaged(f"no attention reads the rows of {past.name} where they lie")
+    return PagedRows(past, joined, new, width, tuple(attentions))
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return packet(node) is torch.ops.mla_compile.decode_attention
+
+
+def _not_on_pages(node: fx.Node, places: set[int]) -> str | None:
+    """Why an attention cannot read pages, or None."""
+    if 1 not in places or (argument(node, 2, "rope") is not None and 2 not in places):
+        return f"{node.name} attends to rows that are no cache of one token after another"
+    for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale")):
+        if argument(node, position, name) is not None:
+            hides = "hides some of the rows that are cached" if name in ("mask", "seq_lens") else f"reads {name}"
+            return f"{node.name} {hides}, which attention over pages cannot"
+    return None
+
+
+def _length_read(rows: PagedRows) -> str | None:
+    """What reads the length of a cache, which would be another one for each request."""
+    for node, reader in _readers(rows.past):
+        if reader is not rows.joined and reader.op != "output":
+            return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or how long it is"
+    return None
+
+
+def _same(node: fx.Node) -> fx.Node:
+    """``node``, or what it is the same rows of in other axes of size 1."""
+    while node.op == "call_function":
+        how = decode(node)
+        if not isinstance(how, (Copy, Regroup)) or val(how.x).dtype != val(node).dtype:
+            return node
+        if not same_sizes(_long_axes(how.x), _long_axes(node)):
+            return node
+        node = how.x
+    return node
+
+
+def _long_axes(node: fx.Node) -> list[Size]:
+    return [n for n in shape(node) if not same(n, 1)]
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Whoever reads these rows, and as which node: through other axes of size 1, which are the same rows."""
+    for user in node.users:
+        if user.op == "call_function" and user is not node and _same(user) is _same(node):
+            yield from _readers(user)
+        else:
+            yield node, user
+
+
+def step_over_pages(
+    program: Program, found: Sequence[PagedRows], pools: Sequence[torch.Tensor], tokens: str, *, packed: bool
+) -> tuple[str, ...]:
+    """Rewrites the step; returns the names of its new inputs: the block table, the lengths, then one pool per cache.
+
+    The caches are no inputs any more, and no results. ``pools`` are [P,page,width] as :func:`pool_rows` says.
+    """
+    graph, fake_mode = program.gm.graph, program.fake_mode
+    assert fake_mode is not None
+    B = val(program.node(tokens)).shape[0]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    with fake_mode:
+        table = torch.empty(B, _fresh(program, 6), dtype=torch.int32, device=pools[0].device)
+        lengths = torch.empty(B, dtype=torch.int32, device=pools[0].device)
+        shown = [torch.empty(pool.shape, dtype=pool.dtype, device=pool.device) for pool in pools]
+    named = [(TABLE, table), (LENGTHS, lengths), *((f"pages_{k}", value) for k, value in enumerate(shown))]
+    inputs = [_placeholder(graph, first, name, value) for name, value in named]
+    table_node, lengths_node, *pages = inputs
+    where = _slots(Builder(first, fake_mode), table_node, lengths_node, pools[0].shape[1])
+    for rows, pool in zip(found, pages, strict=True):
+        _write(rows, pool, where, Builder(rows.joined, fake_mode), packed=packed)
+    for node in {at: None for rows in found for at, _ in rows.attentions}:
+        _attend(node, found, pages, table_node, lengths_node, Builder(node, fake_mode), packed=packed)
+    graph.output_node().args = (program.outputs[: len(program.outputs) - len(found)],)
+    remove_dead_code(graph)
+    for rows in found:
+        graph.erase_node(rows.past)
+    graph.lint()
+    program.gm.recompile()
+    return tuple(node.name for node in inputs)
+
+
+def pool_rows(rows: PagedRows, *, packed: bool) -> tuple[int, torch.dtype]:
+    """Width and dtype of a pool of these rows. ``packed``: latent rows are bytes, float8 values and their scale."""
+    if packed and rows.is_latent:
+        return packed_width(rows.width), torch.uint8
+    return rows.width, rows.dtype
+
+
+def _fresh(program: Program, hint: int) -> torch.SymInt:
+    """A size that no other one is equal to."""
+    env = program.fake_mode.shape_env if program.fake_mode is not None else None
+    assert env is not None, "a step is traced for any number of sequences"
+    source = ConstantSource(f"pages_of_a_request_{next(_fresh_names)}")  # equal sources would be one symbol
+    symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    made = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(made, torch.SymInt)
+    return made
+
+
+def _placeholder(graph: fx.Graph, before: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+    with graph.inserting_before(before):
+        node = graph.placeholder(name)
+    node.meta["val"] = value
+    return node
+
+
+def _slots(builder: Builder, table: fx.Node, lengths: fx.Node, page: int) -> tuple[fx.Node, fx.Node]:
+    """Page and offset [B] of each request's newest row."""
+
+    def where(table_BM: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        last = lengths_B.long() - 1
+        at = (last // page)[:, None]
+        return table_BM.gather(1, at).squeeze(1).long(), last % page
+
+    page_node, offset = builder.trace_all(where, [table, lengths])
+    return page_node, offset
+
+
+def _write(rows: PagedRows, pool: fx.Node, where: tuple[fx.Node, fx.Node], builder: Builder, *, packed: bool) -> None:
+    new = builder.call(aten.reshape.default, rows.new, [-1, rows.width])
+    if packed and rows.is_latent:
+        new = pack(new, rows.width, builder.call)
+    builder.call(aten.index_put_.default, pool, list(where), new)
+
+
+def _attend(
+    node: fx.Node,
+    found: Sequence[PagedRows],
+    pages: Sequence[fx.Node],
+    table: fx.Node,
+    lengths: fx.Node,
+    builder: Builder,
+    *,
+    packed: bool,
+) -> None:
+    pool = {place: k for k, rows in enumerate(found) for at, place in rows.attentions if at is node}
+    latent, scale = pages[pool[1]], None
+    rope = pages[pool[2]] if 2 in pool else None
+    if packed:
+        rows = found[pool[1]]
+        scale = _scales(latent, rows.width, builder)
+        latent = float8_values(latent, rows.width, builder.call)
+    kwargs = {name: node.kwargs[name] for name in ("scale", "softcap", "window") if name in node.kwargs}
+    attended = builder.call(
+        torch.ops.mla_compile.paged_decode_attention.default,
+        args_of(node)[0], latent, rope, table, lengths, argument(node, 6, "sinks"), scale, **kwargs,
+    )  # fmt: skip
+    node.replace_all_uses_with(attended)
+    node.graph.erase_node(node)
+
+
+def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
+    """The scales [P,page] of packed rows where they lie: no pool is cut, so they are at multiples of four bytes."""
+    own = builder.call(aten.slice.Tensor, pool, 2, packed_width(width) - 4, packed_width(width))
+    return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)
+
+
+def rows_of_pages(pool: torch.Tensor, table: torch.Tensor, tokens: int, rows: PagedRows) -> torch.Tensor:
+    """The first ``tokens`` rows [tokens, width] of one request, in the model's dtype, out of a pool of its pages."""
+    page = pool.shape[1]
+    taken = pool[table[: -(-tokens // page)].long()].reshape(-1, pool.shape[2])[:tokens]
+    if pool.dtype != torch.uint8:
+        return taken
+    scale = taken[:, packed_width(rows.width) - 4 :].contiguous().view(torch.float32)
+    return (taken[:, : rows.width].view(FLOAT8).float() * scale).to(rows.dtype)
+
+
+def write_to_pages(
+    pool: torch.Tensor, table: torch.Tensor, at: torch.Tensor, values: torch.Tensor, rows: PagedRows
+) -> None:
+    """Writes ``values`` [S,width] as the rows ``at`` [S] of one request into a pool, packed where its rows are."""
+    page = pool.shape[1]
+    packed = pack(values, rows.width, at_once) if pool.dtype == torch.uint8 else values
+    pool[table[at // page].long(), at % page] = packed

@@ -1,0 +1,44 @@
+"""Tiny models that serve many users, each made once: tracing takes most of the time of these tests."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import mla_compile
+from tests.support import models
+
+
+@functools.cache
+def serving(name: str, **options: Any) -> tuple[Any, Any]:
+    """A tiny model, and what ``continuous_batching`` makes of it, without compiled code."""
+    # With tied embeddings a tiny random model says the last token again, whatever its attention does.
+    model = models.build(name, tie_word_embeddings=False)
+    return model, mla_compile.continuous_batching(model, codegen="eager", **options)
+
+
+@pytest.fixture(scope="session")
+def served() -> tuple[Any, Any]:
+    return serving("deepseek_v3")
+
+
+@pytest.fixture(autouse=True)
+def no_manager_is_left(request: pytest.FixtureRequest):
+    yield
+    if "served" in request.fixturenames:
+        request.getfixturevalue("served")[1].destroy_cached_continuous_batching_manager()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quiet():
+    """Errors of requests are logged by transformers with their tracebacks; here they are meant."""
+    from transformers.generation.continuous_batching.utils import logger
+
+    before = logger.level
+    logger.setLevel(100)
+    yield
+    logger.setLevel(before)
+    torch.set_grad_enabled(True)
