@@ -89,7 +89,7 @@ def _nested(graph: fx.Graph, node: fx.Node) -> str | None:
 def _of_a_library(node: fx.Node) -> str | None:
     """Why an operator of no rule is taken for an attention: by its name, or by the shapes that it combines."""
     name = foreign_name(node)
-    if name is None or name.startswith("mla_compile::"):
+    if name is None:
         return None
     short = name.partition("::")[2].lower()
     if not any(word in short for word in _ATTENTION) and not _combines(node):

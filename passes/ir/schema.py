@@ -35,6 +35,7 @@ def called_name(node: fx.Node) -> str:
 
 
 def foreign_name(node: fx.Node) -> str | None:
-    """:func:`called_name` of an operator that is not torch's own; None for those."""
+    """:func:`called_name` of an operator that is neither torch's own nor ours; None for those."""
     name = called_name(node)
-    return None if not name or name.split("::")[0] in ("aten", "prims", "prim", "higher_order") else name
+    own = name.split("::")[0] in ("aten", "prims", "prim", "higher_order", "mla_compile")
+    return None if not name or own else name
