@@ -217,7 +217,7 @@ def _copy(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if x is None or dtype.is_complex or dtype == torch.bool:
         return None
     if dtype.is_floating_point and dtype.itemsize > 1:
-        return x
+        return x if x.zero is None or _holds(dtype, x) else None
     if dtype.is_floating_point:
         fits = x.zero is None and FINE <= x.top <= torch.finfo(dtype).max * (1 + _SLACK)
         return replace(x, dropped=short(dtype)) if fits else None
@@ -226,9 +226,13 @@ def _copy(tracker: RowTracker, node: fx.Node) -> Scaled | None:
 
 
 def _holds(dtype: torch.dtype, x: Scaled) -> bool:
-    """Whether none of the whole numbers of ``x`` wraps around in ``dtype``. Sums of products are made for 32 bits."""
+    """Whether ``dtype`` has all the whole numbers of ``x``. Sums of products are made for 32 bits."""
+    if x.top == math.inf:
+        return dtype.itemsize >= 4
+    if dtype.is_floating_point:
+        return x.top <= 2 / torch.finfo(dtype).eps
     info = torch.iinfo(dtype)
-    return info.bits >= 32 if x.top == math.inf else info.min <= round(x.low) and round(x.high) <= info.max
+    return info.min <= round(x.low) and round(x.high) <= info.max
 
 
 def short(dtype: torch.dtype) -> str:
@@ -265,7 +269,9 @@ def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
         return None
     by = by if packet(node) is aten.add else -by
     moved = replace(x, zero=(x.zero or 0) + by or None, low=x.low + by, high=x.high + by)
-    return moved if val(node).dtype.is_floating_point or _holds(val(node).dtype, moved) else None
+    # Moved farther than they reach, they would be lost in the rounding of what they are moved by.
+    near = abs(moved.zero or 0) <= x.high - x.low + 1
+    return moved if near and _holds(val(node).dtype, moved) else None
 
 
 def _is_sum(node: Any, x: Scaled) -> bool:
@@ -312,6 +318,8 @@ def _matmul(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     if x is None or not tracker.is_weight(b) or len(shape(b)) != 2 or bias is not None:
         return None
     found = tracker.product(node, x, b, packet(node) is aten.linear)
+    if found is not None and found.zero is not None and not _holds(val(node).dtype, found):
+        return None  # what is taken off again would leave the rounding of larger sums
     # Whole numbers times whole numbers.
     return found and replace(found, whole=not val(node).dtype.is_floating_point)
 

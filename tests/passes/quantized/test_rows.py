@@ -248,6 +248,29 @@ def shifted_in_a_byte(layer: Int8, x: Tensor) -> Tensor:
     return (total * s * layer.scale).to(x.dtype)
 
 
+def shifted_far(layer: Int8, x: Tensor) -> Tensor:
+    """A million steps away, most of the rows' digits are lost in the sums."""
+    s = scale(x.float())
+    q = (x.float() / s).round().clamp(-128, 127) + 1000000
+    total = F.linear(q, layer.weight.float()) - layer.weight.float().sum(1) * 1000000
+    return (total * s * layer.scale).to(x.dtype)
+
+
+def shifted_in_half(layer: Int8, x: Tensor) -> Tensor:
+    """bfloat16 has whole numbers up to 256."""
+    s = scale(x)
+    q = (x / s).round().clamp(-128, 127) + 200
+    total = F.linear(q.float(), layer.weight.float()) - layer.weight.float().sum(1) * 200
+    return (total * s * layer.scale).to(x.dtype)
+
+
+def shifted_sums_in_half(layer: Int8, x: Tensor) -> Tensor:
+    s = scale(x)
+    q = (x / s).round().clamp(-128, 127) + 128
+    total = F.linear(q, layer.weight.to(x.dtype)) - layer.weight.float().sum(1) * 128
+    return (total * s * layer.scale).to(x.dtype)
+
+
 def shifted_before_it_is_rounded(layer: Int8, x: Tensor) -> Tensor:
     """One step for all that lies between -1 and 1: the shift is no part of the rows."""
     s = scale(x.float(), 1)
@@ -285,6 +308,7 @@ def scale_above_a_constant(layer: Int8, x: Tensor) -> Tensor:
 
 ILLEGAL = [
     shifted_by_less, shifted_beyond_a_byte, shifted_by_other_sums, shifted_in_a_byte, shifted_before_it_is_rounded,
+    shifted_far, shifted_in_half, shifted_sums_in_half,
     rounded_to_multiples, scale_of_whole_steps, scale_with_more_added, scale_above_a_tensor, scale_above_a_constant,
     clipped, cut_off, floored, ternary, scaled_twice, never_scaled_back, scales_of_other_rows,
     scaled_back_in_another_order, scales_of_columns, wrapping_around, unsigned, sums_cut_to_a_byte,
