@@ -41,13 +41,15 @@ def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -
     graph = program.gm.graph
     found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
     returned: dict[fx.Node, tuple[int, ...]] = {}
-    written = _own_buffers(program) if assume else []
+    written = _own_buffers(program, assume)
     for index, value in enumerate(program.outputs):
         own = index >= len(program.mutations) or program.mutations[index] in written
         if own and isinstance(value, fx.Node):
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
-    assumed = [*_own_inputs(program), *map(program.node, written)] if assume else []
+    assumed = [node for node in map(program.node, written) if node not in pasts]
+    if assume:
+        assumed += _own_inputs(program)
     sites = [site for site in found.sites if site.node.name not in refused]
     caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, packs=packs)
     if caches:
@@ -66,6 +68,8 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
     names = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
     found: dict[fx.Node, Past] = {}
     for name, tensor in program.latents.items():
+        if name in program.mutations and name not in program.own:
+            continue  # the caller's, who may have other tensors of these rows
         leaves = [names.get(id(leaf)) for leaf in tensor.leaves]
         if tensor.recipe is None or None in leaves:
             continue
@@ -91,10 +95,10 @@ def _own_inputs(program: Program) -> list[fx.Node]:
     ]
 
 
-def _own_buffers(program: Program) -> list[str]:
-    """The inputs of the program that it writes to, and of which it returns no view.
+def _own_buffers(program: Program, assume: bool) -> list[str]:
+    """The buffers that the program writes to, and of which it returns no view: inputs, or those of its module.
 
-    A buffer of a module is none of them: its place in the state of the program would have to change.
+    A buffer of an exported module is none of them: its place in the state of the program would have to change.
     """
     signature = getattr(program.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)
@@ -102,7 +106,7 @@ def _own_buffers(program: Program) -> list[str]:
         name
         for name in program.mutations
         if program.node(name).op == "placeholder"
-        and (known is None or name in known)
+        and (name in program.own or (assume and (known is None or name in known)))
         and name not in program.aliases.values()
         and program.node(name).meta["val"].dtype.is_floating_point
     ]

@@ -70,6 +70,7 @@ class Program:
         original: what was captured, for the way back out.
         parts: input that is a tensor subclass -> node name -> plain tensor, for the nodes that read its plain tensors.
         latents: placeholder name -> the example input that carries latent rows (``LatentTensor``).
+        own: placeholder names of the buffers that may be kept as rows: an optimized module's own.
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
         appends: the caches that new rows are written behind.
         autocast: whether casts of autocast, on within the graph or around its capture, are written out in it.
@@ -84,6 +85,7 @@ class Program:
     original: fx.GraphModule | torch.export.ExportedProgram | None = None
     parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     latents: dict[str, Any] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
     cache: Any = None
     appends: tuple[Append, ...] = ()
     autocast: bool = False
@@ -101,6 +103,7 @@ class Program:
             original=self.original,
             parts=self.parts,
             latents=dict(self.latents),
+            own=self.own,
             cache=self.cache,
             appends=self.appends,
             autocast=self.autocast,

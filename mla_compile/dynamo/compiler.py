@@ -35,6 +35,7 @@ from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.latent_calls import expanding, plain_examples, with_rows
+from mla_compile.runtime.own_buffers import BuffersInTrace
 
 logger = logging.getLogger("mla_compile")
 
@@ -69,6 +70,7 @@ class Compiler:
         explain_only: bool = False,
         on_report: Callable[[], None] | None = None,
         recompiles: Recompiles | None = None,
+        buffers: BuffersInTrace | None = None,
     ) -> None:
         self.options = replace(
             options,
@@ -78,6 +80,7 @@ class Compiler:
         self.explain_only = explain_only
         self.on_report = on_report
         self.recompiles = recompiles
+        self.buffers = buffers
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -94,7 +97,7 @@ class Compiler:
         call = self._generate(gm, inputs) if done is None else self._assemble(gm, inputs, done)
         if not latents or (done is not None and done.outcome.base.cache is not None):
             return call
-        return expanding(call)
+        return expanding(call, gm)
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         attention = has_attention(gm)
@@ -111,6 +114,7 @@ class Compiler:
         try:
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
+            program.own = self._own_buffers(program, example_inputs, latents)
             with without_autocast():
                 outcome, folds = self._outcome(program, example_inputs, str(gm.meta.get("dynamo_compile_id", "")))
         except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
@@ -123,6 +127,8 @@ class Compiler:
                 _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
         self.reports.append(outcome.report)
+        if self.buffers is not None:
+            self.buffers.add(program, outcome.base, example_inputs)
         if self.explain_only:
             return None
         tell(outcome.report)
@@ -131,6 +137,12 @@ class Compiler:
             self.on_report()
         done = _Rewritten(program, outcome, folds)
         return done if done.changed or outcome.program.appends else None
+
+    def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
+        """The inputs that are buffers of the module which may be, or are, kept as rows."""
+        names = [node.name for node in program.placeholders]
+        traced = {} if self.buffers is None else {n for n, x in zip(names, example_inputs, strict=True) if x in self.buffers}
+        return frozenset(traced) | {name for name, tensor in latents.items() if tensor.is_own}
 
     def _outcome(self, program: Program, example_inputs: Inputs, name: str) -> tuple[Outcome, FoldedWeights | None]:
         outcome = pipeline.run(program, self.options, name, draw=self.explain_only)

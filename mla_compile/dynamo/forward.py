@@ -5,26 +5,27 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import reset_code
 from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
 
+from mla_compile.core.places import Place
 from mla_compile.dynamo.compiler import Compiler
+from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.recompiles import Recompiles
-from mla_compile.errors import MlaCompileWarning
+from mla_compile.dynamo.trace import trace
+from mla_compile.errors import MlaCompileError, MlaCompileWarning
 from mla_compile.options import Options
 from mla_compile.report.report import Report
+from mla_compile.runtime.own_buffers import KeptBuffer, OwnBuffers
 
-_numbers = itertools.count()
 _GRADIENTS = (
     "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode call it under "
     "torch.no_grad() or torch.inference_mode()"
@@ -33,28 +34,6 @@ _GLOBAL_HOOKS = (
     "a hook for all modules is registered (register_module_forward_hook), and compiled code would not call one that is "
     "registered later; as long as there is one, the model runs in its original, uncompiled form"
 )
-
-
-def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
-    """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
-
-    Dynamo counts recompilations per code object, and all models of a library may enter through the same one (a
-    decorator's wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore has a
-    code object of its own; functions called after a graph break are kept apart too where torch can (2.13 and later).
-    """
-
-    def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
-        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
-
-    # Equal code objects are one to Python's dicts, so the name has to differ as well.
-    code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
-    own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
-    # Its compiled graphs refer back to it through C, a cycle that the garbage collector does not see.
-    weakref.finalize(own, reset_code, code).atexit = False
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        settings["isolate_recompiles"] = True
-    compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
-    return compiled
 
 
 class CompiledForward:
@@ -92,6 +71,7 @@ class CompiledForward:
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
         self.__code__ = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # torch.export reads it
         self._run = compiled_entry(self.compiler, **settings)
+        self._buffers = OwnBuffers(module, self._trace) if self._may_own_buffers() else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""
@@ -99,6 +79,8 @@ class CompiledForward:
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
         with self.recompiles.settings():
+            if self._buffers is not None:
+                self._buffers.prepare(args, kwargs)
             return self._run(self.module, args, kwargs, self._replaced)
 
     def install(self) -> None:
@@ -108,6 +90,21 @@ class CompiledForward:
         vars(self.module)["forward"] = self
         if hasattr(self.module, "get_compiled_call"):
             vars(self.module)["get_compiled_call"] = self.call_module
+
+    def _may_own_buffers(self) -> bool:
+        # A forward that was set on the object is bound to the original, whose buffers it would read.
+        return self.compiler.options.cache == "latent" and self._replaced is None
+
+    def _trace(
+        self, args: Sequence[object], kwargs: Mapping[str, object], empty: Collection[Place]
+    ) -> list[KeptBuffer]:
+        """Which of the buffers ``empty`` may be kept as rows, by a trace of this call, in which nothing is computed."""
+        plain = copy.copy(self.module)
+        self.uninstall(plain)
+        try:
+            return trace(plain, args, kwargs, self.options, empty).kept
+        except MlaCompileError:  # the call itself says what is wrong
+            return []
 
     def uninstall(self, module: torch.nn.Module) -> None:
         """Give a copy of the module back the forward that it had before."""

@@ -6,9 +6,9 @@ import copy
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from mla_compile.core.places import Place
 from mla_compile.dynamo.compiler import Compiler
-from mla_compile.dynamo.forward import compiled_entry
+from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief, first_line, nearest
 from mla_compile.options import Options
 from mla_compile.report.report import Report
+from mla_compile.runtime.own_buffers import BuffersInTrace, KeptBuffer, empty_buffers
 
 Arguments = tuple[torch.nn.Module, Sequence[object], Mapping[str, object]]
 """A module, and the positional and keyword arguments of its forward."""
@@ -35,6 +37,39 @@ def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
     """The report of one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
+    return trace(module, args, kwargs, options, empty_buffers(module)).report()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward that was traced, in one or several graphs."""
+
+    compiler: Compiler
+    breaks: tuple[str, ...]
+
+    @property
+    def kept(self) -> list[KeptBuffer]:
+        """The buffers of the module that can be kept as rows."""
+        return [] if self.compiler.buffers is None else self.compiler.buffers.kept
+
+    def report(self) -> Report:
+        """What became of its attentions."""
+        report = Report.merged(self.compiler.reports)
+        problems = tuple(f"a graph could not be examined: {failure}" for failure in self.compiler.failures)
+        # An attention that a break cuts in two, or in a frame that Dynamo skips, is in no graph and so not among the
+        # sites.
+        broken = tuple(f"Dynamo broke the graph: {reason}" for reason in self.breaks)
+        return replace(report, messages=report.messages + problems + broken)
+
+
+def trace(
+    module: torch.nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    options: Options,
+    empty: Collection[Place],
+) -> Trace:
+    """Traces one forward, in which the buffers ``empty`` hold zeros; raises what :func:`explain_module` does."""
     try:
         inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except TypeError as error:
@@ -42,12 +77,11 @@ def explain_module(
         raise InputError(f"the inputs do not fit {type(module).__name__}.forward: {error}{hint}") from error
     attempts = [_fake_copies] if _has_meta(module) else [_fake_copies, _real_copies]
     for copies in attempts:
-        compiler = Compiler(options, explain_only=True)
         before = Counter(counters["graph_break"])
-        entry = compiled_entry(compiler)
         try:
             with copies((module, args, kwargs)) as copied, torch.no_grad():
-                entry(*copied)
+                compiler = Compiler(options, explain_only=True, buffers=BuffersInTrace(copied[0], empty))
+                compiled_entry(compiler)(*copied)
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             # The trace may need values (a branch, an index): try again with real ones where there are any.
             if copies is not attempts[-1]:
@@ -61,11 +95,7 @@ def explain_module(
     if not compiler.graphs:
         said = f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward"
         raise CaptureError("; ".join((said, *breaks)))
-    report = Report.merged(compiler.reports)
-    problems = tuple(f"a graph could not be examined: {failure}" for failure in compiler.failures)
-    # An attention that a break cuts in two, or in a frame that Dynamo skips, is in no graph and so not among the sites.
-    broken = tuple(f"Dynamo broke the graph: {reason}" for reason in breaks)
-    return replace(report, messages=report.messages + problems + broken)
+    return Trace(compiler, breaks)
 
 
 def _one_line(reason: str) -> str:

@@ -7,11 +7,13 @@ compiled graph takes the rows themselves. How the caller keeps the cache is neit
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from mla_compile.errors import StaleWeightError
@@ -25,6 +27,7 @@ class _Cell:
     """What one K is computed from; shared by all tensors that are, or show a part of, the same memory.
 
     ``full`` is K itself, once somebody has written to it or holds a view of it. From then on it is what counts.
+    ``own``: it is a buffer of a module, into whose rows compiled graphs write.
     """
 
     def __init__(
@@ -33,11 +36,14 @@ class _Cell:
         rows: Sequence[torch.Tensor] = (),
         leaves: Sequence[torch.Tensor] = (),
         full: torch.Tensor | None = None,
+        *,
+        own: bool = False,
     ) -> None:
         self.recipe = recipe
         self.rows = tuple(rows)
         self.leaves = tuple(leaves)
         self.full = full
+        self.own = own
         self.versions = [version(leaf) for leaf in leaves]
 
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -52,8 +58,16 @@ class _Cell:
         """K itself, which replaces the rows from now on."""
         if self.full is None:
             self.full = self.expand(self.rows)
-            self.rows = self.leaves = ()
+            if not isinstance(self.full, FakeTensor):  # the guards of a trace are about what came in
+                self.rows = self.leaves = ()
         return self.full
+
+    def clear(self) -> None:
+        """All zeros, which are those of any weights."""
+        with torch.no_grad():
+            for row in self.rows:
+                row.zero_()
+        self.versions = [version(leaf) for leaf in self.leaves]
 
     def check(self) -> None:
         """Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
@@ -96,16 +110,18 @@ class LatentTensor(torch.Tensor):
         return made
 
     @classmethod
-    def of(cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> LatentTensor:
-        """A new tensor that is computed from ``rows``."""
-        return cls(_Cell(recipe, rows, leaves), recipe.tokens)
+    def of(
+        cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, own: bool = False
+    ) -> LatentTensor:
+        """A new tensor that is computed from ``rows``; ``own``: it is a buffer, and its rows may be written to."""
+        return cls(_Cell(recipe, rows, leaves, own=own), recipe.tokens)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
     # The protocol of compilers.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        if self._cell.full is not None:
+        if not self._cell.rows:
             return ["full"], self._tokens
         names = [f"rows{i}" for i in range(len(self._cell.rows))] + [f"leaf{i}" for i in range(len(self._cell.leaves))]
         return names, self._cell.recipe
@@ -139,6 +155,11 @@ class LatentTensor(torch.Tensor):
         return None if self._cell.full is not None else self._cell.recipe
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is a buffer of a module, into whose rows compiled graphs write."""
+        return self._cell.own
+
+    @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The weights it is expanded with."""
         return self._cell.leaves
@@ -156,7 +177,9 @@ class LatentTensor(torch.Tensor):
         if self._part is None:
             start, stop = self._span
             axis = cell.recipe.token_axis
-            self._part = tuple(_once((r,), torch.Tensor.narrow, axis, start, stop - start) for r in cell.rows)
+            # A copy, which compiled graphs need not be made anew for; of rows that are written to, those themselves.
+            make = torch.Tensor.narrow if cell.own else _narrowed
+            self._part = tuple(_once((r,), make, axis, start, stop - start) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
@@ -234,7 +257,13 @@ class LatentTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.clone() if self.recipe is not None else self.expanded().clone()
+            if self.recipe is None:
+                memo[id(self)] = self.expanded().clone()
+            elif self.is_own:  # with its module, whose weights are copied too
+                rows, leaves = copy.deepcopy((self.rows(), self.leaves), memo)
+                memo[id(self)] = LatentTensor.of(self.recipe, rows, leaves, own=True)
+            else:
+                memo[id(self)] = self.clone()
         made: torch.Tensor = memo[id(self)]
         return made
 
@@ -254,10 +283,15 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
     if not isinstance(x, LatentTensor) or x.recipe is None or kwargs:
         return None
     recipe = x.recipe
+    if x.is_own and x._span is None and (func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)):
+        x._cell.clear()
+        return x
     if func is aten.detach.default:
         return LatentTensor(x._cell, x._tokens, x._span)
     if func is aten.clone.default:
-        return LatentTensor.of(recipe, x.rows(), x.leaves)  # rows are never written to
+        # Rows that nobody writes to need no copy.
+        rows = [_once((r,), torch.Tensor.clone) for r in x.rows()] if x.is_own else x.rows()
+        return LatentTensor.of(recipe, rows, x.leaves)
     if func is aten.index_select.default:
         dim = args[1] % len(recipe.kinds)
         if recipe.kinds[dim] == "row":
@@ -280,18 +314,22 @@ def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], 
     if len(_made) > 256:
         for old in [k for k, (result, _) in list(_made.items()) if result() is None]:
             _made.pop(old, None)
-    made = make(*sources, *how).contiguous()
+    made = make(*sources, *how)
     _made[key] = weakref.ref(made), tuple(map(weakref.ref, sources))
     return made
 
 
+def _narrowed(rows: torch.Tensor, *how: int) -> torch.Tensor:
+    return rows.narrow(*how).contiguous()
+
+
 def _select(rows: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
-    return rows.index_select(axis, order)
+    return rows.index_select(axis, order).contiguous()
 
 
 def _cat(*rows_then_axis: Any) -> torch.Tensor:
     *rows, axis = rows_then_axis
-    return torch.cat(rows, axis)
+    return torch.cat(rows, axis).contiguous()
 
 
 def _tokens(index: Any, rank: int, axis: int) -> slice | None:

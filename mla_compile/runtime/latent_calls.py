@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.errors import MlaCompileWarning
@@ -28,17 +30,46 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
     return values
 
 
-def expanding(call: Call) -> Call:
-    """A callable that accepts tensors of rows, around one that takes plain tensors."""
+def expanding(call: Call, gm: fx.GraphModule) -> Call:
+    """A callable that accepts tensors of rows, around one of the plain inputs of ``gm``."""
+    written = [may_be_written(node) for node in gm.graph.find_nodes(op="placeholder")]
 
     def plain(*inputs: Any) -> Any:
-        return call(*map(_plain, inputs))
+        return call(*map(_plain, inputs, written))
 
     return plain
 
 
-def _plain(value: Any) -> Any:
-    return value.expanded() if isinstance(value, LatentTensor) else value
+def _plain(value: Any, written: bool) -> Any:
+    """K itself; for a graph that writes to it, the memory that takes the place of the rows."""
+    if not isinstance(value, LatentTensor):
+        return value
+    return value.settled() if written else value.expanded()
+
+
+def may_be_written(node: fx.Node) -> bool:
+    """Whether a Dynamo graph could write to an input: it, or what may be a view of it, is given to what writes."""
+    left, seen = [node], {node}
+    while left:
+        for user in left.pop().users:
+            if user not in seen and user.op != "output":
+                if _writes(user):
+                    return True
+                seen.add(user)
+                left.append(user)
+    return False
+
+
+def _writes(user: fx.Node) -> bool:
+    """Whether a call writes to any of its arguments, as far as can be seen."""
+    if user.op == "call_method":
+        return str(user.target).endswith("_")
+    if user.op != "call_function" or isinstance(user.target, HigherOrderOperator):
+        return True  # a graph or a module within the graph
+    if isinstance(user.target, torch._ops.OpOverload):
+        return bool(user.target._schema.is_mutable)
+    name = getattr(user.target, "__name__", "_")
+    return user.target is operator.setitem or name.endswith("_") or "out" in user.kwargs or user.kwargs.get("inplace") is True
 
 
 def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Call) -> Call:
@@ -50,7 +81,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
     cache = program.cache
     assert cache is not None
     position = {name: index for index, name in enumerate(names)}
-    kept = [index for index, name in enumerate(names) if name not in cache.inputs]
+    kept = [(index, name in program.mutations) for index, name in enumerate(names) if name not in cache.inputs]
     takes = [(position[name], _leaves(program, position, cache, name), rows) for name, rows in cache.inputs.items()]
     gives = [
         (index - len(program.mutations), cache.recipes[index][0], _leaves(program, position, cache, index),
@@ -78,7 +109,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
             for name, row in zip(wanted, tensor.rows(), strict=True):
                 if rows.setdefault(name, row) is not row:
                     return _otherwise("made from rows that are shared in another way than before")(*inputs)
-        given = (_plain(inputs[index]) for index in kept)
+        given = (_plain(inputs[index], written) for index, written in kept)
         results = list(call(*given, *(rows[name] for name in cache.rows)))
         for index, recipe, leaves, parts in gives:
             weights = [read(inputs) for read in leaves]

@@ -124,7 +124,8 @@ class _Search:
                 continue
             written = self._written(node, operand, site)
             if written is not None:
-                return {written.node: written.dim} if written.node in self.returned else {}
+                write, tokens = written
+                return {write.node: tokens} if write.node in self.returned else {}
             grows = self._grows(node)
             # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
             known = node in self.pasts or (
@@ -144,21 +145,22 @@ class _Search:
             return {node: tokens if tokens is not None else _likely_token_axis(node)}
         return {}
 
-    def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> Write | None:
-        """The write of new tokens into a buffer of full length that ``node`` is, or shows a beginning of."""
-        shown = decode(node)
-        if write_of(node) is None and not isinstance(shown, Slice):
-            return None
-        tokens = self._token_axis(node, operand, site)
-        if tokens is None:
-            return None
-        return self._token_write(shown.x if isinstance(shown, Slice) and shown.dim == tokens else node, tokens)
+    def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[Write, int] | None:
+        """The write of new tokens into a buffer of full length that ``node`` is, or shows a part of."""
+        whole, shown = node, decode(node)
+        while isinstance(shown, Slice):
+            whole, shown = shown.x, decode(shown.x)
+        tokens = None if write_of(whole) is None else self._token_axis(node, operand, site)
+        write = None if tokens is None else self._token_write(whole, tokens)
+        return None if write is None or tokens is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> Write | None:
-        """``node`` as a write of tokens into an assumed buffer."""
-        # The axis tells: K that is put together from columns is a write as well.
+        """``node`` as a write of tokens into a buffer of rows."""
         write = write_of(node)
-        return write if write is not None and write.buffer in self.assumed and write.dim == tokens else None
+        if write is None or not (write.buffer in self.assumed or write.buffer in self.pasts):
+            return None
+        # The axis tells: K that is put together from columns is a write as well.
+        return write if any(step.dim == tokens for step in write.steps) else None
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
         """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
@@ -216,8 +218,8 @@ class _Search:
                 if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
                     return None
                 recipe, ingredients, leaves = made
-                if write is not None and any(p.bias is not None for p in recipe.parts):
-                    return None  # where nothing was written yet zeros are read: a bias would stand there instead
+                if write is not None and not _may_hold_rows(write, recipe):
+                    return None
                 known.add((recipe, leaves))
                 taken.append(ingredients)
                 dtypes.add(tuple(recipe.held_dtype(k, val(i.node).dtype) for k, i in enumerate(ingredients)))
@@ -232,6 +234,12 @@ class _Search:
             return None
         ((recipe, leaves),) = known
         return CacheOfRows(node, site, recipe, leaves, tuple(taken), self.returned.get(node, ()), write)
+
+
+def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
+    """Whether the buffer that is written to can be one of rows."""
+    # Where nothing was written yet zeros are read: a bias would stand there instead. Rows have no heads to choose.
+    return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[step.dim] == "row" for step in write.steps)
 
 
 def _joined(node: fx.Node) -> list[fx.Node]:

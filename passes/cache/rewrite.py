@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
+from mla_compile.passes.cache.writes import Step, write_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, argument, axis, is_virtual, materialize, packet, val
 from mla_compile.passes.ir.operators import Slice, decode
@@ -67,7 +68,7 @@ class _Rewriter:
             builder = Builder(anchor, self.fake_mode)
             self._read_sizes_from_rows(cache.node, cache.recipe, rows[0])
             if cache.write is not None:
-                self._read_beginnings(cache, rows)
+                self._read_parts(cache, cache.node, rows)
             expanded = expand(cache.recipe, rows, cache.leaves, builder.call)
             names = tuple(n.name for n in cache.leaves)
             for index in cache.outputs:
@@ -99,13 +100,14 @@ class _Rewriter:
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)
 
-    def _read_beginnings(self, cache: CacheOfRows, rows: Sequence[fx.Node]) -> None:
-        """Whoever reads some tokens of a buffer gets them made of those rows alone."""
-        for user in list(cache.node.users):
+    def _read_parts(self, cache: CacheOfRows, node: fx.Node, rows: Sequence[fx.Node]) -> None:
+        """Whoever reads some tokens of a buffer, or some of its sequences, gets them made of those rows alone."""
+        for user in list(node.users):
             how = decode(user)
-            if isinstance(how, Slice) and how.dim == cache.recipe.tokens and how.bounds is not None:
-                builder = Builder(user, self.fake_mode)
-                shown = [builder.call(aten.slice.Tensor, r, cache.recipe.token_axis, *how.bounds) for r in rows]
+            if isinstance(how, Slice) and cache.recipe.kinds[how.dim] == "row" and how.bounds is not None:
+                builder, along = Builder(user, self.fake_mode), cache.recipe.row_axis(how.dim)
+                shown = [builder.call(aten.slice.Tensor, r, along, *how.bounds) for r in rows]
+                self._read_parts(cache, user, shown)
                 user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
 
     def _let_go(self, node: fx.Node) -> None:
@@ -143,13 +145,12 @@ class _Rewriter:
                 parts.append(self._past(part, cache, index, ingredients))
             else:
                 parts.append(self._new(part[index], cache.recipe, index))
-        write = cache.write
-        key = (*parts, *(() if write is None else write.where))
+        write, steps = cache.write, self._steps(cache)
+        key = (*parts, *steps)
         if key not in self.joined and write is not None:
             builder = Builder(write.node, self.fake_mode)
             past, new = parts
-            new = builder.cast(new, val(past).dtype)
-            self.joined[key] = write.over(builder.call, past, new, cache.recipe.token_axis)
+            self.joined[key] = write_over(steps, builder.call, past, builder.cast(new, val(past).dtype))
         elif key not in self.joined:
             builder = Builder(self._after(max(parts)), self.fake_mode)
             # A copy where nothing is joined: the rows outlive this call and share no memory with anything else.
@@ -161,6 +162,10 @@ class _Rewriter:
                 else builder.call(aten.clone.default, parts[0])
             )
         return self.joined[key]
+
+    def _steps(self, cache: CacheOfRows) -> tuple[Step, ...]:
+        """The write of its new rows."""
+        return () if cache.write is None else cache.write.along(cache.recipe.row_axis)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
         if ingredient.node not in self.arranged:
@@ -185,8 +190,8 @@ class _Rewriter:
         else:
             assert ingredients is not None, "an assumed past is one that grows"
             # Inputs that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
-            where = () if cache.write is None else cache.write.where
-            name = ("grows by", ingredients[index].node, *where)
+            room = cache.recipe.row_shape(val(node).shape, 0)
+            name = ("grows by", ingredients[index].node, *self._steps(cache), *map(str, room))
             dtype = cache.recipe.held_dtype(index, val(ingredients[index].node).dtype)
         if name not in self.inputs:
             example = val(node)

@@ -1,12 +1,13 @@
 """Writes into a buffer of full length: the same write puts rows where it put K or V.
 
 ``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position what was written there last, else what the
-buffer held. Over rows that is ``index_copy(rows, tokens, positions, c_new)``, by the same positions.
+buffer held. Over rows that is ``index_copy(rows, tokens, positions, c_new)``, by the same positions. A write into a part
+of the buffer, such as its first sequences, is the same write into that part of the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -22,40 +23,65 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Step:
+    """One operator of a write, along axis ``dim``; ``at``: the bounds of a slice, or the positions."""
+
+    op: object
+    dim: int
+    at: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
 class Write:
-    """``new`` is written to positions of axis ``dim`` of ``buffer``; ``where``: the operator and which positions."""
+    """``new`` is written into ``buffer``: the last of ``steps`` writes it, into the part that those before it show."""
 
     node: fx.Node
     buffer: fx.Node
     new: fx.Node
-    dim: int
-    where: tuple[Hashable, ...]
+    steps: tuple[Step, ...]
 
-    def over(self, call: Call[fx.Node], buffer: fx.Node, new: fx.Node, dim: int) -> fx.Node:
-        """The same write of other things along another axis."""
-        op, *at = self.where
-        result: fx.Node
-        if op is aten.index_copy:
-            result = call(aten.index_copy.default, buffer, dim, at[0], new)
-        elif op is aten.index_put:
-            result = call(aten.index_put.default, buffer, [*[None] * dim, at[0]], new)
-        else:
-            result = call(aten.slice_scatter.default, buffer, new, dim, *at)
-        return result
+    def along(self, axis: Callable[[int], int]) -> tuple[Step, ...]:
+        """The same steps along the axes ``axis(dim)`` of other things."""
+        return tuple(Step(step.op, axis(step.dim), step.at) for step in self.steps)
+
+
+def write_over(steps: tuple[Step, ...], call: Call[fx.Node], buffer: fx.Node, new: fx.Node) -> fx.Node:
+    """``buffer`` with ``new`` written into it."""
+    first, *inner = steps
+    result: fx.Node
+    if first.op is aten.index_copy:
+        result = call(aten.index_copy.default, buffer, first.dim, first.at[0], new)
+    elif first.op is aten.index_put:
+        result = call(aten.index_put.default, buffer, [*[None] * first.dim, first.at[0]], new)
+    else:
+        if inner:
+            new = write_over(tuple(inner), call, call(aten.slice.Tensor, buffer, first.dim, *first.at), new)
+        result = call(aten.slice_scatter.default, buffer, new, first.dim, *first.at)
+    return result
 
 
 def write_of(node: fx.Node) -> Write | None:
-    """The write that ``node`` is, where each position along one axis gets what is given for it and nothing else."""
+    """The write that ``node`` is, where each position gets what is given for it and nothing else."""
     how = decode(node)
-    where: tuple[Hashable, ...]
     length: Size
     if isinstance(how, operators.WriteRows):
-        where, length = (packet(node), how.index), next(iter(shape(how.index)), 1)
+        step, length = Step(packet(node), how.dim, (how.index,)), next(iter(shape(how.index)), 1)
     elif isinstance(how, operators.Write):
-        where, length = (packet(node), *how.bounds), shape(how.x)[how.dim]
+        step, length = Step(packet(node), how.dim, how.bounds), shape(how.x)[how.dim]
     else:
         return None
-    return Write(node, how.base, how.x, how.dim, where) if _fits(how.base, how.x, how.dim, length) else None
+    if not _fits(how.base, how.x, how.dim, length):
+        return None
+    inner = write_of(how.x) if isinstance(how, operators.Write) else None
+    if inner is not None and _is_part(inner.buffer, how.base, step):
+        return Write(node, how.base, inner.new, (step, *inner.steps))
+    return Write(node, how.base, how.x, (step,))
+
+
+def _is_part(node: fx.Node, base: fx.Node, step: Step) -> bool:
+    """Whether ``node`` is what ``step`` replaces in ``base``."""
+    how = decode(node)
+    return isinstance(how, operators.Slice) and how.x is base and how.dim == step.dim and how.bounds == step.at
 
 
 def _fits(buffer: fx.Node, new: fx.Node, dim: int, length: Size) -> bool:

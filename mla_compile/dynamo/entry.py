@@ -1,0 +1,39 @@
+"""The function through which a module's forward is compiled."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import reset_code
+
+from mla_compile.dynamo.compiler import Compiler
+
+_numbers = itertools.count()
+
+
+def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
+    """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
+
+    Dynamo counts recompilations per code object, and all models of a library may enter through the same one (a
+    decorator's wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore has a
+    code object of its own; functions called after a graph break are kept apart too where torch can (2.13 and later).
+    """
+
+    def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
+        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+
+    # Equal code objects are one to Python's dicts, so the name has to differ as well.
+    code = entry.__code__.replace(co_name=f"forward_{next(_numbers)}")
+    own = types.FunctionType(code, entry.__globals__, code.co_name, entry.__defaults__)
+    # Its compiled graphs refer back to it through C, a cycle that the garbage collector does not see.
+    weakref.finalize(own, reset_code, code).atexit = False
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        settings["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(own, backend=compiler, **settings)
+    return compiled

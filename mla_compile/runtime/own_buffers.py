@@ -1,0 +1,188 @@
+"""Buffers of K and V that an optimized module keeps as rows.
+
+A cache that belongs to a module (``self.k_cache[:B, start:end] = k``) has its memory before the first token. As long as
+it holds nothing, rows of zeros make the same zeros, so that an optimized module may hold a :class:`LatentTensor` in its
+place: whoever reads the attribute finds K, and compiled graphs write their rows into those of the tensor.
+
+Which buffers can be kept in this way, and how rows make them, is told by a trace of the first call that nothing is
+computed in. The original's buffers stay as they are: the modules that lead to one are copied for the optimized model.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mla_compile.core.places import Place, at_path, only_here, paths_of, tensors_of
+from mla_compile.core.program import Inputs, Program
+from mla_compile.passes.cache.recipe import Recipe
+from mla_compile.runtime.latent import LatentTensor
+
+Trace = Callable[[Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
+"""Which of some empty buffers can be kept as rows, by a trace of the forward with these arguments."""
+
+
+@dataclass(frozen=True)
+class KeptBuffer:
+    """A buffer that rows can stand for.
+
+    Attributes:
+        place: where the model holds it.
+        recipe: how it is made of its rows.
+        leaves: the attributes that lead to each weight that the recipe reads.
+        rows: a name and the dtype of the rows, for each kind: buffers share the rows that have one name.
+    """
+
+    place: Place
+    recipe: Recipe
+    leaves: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[Hashable, torch.dtype], ...]
+
+    def fits(self, buffer: torch.Tensor) -> bool:
+        """Whether rows can stand for this tensor, which need not be the one that was traced."""
+        kinds = self.recipe.kinds
+        return (
+            buffer.dtype == self.recipe.dtype
+            and buffer.dim() == len(kinds)
+            and all(kind in ("row", size) for kind, size in zip(kinds, buffer.shape, strict=True))
+        )
+
+    def empty(self, model: nn.Module, buffer: torch.Tensor, shared: dict[Hashable, torch.Tensor]) -> LatentTensor:
+        """A tensor like ``buffer`` whose rows are zeros; ``shared`` has the rows that others hold already."""
+        rows = []
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for index, (name, dtype) in enumerate(self.rows):
+                shape = self.recipe.row_shape(buffer.shape, self.recipe.held_width(index))
+                if (name, shape) not in shared:
+                    shared[name, shape] = torch.zeros(shape, dtype=dtype, device=buffer.device)
+                rows.append(shared[name, shape])
+            leaves = [at_path(model, path) for path in self.leaves]
+            return LatentTensor.of(self.recipe, rows, leaves, own=True)
+
+
+def empty_buffers(model: nn.Module) -> dict[Place, torch.Tensor]:
+    """What could be a cache of K or V in which nothing is written yet, and that nothing else in the model holds."""
+    found = {place: tensor for place, tensor in tensors_of(model) if _may_be_cache(tensor) and _is_empty(tensor)}
+    return {place: found[place] for place in only_here(model, found)} if found else {}
+
+
+def _may_be_cache(tensor: torch.Tensor) -> bool:
+    """At least tokens, features and sequences or heads; or one of ours that somebody has made K of."""
+    ours = isinstance(tensor, LatentTensor) and tensor.is_own and tensor.recipe is None
+    plain = type(tensor) is torch.Tensor and not tensor.requires_grad
+    return (ours or plain) and tensor.dim() >= 3 and tensor.is_floating_point() and tensor.numel() > 0
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    plain = tensor.expanded() if isinstance(tensor, LatentTensor) else tensor
+    # Almost every cache in use has something at its beginning: then the rest need not be read.
+    return not plain[(0,) * (plain.dim() - 1)].any() and not plain.any()
+
+
+class BuffersInTrace:
+    """The empty buffers of a module that is traced, and in :attr:`kept` those that were found to be kept as rows."""
+
+    def __init__(self, module: nn.Module, places: Collection[Place]) -> None:
+        self._module = module
+        self._places = {id(place.tensor(module)): place for place in places}
+        self._graphs = 0
+        self.kept: list[KeptBuffer] = []
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._places
+
+    def add(self, captured: Program, base: Program, inputs: Inputs) -> None:
+        """Notes the buffers in whose place ``base`` takes rows; ``inputs`` are those of ``captured``."""
+        self._graphs += 1
+        if base.cache is None or not self._places:
+            return
+        given = {node.name: value for node, value in zip(captured.placeholders, inputs, strict=True)}
+        parts = {name: tensor for own in base.parts.values() for name, tensor in own.items()}
+        paths = paths_of(self._module)
+        for name, rows in base.cache.inputs.items():
+            recipe, weights = base.cache.recipes[name]
+            leaves = [paths.get(id(parts.get(weight, given.get(weight)))) for weight in weights]
+            known = tuple(path for path in leaves if path is not None)
+            if given[name] in self and len(known) == len(leaves):
+                kinds = tuple(((self._graphs, row), base.node(row).meta["val"].dtype) for row in rows)
+                self.kept.append(KeptBuffer(self._places[id(given[name])], recipe, known, kinds))
+
+
+class OwnBuffers:
+    """Looks after the buffers of one optimized module; :meth:`prepare` is called before every forward."""
+
+    def __init__(self, module: nn.Module, trace: Trace) -> None:
+        self._module = module
+        self._trace = trace
+        self._kept: dict[Place, KeptBuffer] = {}
+        self._traced: set[Place] = set()
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._links: list[tuple[dict[str, Any], str, object]] | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Puts rows in the place of buffers that may have them and are empty, at first or again."""
+        if not self._is_settled():
+            with self._lock:
+                self._look(args, kwargs)
+
+    def _is_settled(self) -> bool:
+        """Whether everything is as it was left: cheap, as each call asks for it."""
+        return self._links is not None and all(
+            holder.get(name) is held and (not isinstance(held, LatentTensor) or held.recipe is not None)
+            for holder, name, held in self._links
+        )
+
+    def _look(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        empty = empty_buffers(self._module)
+        if not self._traced.issuperset(empty):
+            self._traced.update(empty)
+            self._kept.update((kept.place, kept) for kept in self._trace(args, kwargs, empty))
+        shared: dict[Hashable, torch.Tensor] = {}
+        for place, tensor in empty.items():
+            kept = self._kept.get(place)
+            if kept is not None and kept.fits(tensor):
+                self._own(place.modules)
+                place.holder(self._module)[place.name] = kept.empty(self._module, tensor, shared)
+        self._links = [link for place in self._kept for link in self._links_to(place)]
+
+    def _own(self, modules: Sequence[str]) -> None:
+        """Copies the modules on the way to a buffer that still are those of the original."""
+        owner = self._module
+        _detach(owner, self._copies)
+        for name in modules:
+            module = owner._modules[name]
+            assert module is not None, "there is a buffer in it"
+            if module not in self._copies:
+                module = owner._modules[name] = copy.copy(module)
+            _detach(module, self._copies)
+            owner = module
+
+    def _links_to(self, place: Place) -> list[tuple[dict[str, Any], str, object]]:
+        """What must stay as it is for the rows to stay in use: the modules on the way, and the tensor."""
+        links: list[tuple[dict[str, Any], str, object]] = []
+        owner = self._module
+        for name in place.modules:
+            module = owner._modules.get(name)
+            if module is None:
+                return []
+            links.append((owner._modules, name, module))
+            owner = module
+        return [*links, (place.holder(self._module), place.name, place.tensor(self._module))]
+
+
+def _detach(module: nn.Module, done: weakref.WeakSet[nn.Module]) -> None:
+    """Gives a copied module its own dicts of what it holds, which a copy shares with the original."""
+    if module not in done:
+        done.add(module)
+        for name in ("_modules", "_buffers", "_non_persistent_buffers_set"):
+            vars(module)[name] = copy.copy(vars(module)[name])
