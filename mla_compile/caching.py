@@ -11,6 +11,7 @@ from mla_compile.passes.cache.find import Past, find_caches
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.decide.cost import default_device
+from mla_compile.passes.ir.walk import remove_dead_code
 
 
 def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> Program:
@@ -42,9 +43,10 @@ def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -
     found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
     returned: dict[fx.Node, tuple[int, ...]] = {}
     written = _own_buffers(program, assume)
+    handed_back = _handed_back(program)
     for index, value in enumerate(program.outputs):
         own = index >= len(program.mutations) or program.mutations[index] in written
-        if own and isinstance(value, fx.Node):
+        if own and isinstance(value, fx.Node) and index not in handed_back:
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
     assumed = [node for node in map(program.node, written) if node not in pasts]
@@ -58,7 +60,7 @@ def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
         inputs = program.cache.inputs
         program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
-        _write_rows(program, program.cache)
+        _write_rows(program, program.cache, handed_back)
     return {kept.site.name for kept in caches}
 
 
@@ -102,17 +104,30 @@ def _own_buffers(program: Program, assume: bool) -> list[str]:
     """
     signature = getattr(program.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)
+    handed_back = _handed_back(program)
+    shown = {name for at, name in program.aliases.items() if at + len(program.mutations) not in handed_back}
     return [
         name
         for name in program.mutations
         if program.node(name).op == "placeholder"
         and (name in program.own or (assume and (known is None or name in known)))
-        and name not in program.aliases.values()
+        and name not in shown
         and program.node(name).meta["val"].dtype.is_floating_point
     ]
 
 
-def _write_rows(program: Program, cache: LatentCache) -> None:
+def _handed_back(program: Program) -> dict[int, str]:
+    """Where the program returns a module's own buffer itself, which code then assigns to the attribute it was in."""
+    count = len(program.mutations)
+    new = dict(zip(program.mutations, program.outputs, strict=False))
+    return {
+        at + count: name
+        for at, name in program.aliases.items()
+        if name in program.own and program.outputs[at + count] is new[name]
+    }
+
+
+def _write_rows(program: Program, cache: LatentCache, handed_back: dict[int, str]) -> None:
     """Rows that stand for buffers which were written to are written to: they are no longer returned."""
     count, values = len(program.mutations), list(program.outputs)
     mutations: list[str] = []
@@ -129,6 +144,11 @@ def _write_rows(program: Program, cache: LatentCache) -> None:
         new += held.values()
     if not cache.written:
         return
+    for index, name in handed_back.items():
+        if name in cache.written:
+            cache.handed_back[index - count] = name
+            del program.aliases[index - count]
+            values[index] = None
     outputs = {k: rows for k, rows in cache.outputs.items() if k >= count}
     unread = {at for rows in cache.outputs.values() for at in rows} - {at for rows in outputs.values() for at in rows}
     place: dict[int, int] = {}
@@ -145,6 +165,7 @@ def _write_rows(program: Program, cache: LatentCache) -> None:
     }
     program.mutations = tuple(mutations)
     program.gm.graph.output_node().args = (tuple(new),)
+    remove_dead_code(program.gm.graph)
 
 
 def packed_notes(program: Program) -> tuple[str, ...]:

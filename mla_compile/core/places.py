@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,36 +19,78 @@ _REGISTERED = ("_modules", "_parameters", "_buffers")
 _MANY = 1_000_000
 
 
+Holder: TypeAlias = "dict[Any, Any] | list[Any]"
+Link: TypeAlias = "tuple[Holder, Any, Any]"
+"""What holds something, under which key, and the thing itself."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """A buffer or plain attribute of a module: the names of the submodules that lead to it, and its own."""
+    """A buffer or plain attribute of a module, or an item of a list or dict that is one.
+
+    Attributes:
+        modules: the names of the submodules that lead to the module.
+        keys: the name of the attribute, then those of the items.
+    """
 
     modules: tuple[str, ...]
-    name: str
+    keys: tuple[Any, ...]
 
     def __str__(self) -> str:
-        return ".".join((*self.modules, self.name))
+        return ".".join((*self.modules, str(self.keys[0]))) + "".join(f"[{key!r}]" for key in self.keys[1:])
 
-    def holder(self, model: nn.Module) -> dict[str, Any]:
-        """The dict that has the tensor under its name."""
-        owner = model.get_submodule(".".join(self.modules))
-        return owner._buffers if self.name in owner._buffers else vars(owner)
+    def links(self, model: nn.Module) -> list[Link]:
+        """Each thing on the way from the model to the tensor, which is the last; fewer where the way ends before."""
+        links: list[Link] = []
+        owner: nn.Module | None = model
+        for name in self.modules:
+            links.append((owner._modules, name, owner := owner._modules.get(name)))
+            if owner is None:
+                return links
+        held: Any = owner._buffers if self.keys[0] in owner._buffers else vars(owner)
+        for key in self.keys:
+            links.append((held, key, held := item(held, key)))
+            if held is None:
+                break
+        return links
 
     def tensor(self, model: nn.Module) -> Any:
         """What is there; ``None`` where nothing is, or no longer."""
-        try:
-            return self.holder(model).get(self.name)
-        except AttributeError:
-            return None
+        return self.links(model)[-1][2]
+
+
+def item(holder: Holder, key: Any) -> Any:
+    """``holder[key]``; ``None`` where there is no such item."""
+    try:
+        return holder[key]
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Every buffer and every tensor that is a plain attribute of a module, at each place where it is found."""
+    """Every buffer and every tensor that is, or is in, a plain attribute of a module, at each place where it is found."""
     for name, module in model.named_modules(remove_duplicate=False):
         path = tuple(name.split(".")) if name else ()
-        for key, value in (*module._buffers.items(), *vars(module).items()):
-            if isinstance(value, torch.Tensor):
-                yield Place(path, key), value
+        for key, value in module._buffers.items():
+            if value is not None:
+                yield Place(path, (key,)), value
+        for key, value in vars(module).items():
+            if key not in _REGISTERED:
+                yield from ((Place(path, (key, *keys)), tensor) for keys, tensor in _items(value))
+
+
+def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in lists and dicts, with the keys that lead to them."""
+    left: list[tuple[tuple[Any, ...], object]] = [((), value)]
+    seen: set[int] = set()
+    while left:
+        keys, one = left.pop()
+        if isinstance(one, torch.Tensor):
+            yield keys, one
+        elif type(one) in (list, dict) and id(one) not in seen:
+            seen.add(id(one))
+            pairs = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type, var-annotated]
+            left += [((*keys, key), part) for key, part in pairs]
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -64,7 +106,8 @@ def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         add(parameter, tuple(name.split(".")))
     for place, tensor in tensors_of(model):
-        add(tensor, (*place.modules, place.name))
+        if len(place.keys) == 1:
+            add(tensor, (*place.modules, *place.keys))
     return found
 
 
@@ -93,13 +136,10 @@ def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
 
 
 def _is_only(model: nn.Module, place: Place, modules: Counter[int], memory: Counter[int]) -> bool:
-    tensor, owner, way = place.tensor(model), model, []
-    for name in place.modules:
-        owner = owner._modules[name]  # type: ignore[assignment]  # a module, as there is a tensor in it
-        way.append(owner)
+    *way, (_, _, tensor) = place.links(model)
     (storage,) = _memory(tensor)
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return whole and memory[storage] == 1 and all(modules[id(module)] == 1 for module in way)
+    return whole and memory[storage] == 1 and all(modules[id(held)] == 1 for *_, held in way[: len(place.modules)])
 
 
 def _memory(value: object) -> tuple[int, ...]:

@@ -141,7 +141,9 @@ class Compiler:
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
         """The inputs that are buffers of the module which may be, or are, kept as rows."""
         names = [node.name for node in program.placeholders]
-        traced = {} if self.buffers is None else {n for n, x in zip(names, example_inputs, strict=True) if x in self.buffers}
+        traced = (
+            {} if self.buffers is None else {n for n, x in zip(names, example_inputs, strict=True) if x in self.buffers}
+        )
         return frozenset(traced) | {name for name, tensor in latents.items() if tensor.is_own}
 
     def _outcome(self, program: Program, example_inputs: Inputs, name: str) -> tuple[Outcome, FoldedWeights | None]:

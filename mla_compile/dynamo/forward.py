@@ -24,7 +24,7 @@ from mla_compile.dynamo.trace import trace
 from mla_compile.errors import MlaCompileError, MlaCompileWarning
 from mla_compile.options import Options
 from mla_compile.report.report import Report
-from mla_compile.runtime.own_buffers import KeptBuffer, OwnBuffers
+from mla_compile.runtime.own_buffers import KeptBuffer, OwnBuffers, Trace
 
 _GRADIENTS = (
     "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode call it under "
@@ -71,7 +71,7 @@ class CompiledForward:
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
         self.__code__ = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # torch.export reads it
         self._run = compiled_entry(self.compiler, **settings)
-        self._buffers = OwnBuffers(module, self._trace) if self._may_own_buffers() else None
+        self._buffers = OwnBuffers(module, self._plain, _kept_buffers(options)) if self._may_own_buffers() else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""
@@ -95,22 +95,18 @@ class CompiledForward:
         # A forward that was set on the object is bound to the original, whose buffers it would read.
         return self.compiler.options.cache == "latent" and self._replaced is None
 
-    def _trace(
-        self, args: Sequence[object], kwargs: Mapping[str, object], empty: Collection[Place]
-    ) -> list[KeptBuffer]:
-        """Which of the buffers ``empty`` may be kept as rows, by a trace of this call, in which nothing is computed."""
+    def _plain(self) -> torch.nn.Module:
+        """The module as it was before: the same weights, buffers and submodules."""
         plain = copy.copy(self.module)
         self.uninstall(plain)
-        try:
-            return trace(plain, args, kwargs, self.options, empty).kept
-        except MlaCompileError:  # the call itself says what is wrong
-            return []
+        return plain
 
     def uninstall(self, module: torch.nn.Module) -> None:
         """Give a copy of the module back the forward that it had before."""
         del vars(module)["forward"]
         if self._replaced is not None:
             vars(module)["forward"] = self._replaced
+        vars(module).pop("get_compiled_call", None)
 
     def _report(self) -> None:
         report = Report.merged(self.compiler.reports)
@@ -145,6 +141,18 @@ class CompiledForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CompiledForward, (self.module, self.options, self.mode, self.settings, self._replaced)
+
+
+def _kept_buffers(options: Options) -> Trace:
+    def kept(
+        module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], empty: Collection[Place]
+    ) -> list[KeptBuffer]:
+        try:
+            return trace(module, args, kwargs, options, empty).kept
+        except MlaCompileError:  # the call itself says what is wrong
+            return []
+
+    return kept
 
 
 def _is_traced() -> bool:

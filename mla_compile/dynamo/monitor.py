@@ -27,7 +27,7 @@ from mla_compile.dynamo.recompiles import parameters_of, running
 from mla_compile.errors import MlaCompileWarning
 
 _KEPT = 1024
-_ENTRY = str(Path(__file__).with_name("forward.py"))  # where Dynamo sees the entry to an optimized module
+_ENTRY = str(Path(__file__).with_name("entry.py"))  # where Dynamo sees the entry to an optimized module
 _logger = logging.getLogger("torch._dynamo.convert_frame")
 
 

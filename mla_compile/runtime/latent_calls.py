@@ -68,8 +68,8 @@ def _writes(user: fx.Node) -> bool:
         return True  # a graph or a module within the graph
     if isinstance(user.target, torch._ops.OpOverload):
         return bool(user.target._schema.is_mutable)
-    name = getattr(user.target, "__name__", "_")
-    return user.target is operator.setitem or name.endswith("_") or "out" in user.kwargs or user.kwargs.get("inplace") is True
+    named = getattr(user.target, "__name__", "_").endswith("_") or user.target is operator.setitem
+    return named or "out" in user.kwargs or user.kwargs.get("inplace") is True
 
 
 def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Call) -> Call:
@@ -88,6 +88,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
          [r - len(program.mutations) for r in rows])
         for index, rows in cache.outputs.items()
     ]  # fmt: skip
+    same = [(index, position[name]) for index, name in cache.handed_back.items()]
     count = len(program.outputs) - len(program.mutations) - len({r for rows in cache.outputs.values() for r in rows})
 
     def _otherwise(why: str) -> Call:
@@ -114,6 +115,8 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
         for index, recipe, leaves, parts in gives:
             weights = [read(inputs) for read in leaves]
             results[index] = LatentTensor.of(recipe, [results[part] for part in parts], weights)
+        for index, at in same:
+            results[index] = inputs[at]
         return results[:count]
 
     return around

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mla_compile.core.places import Place, at_path, only_here, paths_of, tensors_of
+from mla_compile.core.places import Link, Place, at_path, item, only_here, paths_of, tensors_of
 from mla_compile.core.program import Inputs, Program
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
-Trace = Callable[[Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
-"""Which of some empty buffers can be kept as rows, by a trace of the forward with these arguments."""
+Trace = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
+"""Which of a module's empty buffers can be kept as rows, by a trace of its forward with these arguments."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,19 @@ class BuffersInTrace:
 
 
 class OwnBuffers:
-    """Looks after the buffers of one optimized module; :meth:`prepare` is called before every forward."""
+    """Looks after the buffers of one optimized module; :meth:`prepare` is called before every forward.
 
-    def __init__(self, module: nn.Module, trace: Trace) -> None:
+    ``plain`` makes the same module without what this package has added to it.
+    """
+
+    def __init__(self, module: nn.Module, plain: Callable[[], nn.Module], trace: Trace) -> None:
         self._module = module
+        self._plain = plain
         self._trace = trace
         self._kept: dict[Place, KeptBuffer] = {}
         self._traced: set[Place] = set()
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._links: list[tuple[dict[str, Any], str, object]] | None = None
+        self._links: list[Link] | None = None
         self._lock = threading.Lock()
 
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
@@ -138,51 +142,40 @@ class OwnBuffers:
     def _is_settled(self) -> bool:
         """Whether everything is as it was left: cheap, as each call asks for it."""
         return self._links is not None and all(
-            holder.get(name) is held and (not isinstance(held, LatentTensor) or held.recipe is not None)
-            for holder, name, held in self._links
+            item(holder, key) is held and (not isinstance(held, LatentTensor) or held.recipe is not None)
+            for holder, key, held in self._links
         )
 
     def _look(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        empty = empty_buffers(self._module)
+        plain = self._plain()
+        empty = empty_buffers(plain)
         if not self._traced.issuperset(empty):
             self._traced.update(empty)
-            self._kept.update((kept.place, kept) for kept in self._trace(args, kwargs, empty))
+            self._kept.update((kept.place, kept) for kept in self._trace(plain, args, kwargs, empty))
         shared: dict[Hashable, torch.Tensor] = {}
         for place, tensor in empty.items():
             kept = self._kept.get(place)
             if kept is not None and kept.fits(tensor):
-                self._own(place.modules)
-                place.holder(self._module)[place.name] = kept.empty(self._module, tensor, shared)
-        self._links = [link for place in self._kept for link in self._links_to(place)]
+                self._own(place)
+                *_, (holder, key, _) = place.links(self._module)
+                holder[key] = kept.empty(self._module, tensor, shared)
+        self._links = [link for place in self._kept for link in place.links(self._module)]
 
-    def _own(self, modules: Sequence[str]) -> None:
-        """Copies the modules on the way to a buffer that still are those of the original."""
-        owner = self._module
-        _detach(owner, self._copies)
-        for name in modules:
-            module = owner._modules[name]
-            assert module is not None, "there is a buffer in it"
+    def _own(self, place: Place) -> None:
+        """Copies the modules, lists and dicts on the way to a buffer that still are those of the original."""
+        self._detach(self._module)
+        for depth in range(len(place.modules)):
+            owner, name, module = place.links(self._module)[depth]
             if module not in self._copies:
-                module = owner._modules[name] = copy.copy(module)
-            _detach(module, self._copies)
-            owner = module
+                owner[name] = copy.copy(module)
+            self._detach(owner[name])
+        for depth in range(len(place.modules), len(place.modules) + len(place.keys) - 1):
+            holder, key, items = place.links(self._module)[depth]
+            holder[key] = copy.copy(items)
 
-    def _links_to(self, place: Place) -> list[tuple[dict[str, Any], str, object]]:
-        """What must stay as it is for the rows to stay in use: the modules on the way, and the tensor."""
-        links: list[tuple[dict[str, Any], str, object]] = []
-        owner = self._module
-        for name in place.modules:
-            module = owner._modules.get(name)
-            if module is None:
-                return []
-            links.append((owner._modules, name, module))
-            owner = module
-        return [*links, (place.holder(self._module), place.name, place.tensor(self._module))]
-
-
-def _detach(module: nn.Module, done: weakref.WeakSet[nn.Module]) -> None:
-    """Gives a copied module its own dicts of what it holds, which a copy shares with the original."""
-    if module not in done:
-        done.add(module)
-        for name in ("_modules", "_buffers", "_non_persistent_buffers_set"):
-            vars(module)[name] = copy.copy(vars(module)[name])
+    def _detach(self, module: nn.Module) -> None:
+        """Gives a copied module its own dicts of what it holds, which a copy shares with the original."""
+        if module not in self._copies:
+            self._copies.add(module)
+            for name in ("_modules", "_buffers", "_non_persistent_buffers_set"):
+                vars(module)[name] = copy.copy(vars(module)[name])

@@ -124,8 +124,8 @@ class _Search:
                 continue
             written = self._written(node, operand, site)
             if written is not None:
-                write, tokens = written
-                return {write.node: tokens} if write.node in self.returned else {}
+                write, along = written
+                return {write.node: along} if write.node in self.returned else {}
             grows = self._grows(node)
             # An assumed past comes back as what is returned here; one that carries its recipe needs no such promise.
             known = node in self.pasts or (

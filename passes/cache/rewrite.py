@@ -32,6 +32,7 @@ class LatentCache:
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
         written: inputs that were written to in place -> the placeholders of rows that are written to instead.
+        handed_back: place among what the caller gets -> the input that it is; the value at the index is None.
     """
 
     inputs: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class LatentCache:
     rows: list[str] = field(default_factory=list)
     grows: dict[int, str] = field(default_factory=dict)
     written: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    handed_back: dict[int, str] = field(default_factory=dict)
 
 
 def keep_latents(
@@ -85,8 +87,7 @@ class _Rewriter:
             for past in cache.pasts:
                 self.done.recipes[past.name] = cache.recipe, names
         self.graph.output_node().args = (tuple(values),)  # type: ignore[arg-type]  # nodes and constants
-        if any(any(cache.recipe.packed) for cache in caches):
-            self._unpack_once()
+        self._make_once()
         remove_dead_code(self.graph)
         # Only after dead code is gone does an input show who really still reads it.
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
@@ -94,8 +95,8 @@ class _Rewriter:
         remove_dead_code(self.graph)
         return self.done
 
-    def _unpack_once(self) -> None:
-        """K and V read the same rows, which each of them unpacked."""
+    def _make_once(self) -> None:
+        """K and V read the same rows, of which each of them took a part, or which it unpacked."""
         for node, first in first_equals(self.graph).items():
             if first is not node and OURS in node.meta:
                 node.replace_all_uses_with(first)

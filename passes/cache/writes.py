@@ -1,8 +1,8 @@
 """Writes into a buffer of full length: the same write puts rows where it put K or V.
 
 ``K = index_copy(buffer, tokens, positions, k_new)`` holds at each position what was written there last, else what the
-buffer held. Over rows that is ``index_copy(rows, tokens, positions, c_new)``, by the same positions. A write into a part
-of the buffer, such as its first sequences, is the same write into that part of the rows.
+buffer held. Over rows that is ``index_copy(rows, tokens, positions, c_new)``, by the same positions. A write into a
+part of the buffer, such as its first sequences, is the same write into that part of the rows.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ guard nothing that Dynamo's own guards miss. Copies whose value escapes (outputs
 
 Before: ``new = slice_scatter(k, copy(part_of_k, x), dim, a, b)``, which is what ``k[..., a:b] = x`` becomes
 
-After: ``new = slice_scatter(k, x, dim, a, b)``, which reads nothing of what is overwritten
+After: ``new = slice_scatter(k, x, dim, a, b)``, which reads nothing of what is overwritten, and ``x`` where that is all
 
 Before: ``k = select(stack([q, k, v], dim), dim, 1)``, as packed operands of an attention are taken apart
 
@@ -25,7 +25,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, packet, shape, val
-from mla_compile.passes.ir.operators import Assign, Broadcast, Dropout, Select, Slice, Stack, Write, WriteOne, decode
+from mla_compile.passes.ir.operators import (
+    Assign,
+    Broadcast,
+    Dropout,
+    Select,
+    Slice,
+    Stack,
+    Write,
+    WriteOne,
+    WriteRows,
+    decode,
+)
 from mla_compile.passes.ir.sizes import same_sizes
 
 aten = torch.ops.aten
@@ -37,7 +48,7 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
     for node in list(graph.nodes):
         if _is_empty(node):
             node.replace_all_uses_with(args_of(node)[0])
-        elif _is_write_of_all(node):
+        elif _is_write_of_all(node) or _is_write_over_all(node):
             node.replace_all_uses_with(args_of(node)[1])
         elif (part := _stacked_part(node)) is not None:
             node.replace_all_uses_with(same_layout(Builder(node, fake_mode), part, node))
@@ -68,6 +79,15 @@ def _is_write_of_all(node: fx.Node) -> bool:
     old, new = val(how.x), val(node)
     # Where one of these differs, the `copy` also converts, moves or broadcasts, and has to stay.
     return old.dtype == new.dtype and old.device == new.device and same_sizes(shape(how.x), shape(node))
+
+
+def _is_write_over_all(node: fx.Node) -> bool:
+    """Whether all of a tensor is replaced by what was written into all of it before: ``k[:B]`` where B is its size."""
+    how = decode(node)
+    if not isinstance(how, Write) or not isinstance(decode(how.x), (Write, WriteRows)):
+        return False
+    alike = val(how.x).dtype == val(node).dtype and val(how.x).stride() == val(node).stride()
+    return alike and how.taken == range(len(how.taken or ())) and same_sizes(shape(how.x), shape(node))
 
 
 def _writes(x: fx.Node, user: object) -> bool:

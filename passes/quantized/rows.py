@@ -270,7 +270,7 @@ def _shift(tracker: RowTracker, node: fx.Node) -> Scaled | None:
     by = by if packet(node) is aten.add else -by
     moved = replace(x, zero=(x.zero or 0) + by or None, low=x.low + by, high=x.high + by)
     # Moved farther than they reach, they would be lost in the rounding of what they are moved by.
-    near = abs(moved.zero or 0) <= x.high - x.low + 1
+    near = abs((x.zero or 0) + by) <= x.high - x.low + 1
     return moved if near and _holds(val(node).dtype, moved) else None
 
 
