@@ -158,6 +158,7 @@ def _write_rows(program: Program, cache: LatentCache, handed_back: dict[int, str
             new.append(values[index])
     cache.outputs = {place[k]: tuple(place[at] for at in rows) for k, rows in outputs.items()}
     cache.grows = {place[k]: name for k, name in cache.grows.items() if k in place}
+    cache.begun = {place[k] for k in cache.begun if k in place}
     cache.recipes = {
         place[k] if isinstance(k, int) else k: recipe
         for k, recipe in cache.recipes.items()

@@ -26,8 +26,19 @@ from torch.utils import _pytree as pytree
 import mla_compile
 from mla_compile import backend
 from mla_compile.core.records import SiteReport
-from mla_compile.errors import MlaCompileWarning
-from tests.zoo.base import Dims, InPart, NoAttention, NotCaptured, NotExported, Outcome, counted, told, verdict_of
+from mla_compile.errors import CaptureError, MlaCompileWarning
+from tests.zoo.base import (
+    Dims,
+    Expected,
+    InPart,
+    NoAttention,
+    NotCaptured,
+    NotExported,
+    Outcome,
+    counted,
+    told,
+    verdict_of,
+)
 
 # What torch says of how some styles are written, whoever compiles them.
 pytestmark = [
@@ -76,16 +87,16 @@ def through_backend(module: nn.Module, forms: str) -> tuple[Any, Sites]:
 @pytest.mark.parametrize("style", OPTIMIZE)
 def test_optimized(style: str) -> None:
     for dims in variants(ODD, EQUAL):
-        run(load(style), dims, through_optimize, "auto")
+        run(load(style), dims, through_optimize, "auto", load(style).EXPECTED)
 
 
 @pytest.mark.parametrize("style", COMPILE)
 def test_torch_compile(style: str) -> None:
     """``forms="absorbed"``: the prompt is absorbed too, and what is illegal has no excuse in its price."""
-    expected = load(style).EXPECTED
+    expected = getattr(load(style), "COMPILED", load(style).EXPECTED)
     by_price = any(e.verdict == "kept" for e in (expected if isinstance(expected, tuple) else (expected,)))
     for dims in variants(EQUAL, ODD):
-        run(load(style), dims, through_backend, "auto" if by_price else "absorbed")
+        run(load(style), dims, through_backend, "auto" if by_price else "absorbed", expected)
 
 
 def variants(*dims: Dims) -> Iterator[Dims]:
@@ -94,13 +105,15 @@ def variants(*dims: Dims) -> Iterator[Dims]:
             yield Dims(**{**vars(d), "seed": d.seed + seed})
 
 
-def run(style: Any, dims: Dims, door: Callable[[nn.Module, str], tuple[Any, Sites]], forms: str) -> None:
+def run(
+    style: Any, dims: Dims, door: Callable[[nn.Module, str], tuple[Any, Sites]], forms: str, outcome: Expected
+) -> None:
     """Sessions of the original and the other one after another, step by step."""
     torch._dynamo.reset()
     original, module = style.build(dims).eval(), style.build(dims).eval()
-    expected = counted(style.EXPECTED, dims)
-    if isinstance(style.EXPECTED, NotCaptured):
-        with torch.no_grad(), pytest.raises(Exception, match=style.EXPECTED.reason):  # Dynamo wraps ours, as strict
+    expected = counted(outcome, dims)
+    if isinstance(outcome, NotCaptured):
+        with torch.no_grad(), pytest.raises(Exception, match=outcome.reason):  # Dynamo wraps ours, as strict
             style.session(door(module, forms)[0])(random_inputs(dims, LENGTHS[0])[0])
         return
     with torch.no_grad(), warnings.catch_warnings():
@@ -137,19 +150,25 @@ def test_exported(style: str) -> None:
                 with pytest.raises(Exception, match=exported_as.reason):  # whatever torch raises
                     torch.export.export(module, args, kwargs)
                 continue
-            fast = mla_compile.optimize(torch.export.export(module, args, kwargs))
+            original = copy.deepcopy(module)  # a program shares the buffers of its module
+            exported = torch.export.export(module, args, kwargs)
+            if isinstance(exported_as, NotCaptured):
+                with pytest.raises(CaptureError, match=exported_as.reason):
+                    mla_compile.optimize(exported)
+                continue
+            fast = mla_compile.optimize(exported)
             report = fast.graph_module.meta["mla_report"]
             got_args, got_kwargs = copy.deepcopy((args, kwargs))
             loaded = fast.module()
             torch.manual_seed(dims.seed)
             got = loaded(*got_args, **got_kwargs)
             torch.manual_seed(dims.seed)
-            want = module(*args, **kwargs)
+            want = original(*args, **kwargs)
         assert Counter(told(s) for s in report.sites) == counted(exported_as, dims), describe(report.sites)
         compare_states(zoo, "results", dict(tensors(got)), dict(tensors(want)))
         compare_states(zoo, "inputs", dict(tensors((got_args, got_kwargs))), dict(tensors((args, kwargs))))
         left = dict(loaded.named_buffers())
-        compare_states(zoo, "buffers", left, {n: b for n, b in module.named_buffers() if n in left})
+        compare_states(zoo, "buffers", left, {n: b for n, b in original.named_buffers() if n in left})
 
 
 def recorded_step(style: Any, dims: Dims) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

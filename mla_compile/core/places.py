@@ -42,11 +42,13 @@ class Place:
     def links(self, model: nn.Module) -> list[Link]:
         """Each thing on the way from the model to the tensor, which is the last; fewer where the way ends before."""
         links: list[Link] = []
-        owner: nn.Module | None = model
+        owner = model
         for name in self.modules:
-            links.append((owner._modules, name, owner := owner._modules.get(name)))
-            if owner is None:
+            module = owner._modules.get(name)
+            links.append((owner._modules, name, module))
+            if module is None:
                 return links
+            owner = module
         held: Any = owner._buffers if self.keys[0] in owner._buffers else vars(owner)
         for key in self.keys:
             links.append((held, key, held := item(held, key)))
@@ -89,7 +91,7 @@ def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
             yield keys, one
         elif type(one) in (list, dict) and id(one) not in seen:
             seen.add(id(one))
-            pairs = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type, var-annotated]
+            pairs: Iterable[tuple[Any, Any]] = one.items() if isinstance(one, dict) else enumerate(one)  # type: ignore[arg-type]
             left += [((*keys, key), part) for key, part in pairs]
 
 

@@ -85,7 +85,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
     takes = [(position[name], _leaves(program, position, cache, name), rows) for name, rows in cache.inputs.items()]
     gives = [
         (index - len(program.mutations), cache.recipes[index][0], _leaves(program, position, cache, index),
-         [r - len(program.mutations) for r in rows])
+         [r - len(program.mutations) for r in rows], index in cache.begun)
         for index, rows in cache.outputs.items()
     ]  # fmt: skip
     same = [(index, position[name]) for index, name in cache.handed_back.items()]
@@ -112,9 +112,9 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
                     return _otherwise("made from rows that are shared in another way than before")(*inputs)
         given = (_plain(inputs[index], written) for index, written in kept)
         results = list(call(*given, *(rows[name] for name in cache.rows)))
-        for index, recipe, leaves, parts in gives:
+        for index, recipe, leaves, parts, own in gives:
             weights = [read(inputs) for read in leaves]
-            results[index] = LatentTensor.of(recipe, [results[part] for part in parts], weights)
+            results[index] = LatentTensor.of(recipe, [results[part] for part in parts], weights, own=own)
         for index, at in same:
             results[index] = inputs[at]
         return results[:count]

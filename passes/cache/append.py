@@ -81,7 +81,7 @@ def _first_rows(program: Program) -> dict[int, int]:
         at - before: cache.recipes[index][0].token_axis
         for index, rows in cache.outputs.items()
         for at in rows
-        if index not in cache.grows and program.outputs[at].op != "placeholder"
+        if index not in cache.grows and index not in cache.begun and program.outputs[at].op != "placeholder"
     }
 
 

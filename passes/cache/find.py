@@ -37,7 +37,7 @@ from mla_compile.passes.cache.writes import Write, write_of
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Join, Slice, decode
+from mla_compile.passes.ir.operators import Fill, Join, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
@@ -73,7 +73,8 @@ class CacheOfRows:
 
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
-        return tuple(p for p in self.parts if isinstance(p, fx.Node))
+        """The inputs among its parts."""
+        return tuple(p for p in self.parts if isinstance(p, fx.Node) and not is_zeros(p))
 
 
 def find_caches(
@@ -157,10 +158,10 @@ class _Search:
     def _token_write(self, node: fx.Node, tokens: int) -> Write | None:
         """``node`` as a write of tokens into a buffer of rows."""
         write = write_of(node)
-        if write is None or not (write.buffer in self.assumed or write.buffer in self.pasts):
+        if write is None or not (self._is_past(write.buffer) or is_zeros(write.buffer)):
             return None
         # The axis tells: K that is put together from columns is a write as well.
-        return write if any(step.dim == tokens for step in write.steps) else None
+        return write if any(tokens in step.dims for step in write.steps) else None
 
     def _token_axis(self, node: fx.Node, operand: Operand, site: AttentionSite) -> int | None:
         """The axis of ``node`` that the keys of the attention run along; None where its size of 1 hides it."""
@@ -171,14 +172,18 @@ class _Search:
         own = piece.axes[where]
         return next((k for k, a in enumerate(piece.source_axes) if a and set(a) == set(own)), None)
 
+    def _is_past(self, node: fx.Node) -> bool:
+        return node in self.pasts or node in self.assumed
+
     def _grows(self, node: fx.Node) -> bool:
-        return any(p in self.pasts or p in self.assumed for p in _joined(node))
+        return any(map(self._is_past, _joined(node)))
 
     def keep(self, tensors: Mapping[fx.Node, int], site: fx.Node) -> list[CacheOfRows] | None:
         """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
-        new = [p for own in parts.values() for p in own if p not in self.pasts and p not in self.assumed]
+        buffers = {write.buffer for write in writes.values()}
+        new = [p for own in parts.values() for p in own if not self._is_past(p) and p not in buffers]
         cuts, _ = choose_sources(pieces_of([self.maps.map(p) for p in new]))
         at_cuts = self.maps.with_sources(cuts)
         kept: list[CacheOfRows] = []
@@ -239,7 +244,14 @@ class _Search:
 def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
     """Whether the buffer that is written to can be one of rows."""
     # Where nothing was written yet zeros are read: a bias would stand there instead. Rows have no heads to choose.
-    return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[step.dim] == "row" for step in write.steps)
+    dims = {dim for step in write.steps for dim in step.dims}
+    return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[dim] == "row" for dim in dims)
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a buffer begins here."""
+    how = decode(node)
+    return isinstance(how, Fill) and how.value == 0 and not isinstance(how.value, bool)
 
 
 def _joined(node: fx.Node) -> list[fx.Node]:

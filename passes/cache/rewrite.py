@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.cache.find import CacheOfRows, Past
+from mla_compile.passes.cache.find import CacheOfRows, Past, is_zeros
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import Step, write_over
@@ -31,6 +31,7 @@ class LatentCache:
         recipes: of every such input (by name) and output (by index), with the names of the weights it reads.
         rows: the names of the placeholders of rows, in order.
         grows: index in the flat output -> the placeholder that is its past.
+        begun: the indices in the flat output of buffers that are made here, which later calls may write to.
         written: inputs that were written to in place -> the placeholders of rows that are written to instead.
         handed_back: place among what the caller gets -> the input that it is; the value at the index is None.
     """
@@ -40,6 +41,7 @@ class LatentCache:
     recipes: dict[str | int, tuple[Recipe, tuple[str, ...]]] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
     grows: dict[int, str] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
     written: dict[str, tuple[str, ...]] = field(default_factory=dict)
     handed_back: dict[int, str] = field(default_factory=dict)
 
@@ -58,6 +60,7 @@ class _Rewriter:
         self.fake_mode = fake_mode
         self.done = LatentCache()
         self.inputs: dict[Hashable, fx.Node] = {}
+        self.zeros: dict[Hashable, fx.Node] = {}
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
         self.arranged: dict[fx.Node, fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
@@ -83,6 +86,8 @@ class _Rewriter:
                 self.done.recipes[index] = cache.recipe, names
                 if cache.pasts:
                     self.done.grows[index] = cache.pasts[0].name
+                elif cache.write is not None:
+                    self.done.begun.add(index)
             cache.node.replace_all_uses_with(expanded, lambda user: user.op != "output")
             for past in cache.pasts:
                 self.done.recipes[past.name] = cache.recipe, names
@@ -184,15 +189,15 @@ class _Rewriter:
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
         """The placeholder of the rows behind an input."""
+        if is_zeros(node):
+            return self._zeros(node, cache, index, ingredients)
         past = self.pasts.get(node)
         name: Hashable
         if past is not None:
             name, dtype = past.rows[index], past.dtypes[index]
         else:
             assert ingredients is not None, "an assumed past is one that grows"
-            # Inputs that grow by the same rows, at the same positions, hold the same rows: K and V of one attention.
-            room = cache.recipe.row_shape(val(node).shape, 0)
-            name = ("grows by", ingredients[index].node, *self._steps(cache), *map(str, room))
+            name = self._grown(node, cache, ingredients[index])
             dtype = cache.recipe.held_dtype(index, val(ingredients[index].node).dtype)
         if name not in self.inputs:
             example = val(node)
@@ -208,3 +213,27 @@ class _Rewriter:
         if len(own) <= index:
             self.done.inputs[node.name] = (*own, self.inputs[name].name)
         return self.inputs[name]
+
+    def _grown(self, node: fx.Node, cache: CacheOfRows, new: Ingredient) -> Hashable:
+        """What tells which rows stand for ``node``.
+
+        What grows by the same rows, at the same positions, holds the same rows: K and V of one attention.
+        """
+        room = cache.recipe.row_shape(val(node).shape, 0)
+        return ("grows by", new.node, *self._steps(cache), *map(str, room))
+
+    def _zeros(
+        self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
+    ) -> fx.Node:
+        """Rows of zeros where the graph makes a buffer of zeros."""
+        assert ingredients is not None, "a buffer is written to"
+        assert cache.write is not None
+        name = self._grown(node, cache, ingredients[index])
+        if name not in self.zeros:
+            recipe, builder = cache.recipe, Builder(cache.write.node, self.fake_mode)
+            sizes = [builder.size(node, dim) for dim in recipe.outer]
+            dtype = recipe.held_dtype(index, val(ingredients[index].node).dtype)
+            self.zeros[name] = builder.call(
+                aten.zeros.default, [*sizes, recipe.held_width(index)], dtype=dtype, device=val(node).device
+            )
+        return self.zeros[name]

@@ -15,7 +15,7 @@ from torch import fx
 
 from mla_compile.passes.cache.recipe import Call
 from mla_compile.passes.ir import operators
-from mla_compile.passes.ir.graph import packet, shape
+from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import Size, same_sizes
 
@@ -24,11 +24,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of a write, along axis ``dim``; ``at``: the bounds of a slice, or the positions."""
+    """One operator of a write, along axis ``dim``; ``at``: the bounds of a slice, or the positions.
+
+    Positions in several tensors are those of as many axes, from ``dim`` on.
+    """
 
     op: object
     dim: int
     at: tuple[Hashable, ...]
+
+    @property
+    def dims(self) -> range:
+        """The axes in which it chooses positions."""
+        return range(self.dim, self.dim + (len(self.at) if self.op is aten.index_put else 1))
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def write_over(steps: tuple[Step, ...], call: Call[fx.Node], buffer: fx.Node, ne
     if first.op is aten.index_copy:
         result = call(aten.index_copy.default, buffer, first.dim, first.at[0], new)
     elif first.op is aten.index_put:
-        result = call(aten.index_put.default, buffer, [*[None] * first.dim, first.at[0]], new)
+        result = call(aten.index_put.default, buffer, [*[None] * first.dim, *first.at], new)
     else:
         if inner:
             new = write_over(tuple(inner), call, call(aten.slice.Tensor, buffer, first.dim, *first.at), new)
@@ -69,13 +77,34 @@ def write_of(node: fx.Node) -> Write | None:
     elif isinstance(how, operators.Write):
         step, length = Step(packet(node), how.dim, how.bounds), shape(how.x)[how.dim]
     else:
-        return None
+        return _write_by_pairs(node)
     if not _fits(how.base, how.x, how.dim, length):
         return None
     inner = write_of(how.x) if isinstance(how, operators.Write) else None
     if inner is not None and _is_part(inner.buffer, how.base, step):
         return Write(node, how.base, inner.new, (step, *inner.steps))
     return Write(node, how.base, how.x, (step,))
+
+
+def _write_by_pairs(node: fx.Node) -> Write | None:
+    """A write at positions of several neighbouring axes, such as a position of its own for each sequence."""
+    if packet(node) is not aten.index_put or argument(node, 3, "accumulate", False):
+        return None
+    base, indices, new = (argument(node, k, name) for k, name in enumerate(("self", "indices", "values")))
+    dims = [k for k, index in enumerate(indices) if index is not None]
+    at = [indices[k] for k in dims]
+    rank = len(dims)
+    if rank < 2 or dims != [*range(dims[0], dims[0] + rank)]:
+        return None
+    # As many axes of positions as there are axes to choose in: `new` has the axes of the buffer.
+    if any(len(shape(index)) != rank or val(index).dtype not in (torch.int64, torch.int32) for index in at):
+        return None
+    chosen = shape(new)[dims[0] : dims[0] + rank]
+    fits = all(any(same_sizes([shape(i)[k]], [chosen[k]]) for i in at) for k in range(rank))
+    sizes = [*shape(base)[: dims[0]], *chosen, *shape(base)[dims[0] + rank :]]
+    if not fits or not same_sizes(sizes, shape(new)):
+        return None
+    return Write(node, base, new, (Step(aten.index_put, dims[0], tuple(at)),))
 
 
 def _is_part(node: fx.Node, base: fx.Node, step: Step) -> bool:

@@ -11,6 +11,7 @@ A style is a file of this folder with
   buffers of the module are compared without that.
 * optionally ``EXPORTED``: where the outcome of torch.export's door differs, that outcome, or :class:`NotExported` with
   the reason why torch.export cannot take the module;
+* optionally ``COMPILED``: where the outcome of ``torch.compile`` differs, that outcome;
 * optionally ``LENGTH``: the capacity of a static cache, where it is not :data:`CAPACITY`;
 * optionally ``LEGAL = True`` where absorption would be right and is refused all the same, for the reason in the
   docstring;
@@ -140,6 +141,58 @@ class Usual(Layer):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
+class Buffered(Usual):
+    """K and V per head go into memory of the layer's own; a style says how. The cache of K and V [B,H,T,N+R], [B,H,T,V]
+    that :meth:`empty` makes has room for more sequences than are used."""
+
+    def empty(self, *outer: int) -> tuple[Tensor, Tensor]:
+        d = self.dims
+        outer = outer or (d.B + 1,)
+        k, v = (torch.zeros(*outer, d.H, CAPACITY, width, dtype=d.dtype) for width in (d.N + d.R, d.V))
+        return k, v
+
+    def step(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the new tokens, heads first."""
+        d = self.dims
+        c, r = self.down(x).split([d.L, d.R], -1)
+        k, v = self.expand(self.norm(c))
+        q = self.q(x).view(x.shape[0], x.shape[1], d.H, d.N + d.R).transpose(1, 2)
+        q = torch.cat([q[..., : d.N], rope(q[..., d.N :], positions)], -1)
+        return q, self.join(k, rope(r, positions)), v
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        keep = torch.arange(k.shape[2]) <= positions[:, None]
+        return self.finish(F.scaled_dot_product_attention(q, k, v, attn_mask=keep))
+
+
+def at_numbers(module: Any) -> Callable[[Tensor], Tensor]:
+    """A session in which the caller counts: ``module(x, start)``, after ``module.reset()``."""
+    module.reset()
+    start = 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal start
+        y: Tensor = module(x, start)
+        start += x.shape[1]
+        return y
+
+    return step
+
+
+def at_positions(module: Any) -> Callable[[Tensor], Tensor]:
+    """The same with the positions as a tensor: ``module(x, positions)``."""
+    module.reset()
+    start = 0
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal start
+        y: Tensor = module(x, torch.arange(start, start + x.shape[1]))
+        start += x.shape[1]
+        return y
+
+    return step
+
+
 def carried(module: Any) -> Carry:
     """The session of :class:`Usual`."""
     return Carry(module, *rows(module, module.dims.L, module.dims.R))
@@ -254,7 +307,8 @@ class NotExported:
 
 
 EXPANDED_CACHE = Refused("expanded_cache")
-"""What becomes of the styles that cache K and V per head (files ``expanded_*``)."""
+"""What becomes of caches of K and V per head that cannot be kept as rows: those of a module that only its owner could
+change, and that ``torch.compile`` and ``torch.export`` leave as they are."""
 
 
 @dataclass(frozen=True)

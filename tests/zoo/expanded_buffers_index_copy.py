@@ -3,9 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from tests.zoo.base import CAPACITY, EXPANDED_CACHE, Usual, rope
+from tests.zoo.base import CAPACITY, EXPANDED_CACHE, Absorbed, Usual, rope
 
-EXPECTED = EXPANDED_CACHE
+EXPECTED = Absorbed()
+COMPILED = EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Usual):

@@ -2,9 +2,10 @@
 
 import torch
 
-from tests.zoo.base import CAPACITY, EXPANDED_CACHE, Layer, rope
+from tests.zoo.base import CAPACITY, EXPANDED_CACHE, Absorbed, Layer, rope
 
-EXPECTED = EXPANDED_CACHE
+EXPECTED = Absorbed()
+COMPILED = EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Layer):

@@ -1,0 +1,30 @@
+"""New keys are added to what the buffer holds, as in an accumulator. Illegal: rows of two calls meet in one key, each
+made by a norm of its own."""
+
+import torch
+
+from tests.zoo.base import Buffered, Refused, at_numbers
+
+EXPECTED = Refused("position_dependent")
+
+
+class Attention(Buffered):
+    def __init__(self, dims):
+        super().__init__(dims)
+        for name, buffer in zip("kv", self.empty(), strict=True):
+            self.register_buffer(f"{name}_cache", buffer)
+
+    def reset(self):
+        self.k_cache.zero_()
+        self.v_cache.zero_()
+
+    def forward(self, x, start: int):
+        B, S, _ = x.shape
+        positions = torch.arange(start, start + S)
+        q, k, v = self.step(x, positions)
+        self.k_cache[:B, :, start : start + S] += k
+        self.v_cache[:B, :, start : start + S] += v
+        return self.over(q, self.k_cache[:B, :, : start + S], self.v_cache[:B, :, : start + S], positions)
+
+
+build, session = Attention, at_numbers

@@ -1,0 +1,29 @@
+"""K and V get into their buffers by scatter_, each number by an index of its own. Illegal as far as can be told: the
+indices could send the numbers of one token to several."""
+
+from tests.zoo.base import Buffered, Refused, at_positions
+
+EXPECTED = Refused("token_mixing")
+LEGAL = True
+
+
+class Attention(Buffered):
+    def __init__(self, dims):
+        super().__init__(dims)
+        for name, buffer in zip("kv", self.empty(), strict=True):
+            self.register_buffer(f"{name}_cache", buffer)
+
+    def reset(self):
+        self.k_cache.zero_()
+        self.v_cache.zero_()
+
+    def forward(self, x, positions):
+        B = x.shape[0]
+        q, k, v = self.step(x, positions)
+        at = positions[None, None, :, None]
+        self.k_cache[:B].scatter_(2, at.expand_as(k), k)
+        self.v_cache[:B].scatter_(2, at.expand_as(v), v)
+        return self.over(q, self.k_cache[:B], self.v_cache[:B], positions)
+
+
+build, session = Attention, at_positions
