@@ -49,7 +49,8 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
     """The same model with absorbed decode, sharing the original's weights; the original stays as it was.
 
     * ``nn.Module``: a new object of the same class with the same parameters, buffers and submodules, whose forward is
-      compiled when it is first called. Methods that call the model, such as ``generate()``, run the compiled forward.
+      compiled when it is first called. Empty buffers of K and V become rows then, and the modules that hold them are
+      copied for it. Methods that call the model, such as ``generate()``, run the compiled forward.
       With gradients enabled the original runs. ``mla_report`` says what has been done so far. A deep copy of it is
       optimized too.
     * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made

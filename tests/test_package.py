@@ -203,7 +203,7 @@ ROOMS = {
     "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
     # From a model to what runs in its place.
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
-    "caching": "analysis core passes.cache passes.decide",
+    "caching": "analysis core passes.cache passes.decide passes.ir",
     "stand_ins": "analysis core options passes.fused passes.ir passes.quantized",
     "report": "codes core errors passes.decide version",
     "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir

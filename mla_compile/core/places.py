@@ -70,7 +70,7 @@ def item(holder: Holder, key: Any) -> Any:
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Every buffer and every tensor that is, or is in, a plain attribute of a module, at each place where it is found."""
+    """Every buffer, and every tensor in a plain attribute of a module, at each place where it is found."""
     for name, module in model.named_modules(remove_duplicate=False):
         path = tuple(name.split(".")) if name else ()
         for key, value in module._buffers.items():
@@ -96,21 +96,10 @@ def _items(value: object) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
 
 
 def paths_of(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The attributes that lead to each tensor of a model, also to those that a tensor subclass is made of, by id."""
-    found: dict[int, tuple[str, ...]] = {}
-
-    def add(tensor: torch.Tensor, path: tuple[str, ...]) -> None:
-        found.setdefault(id(tensor), path)
-        if is_traceable_wrapper_subclass(tensor):
-            for name in tensor.__tensor_flatten__()[0]:
-                add(getattr(tensor, name), (*path, name))
-
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        add(parameter, tuple(name.split(".")))
-    for place, tensor in tensors_of(model):
-        if len(place.keys) == 1:
-            add(tensor, (*place.modules, *place.keys))
-    return found
+    """The attributes that lead to each tensor of a model, by its id."""
+    own = {(*place.modules, *place.keys): tensor for place, tensor in tensors_of(model) if len(place.keys) == 1}
+    named = {tuple(name.split(".")): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+    return {id(tensor): path for path, tensor in (own | named).items()}
 
 
 def at_path(model: nn.Module, path: Iterable[str]) -> Any:
@@ -132,7 +121,7 @@ def only_here(model: nn.Module, places: Iterable[Place]) -> set[Place]:
         for key, value in vars(module).items():
             for held in () if key in _REGISTERED else _reached(value):
                 if isinstance(held, nn.Module):
-                    modules[id(held)] += 1
+                    modules.update(map(id, held.modules()))
                 memory.update(_memory(held))
     return {place for place in places if _is_only(model, place, modules, memory)}
 

@@ -94,10 +94,15 @@ class Compiler:
         latents = _latents(gm, example_inputs)
         inputs = plain_examples(gm, example_inputs) if latents else example_inputs
         done = self._rewrite(gm, inputs, latents) if self._is_ours(gm, inputs) else None
-        call = self._generate(gm, inputs) if done is None else self._assemble(gm, inputs, done)
-        if not latents or (done is not None and done.outcome.base.cache is not None):
-            return call
-        return expanding(call, gm)
+        if done is not None and not self.explain_only:
+            call = self._assemble(gm, inputs, done)
+            takes_rows = done.outcome.base.cache is not None
+        else:
+            call = self._generate(gm, inputs)
+            takes_rows = False
+        if done is not None and self.explain_only and self.buffers is not None:
+            call = self.buffers.noting(call, done.captured, done.outcome.base)
+        return call if takes_rows or not latents else expanding(call, gm)
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         attention = has_attention(gm)
@@ -127,10 +132,8 @@ class Compiler:
                 _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
         self.reports.append(outcome.report)
-        if self.buffers is not None:
-            self.buffers.add(program, outcome.base, example_inputs)
         if self.explain_only:
-            return None
+            return _Rewritten(program, outcome, folds)
         tell(outcome.report)
         _trace(outcome.report)
         if self.on_report is not None:
@@ -140,11 +143,11 @@ class Compiler:
 
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
         """The inputs that are buffers of the module which may be, or are, kept as rows."""
-        names = [node.name for node in program.placeholders]
-        traced = (
-            {} if self.buffers is None else {n for n, x in zip(names, example_inputs, strict=True) if x in self.buffers}
-        )
-        return frozenset(traced) | {name for name, tensor in latents.items() if tensor.is_own}
+        known = {name for name, tensor in latents.items() if tensor.is_own and tensor.recipe is not None}
+        if self.buffers is not None:
+            named = zip(program.placeholders, example_inputs, strict=True)
+            known |= {node.name for node, value in named if value in self.buffers}
+        return frozenset(known)
 
     def _outcome(self, program: Program, example_inputs: Inputs, name: str) -> tuple[Outcome, FoldedWeights | None]:
         outcome = pipeline.run(program, self.options, name, draw=self.explain_only)

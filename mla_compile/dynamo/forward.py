@@ -21,7 +21,7 @@ from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.recompiles import Recompiles
 from mla_compile.dynamo.trace import trace
-from mla_compile.errors import MlaCompileError, MlaCompileWarning
+from mla_compile.errors import InputError, MlaCompileError, MlaCompileWarning
 from mla_compile.options import Options
 from mla_compile.report.report import Report
 from mla_compile.runtime.own_buffers import KeptBuffer, OwnBuffers, Trace
@@ -149,7 +149,9 @@ def _kept_buffers(options: Options) -> Trace:
     ) -> list[KeptBuffer]:
         try:
             return trace(module, args, kwargs, options, empty).kept
-        except MlaCompileError:  # the call itself says what is wrong
+        except InputError:
+            raise
+        except MlaCompileError:  # the compilation of the call says why
             return []
 
     return kept

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from mla_compile.core.places import Place
+from mla_compile.core.places import Place, tensors_of
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief, first_line, nearest
@@ -37,7 +37,7 @@ def explain_module(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], options: Options
 ) -> Report:
     """The report of one forward. Raises :class:`InputError` for inputs that do not fit, else :class:`CaptureError`."""
-    return trace(module, args, kwargs, options, empty_buffers(module)).report()
+    return trace(module, args, kwargs, options, empty_buffers(module, dict(tensors_of(module)))).report()
 
 
 @dataclass(frozen=True)

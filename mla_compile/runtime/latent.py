@@ -57,10 +57,18 @@ class _Cell:
     def settle(self) -> torch.Tensor:
         """K itself, which replaces the rows from now on."""
         if self.full is None:
-            self.full = self.expand(self.rows)
-            if not isinstance(self.full, FakeTensor):  # the guards of a trace are about what came in
-                self.rows = self.leaves = ()
+            rows, leaves = self.rows, self.leaves
+            full = self.expand(rows)
+            self.replace(full)
+            if isinstance(full, FakeTensor):  # the guards of a trace are about what came in
+                self.rows, self.leaves = rows, leaves
+            return full
         return self.full
+
+    def replace(self, full: torch.Tensor) -> None:
+        """Other values, whatever the rows were."""
+        self.full = full
+        self.rows = self.leaves = ()
 
     def clear(self) -> None:
         """All zeros, which are those of any weights."""
@@ -72,9 +80,10 @@ class _Cell:
     def check(self) -> None:
         """Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
         if any(version(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
+            empty = "empty it with zero_()" if self.own else "start with an empty cache"
             raise StaleWeightError(
-                "a weight was changed after this cache was filled: its rows were made for the old weights; start with "
-                'an empty cache, or compile with the option cache="expanded"'
+                "a weight was changed after this cache was filled: its rows were made for the old weights; "
+                f'{empty}, or compile with the option cache="expanded"'
             )
 
 
@@ -285,6 +294,9 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
     recipe = x.recipe
     if x.is_own and x._span is None and (func is aten.zero_.default or (func is aten.fill_.Scalar and args[1] == 0)):
         x._cell.clear()
+        return x
+    if func is aten.copy_.default and x._span is None and not isinstance(args[1], LatentTensor):
+        x._cell.replace(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(args[1]))
         return x
     if func is aten.detach.default:
         return LatentTensor(x._cell, x._tokens, x._span)

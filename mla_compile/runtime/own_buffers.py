@@ -13,19 +13,22 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from mla_compile.core.places import Link, Place, at_path, item, only_here, paths_of, tensors_of
-from mla_compile.core.program import Inputs, Program
+from mla_compile.core.program import Call, Inputs, Program
+from mla_compile.errors import InputError
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
 Trace = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
-"""Which of a module's empty buffers can be kept as rows, by a trace of its forward with these arguments."""
+"""Which of a module's empty buffers can be kept as rows, by a trace of its forward with these arguments; raises
+:class:`InputError` for arguments that the forward does not run with."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +69,23 @@ class KeptBuffer:
             return LatentTensor.of(self.recipe, rows, leaves, own=True)
 
 
-def empty_buffers(model: nn.Module) -> dict[Place, torch.Tensor]:
-    """What could be a cache of K or V in which nothing is written yet, and that nothing else in the model holds."""
-    found = {place: tensor for place, tensor in tensors_of(model) if _may_be_cache(tensor) and _is_empty(tensor)}
+def empty_buffers(model: nn.Module, tensors: Mapping[Place, Any]) -> dict[Place, torch.Tensor]:
+    """Those of a model's tensors that could be a cache of K or V, hold nothing yet, and are reached in no other way."""
+    found = {place: tensor for place, tensor in tensors.items() if _may_be_cache(tensor) and _is_empty(tensor)}
     return {place: found[place] for place in only_here(model, found)} if found else {}
 
 
-def _may_be_cache(tensor: torch.Tensor) -> bool:
-    """At least tokens, features and sequences or heads; or one of ours that somebody has made K of."""
-    ours = isinstance(tensor, LatentTensor) and tensor.is_own and tensor.recipe is None
-    plain = type(tensor) is torch.Tensor and not tensor.requires_grad
-    return (ours or plain) and tensor.dim() >= 3 and tensor.is_floating_point() and tensor.numel() > 0
+def _may_be_cache(value: object) -> bool:
+    """A tensor with axes for tokens, features and sequences or heads; or one of ours that somebody has made K of."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point() or not value.numel():
+        return False
+    if isinstance(value, LatentTensor):
+        return value.is_own and value.recipe is None
+    return type(value) is torch.Tensor and not value.requires_grad
+
+
+def _are_rows(value: torch.Tensor) -> bool:
+    return isinstance(value, LatentTensor) and value.recipe is not None
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
@@ -93,27 +102,44 @@ class BuffersInTrace:
     def __init__(self, module: nn.Module, places: Collection[Place]) -> None:
         self._module = module
         self._places = {id(place.tensor(module)): place for place in places}
-        self._graphs = 0
+        self._paths = paths_of(module)
+        self._calls = 0
         self.kept: list[KeptBuffer] = []
 
     def __contains__(self, value: object) -> bool:
         return id(value) in self._places
 
-    def add(self, captured: Program, base: Program, inputs: Inputs) -> None:
-        """Notes the buffers in whose place ``base`` takes rows; ``inputs`` are those of ``captured``."""
-        self._graphs += 1
-        if base.cache is None or not self._places:
-            return
+    def noting(self, call: Call, captured: Program, base: Program) -> Call:
+        """``call`` of the inputs of ``captured``, which notes those buffers among them that ``base`` takes rows for.
+
+        Noted when it is called, because one graph may serve several layers.
+        """
+
+        def noted(*inputs: Any) -> Any:
+            self._note(captured, base, inputs)
+            return call(*inputs)
+
+        return call if base.cache is None else noted
+
+    def _note(self, captured: Program, base: Program, inputs: Inputs) -> None:
+        self._calls += 1
         given = {node.name: value for node, value in zip(captured.placeholders, inputs, strict=True)}
-        parts = {name: tensor for own in base.parts.values() for name, tensor in own.items()}
-        paths = paths_of(self._module)
         for name, rows in base.cache.inputs.items():
             recipe, weights = base.cache.recipes[name]
-            leaves = [paths.get(id(parts.get(weight, given.get(weight)))) for weight in weights]
+            leaves = [self._path(base.node(weight), given) for weight in weights]
             known = tuple(path for path in leaves if path is not None)
             if given[name] in self and len(known) == len(leaves):
-                kinds = tuple(((self._graphs, row), base.node(row).meta["val"].dtype) for row in rows)
+                kinds = tuple(((self._calls, row), base.node(row).meta["val"].dtype) for row in rows)
                 self.kept.append(KeptBuffer(self._places[id(given[name])], recipe, known, kinds))
+
+    def _path(self, weight: fx.Node, given: Mapping[str, object]) -> tuple[str, ...] | None:
+        """The attributes that lead to a weight, or to a tensor that a weight is made of."""
+        attributes: tuple[str, ...] = ()
+        while weight.target is getattr:
+            attributes = (str(weight.args[1]), *attributes)
+            weight = weight.all_input_nodes[0]
+        path = self._paths.get(id(given.get(weight.name)))
+        return None if path is None else (*path, *attributes)
 
 
 class OwnBuffers:
@@ -127,37 +153,39 @@ class OwnBuffers:
         self._plain = plain
         self._trace = trace
         self._kept: dict[Place, KeptBuffer] = {}
-        self._traced: set[Place] = set()
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._links: list[Link] | None = None
         self._lock = threading.Lock()
 
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Puts rows in the place of buffers that may have them and are empty, at first or again."""
-        if not self._is_settled():
+        if self._links is None or not self._is_settled(self._links):
             with self._lock:
                 self._look(args, kwargs)
 
-    def _is_settled(self) -> bool:
+    def _is_settled(self, links: Iterable[Link]) -> bool:
         """Whether everything is as it was left: cheap, as each call asks for it."""
-        return self._links is not None and all(
-            item(holder, key) is held and (not isinstance(held, LatentTensor) or held.recipe is not None)
-            for holder, key, held in self._links
+        return all(
+            item(holder, key) is held and (not isinstance(held, torch.Tensor) or _are_rows(held))
+            for holder, key, held in links
         )
 
     def _look(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         plain = self._plain()
-        empty = empty_buffers(plain)
-        if not self._traced.issuperset(empty):
-            self._traced.update(empty)
-            self._kept.update((kept.place, kept) for kept in self._trace(plain, args, kwargs, empty))
+        if self._links is None:
+            empty = empty_buffers(plain, dict(tensors_of(plain)))
+            try:
+                kept = self._trace(plain, args, kwargs, empty) if empty else []
+            except InputError:  # which the call itself raises in the words of the model
+                return
+            self._kept = {one.place: one for one in kept}
+        now = {place: place.tensor(plain) for place in self._kept}
         shared: dict[Hashable, torch.Tensor] = {}
-        for place, tensor in empty.items():
-            kept = self._kept.get(place)
-            if kept is not None and kept.fits(tensor):
+        for place, tensor in empty_buffers(plain, now).items():
+            if self._kept[place].fits(tensor):
                 self._own(place)
                 *_, (holder, key, _) = place.links(self._module)
-                holder[key] = kept.empty(self._module, tensor, shared)
+                holder[key] = self._kept[place].empty(self._module, tensor, shared)
         self._links = [link for place in self._kept for link in place.links(self._module)]
 
     def _own(self, place: Place) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, val
-from mla_compile.passes.ir.operators import Join, Stack, decode, is_contraction
+from mla_compile.passes.ir.operators import Join, Slice, Stack, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, ancestors, reachable
@@ -154,7 +154,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
     if (
         node in walked  # a node beside the way, such as the other term of a sum, holds no cache of these rows
         and stop.code == "token_mixing"
-        and any(_is_input(n) and n is not expansion and not maps.is_weight(n) for n in node.all_input_nodes)
+        and any(_is_input(_whole(n)) and n is not expansion and not maps.is_weight(n) for n in node.all_input_nodes)
     ):
         return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
     return stop
@@ -162,6 +162,12 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
 
 def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """What a slice is taken of."""
+    how = decode(node)
+    return _whole(how.x) if isinstance(how, Slice) else node
 
 
 def _joins_heads(node: fx.Node, maps: Maps) -> bool:

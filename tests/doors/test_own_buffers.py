@@ -1,0 +1,515 @@
+"""Buffers of K and V that the modules of an optimized model own: kept as rows, through all that happens to a module."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mla_compile
+from mla_compile.errors import MlaCompileWarning, StaleWeightError
+from mla_compile.runtime.latent import LatentTensor
+from tests.zoo.base import CAPACITY, Buffered, Dims
+
+ODD = Dims()
+STEPS = (4, 1, 1, 1)
+
+
+class Attention(Buffered):
+    """Buffers with room for one more sequence than is used, the values persistent."""
+
+    def __init__(self, dims: Dims = ODD) -> None:
+        super().__init__(dims)
+        k, v = self.empty()
+        self.register_buffer("k_cache", k, persistent=False)
+        self.register_buffer("v_cache", v)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        B, S, _ = x.shape
+        positions = torch.arange(start, start + S)
+        q, k, v = self.step(x, positions)
+        self.k_cache[:B, :, start : start + S] = k
+        self.v_cache[:B, :, start : start + S] = v
+        return self.over(q, self.k_cache[:B, :, : start + S], self.v_cache[:B, :, : start + S], positions)
+
+
+class Model(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module] = Attention, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(count))
+        with torch.no_grad():
+            for number, one in enumerate(self.layers):
+                one.up.weight.mul_(1 + 0.1 * number)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, start)
+        return x
+
+
+def optimized(model: nn.Module, **options: Any) -> Any:
+    return mla_compile.optimize(model, codegen="eager", strict=True, **options)
+
+
+def inputs(seed: int = 0, batch: int = ODD.B, steps: tuple[int, ...] = STEPS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, count, ODD.D, generator=generator, dtype=ODD.dtype) for count in steps]
+
+
+def fresh_session(model: Model) -> Model:
+    twin = copy.deepcopy(model)
+    for cache in caches(twin):
+        cache.zero_()
+    return twin
+
+
+@torch.no_grad()
+def session(model: Any, xs: list[Tensor], start: int = 0) -> list[Tensor]:
+    found = []
+    for x in xs:
+        found.append(model(x, start))
+        start += x.shape[1]
+    return found
+
+
+def same(got: list[Tensor], want: list[Tensor]) -> None:
+    for step, (a, b) in enumerate(zip(got, want, strict=True)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, step=step: f"step {step}: {m}")
+
+
+def caches(model: nn.Module) -> list[Tensor]:
+    return [getattr(layer, name) for layer in model.layers for name in ("k_cache", "v_cache")]
+
+
+def are_rows(model: nn.Module) -> bool:
+    return all(isinstance(cache, LatentTensor) and cache.recipe is not None for cache in caches(model))
+
+
+def are_plain(model: nn.Module) -> bool:
+    return not any(isinstance(cache, LatentTensor) and cache.recipe is not None for cache in caches(model))
+
+
+def filled(**options: Any) -> tuple[Model, Any]:
+    """A model and its optimized form, after one session each."""
+    model = Model()
+    fast = optimized(model, **options)
+    same(session(fast, inputs()), session(copy.deepcopy(model), inputs()))
+    assert are_rows(fast)
+    return model, fast
+
+
+def test_rows_stand_for_the_buffers_and_the_original_has_its_own():
+    model = Model()
+    held = caches(model)
+    fast = optimized(model)
+    same(session(fast, inputs()), session(copy.deepcopy(model), inputs()))
+    assert {str(site.code) for site in fast.mla_report.sites} == {"absorbed"}
+    assert are_rows(fast)
+    assert fast.forward.compiler.graphs == 2
+    assert all(a is b and not a.any() for a, b in zip(caches(model), held, strict=True))
+    assert type(fast.layers) is nn.ModuleList
+    assert fast.layers[0].up is model.layers[0].up
+    assert fast.layers[0] is not model.layers[0]
+    # The memory is that of the rows: L + R values for each of K's and V's H (N + R + V).
+    rows = {id(row): row.numel() for cache in caches(fast) for row in cache.shown_rows()}
+    d = ODD
+    assert sum(rows.values()) == 2 * (d.B + 1) * CAPACITY * (d.L + d.R)
+    assert sum(cache.numel() for cache in held) == 2 * (d.B + 1) * CAPACITY * d.H * (d.N + d.R + d.V)
+
+
+def test_whoever_reads_a_buffer_finds_k():
+    model, fast = filled()
+    session(model, inputs())
+    for got, want in zip(caches(fast), caches(model), strict=True):
+        same([got[:, :, :3], got.sum(), got + 1, got.clone()], [want[:, :, :3], want.sum(), want + 1, want.clone()])
+    assert are_rows(fast)
+
+
+@pytest.mark.parametrize(
+    "reset",
+    [
+        lambda cache: cache.zero_(),
+        lambda cache: cache.fill_(0.0),
+        nn.init.zeros_,
+        lambda cache: cache.__setitem__(slice(None), 0),
+        lambda cache: cache.copy_(torch.zeros(cache.shape, dtype=cache.dtype)),
+        lambda cache: cache.mul_(0),
+    ],
+)
+def test_a_buffer_that_is_emptied_takes_rows_again(reset):
+    model, fast = filled()
+    with torch.no_grad():
+        for cache in caches(fast):
+            reset(cache)
+    assert not any(cache.any() for cache in caches(fast))
+    same(session(fast, inputs(1)), session(model, inputs(1)))
+    assert are_rows(fast)
+    assert fast.forward.compiler.graphs == 2
+
+
+def test_new_tensors_and_new_sizes_take_rows_again():
+    model, fast = filled()
+    for batch in (5, 1):
+        for one in (model, fast):
+            for layer in one.layers:
+                layer.k_cache, layer.v_cache = layer.empty(batch)
+        same(session(fast, inputs(2, batch)), session(model, inputs(2, batch)))
+        assert are_rows(fast)
+
+
+def test_one_emptied_buffer_of_two_is_right():
+    model, fast = filled()
+    session(model, inputs())
+    for one in (model, fast):
+        one.layers[0].k_cache = torch.zeros_like(one.layers[0].k_cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs(3, steps=(1, 1)), 7), session(model, inputs(3, steps=(1, 1)), 7))
+
+
+def test_positions_are_written_again_and_batches_change():
+    model, fast = filled()
+    session(model, inputs())
+    for batch, start, steps in ((1, 2, (1, 1)), (3, 0, (2, 1, 3)), (2, 6, (1,)), (2, 20, (4,))):
+        xs = inputs(batch, batch, steps)
+        same(session(fast, xs, start), session(model, xs, start))
+    assert are_rows(fast)
+
+
+def test_what_writes_elsewhere_makes_k_of_the_rows():
+    model, fast = filled()
+    session(model, inputs())
+    with torch.no_grad():
+        for one in (model, fast):
+            for cache in caches(one):
+                cache[0, :, 1] = 0.5
+    assert are_plain(fast)
+    with pytest.warns(MlaCompileWarning, match="nothing was absorbed"):
+        got = session(fast, inputs(4, steps=(1, 1)), 7)
+    same(got, session(model, inputs(4, steps=(1, 1)), 7))
+    for cache in caches(fast):
+        cache.zero_()
+    same(session(fast, inputs(5)), session(Model(), inputs(5)))
+    assert are_rows(fast)
+
+
+def test_a_buffer_in_use_stays_as_it_is():
+    model = Model()
+    session(model, inputs())
+    fast = optimized(model)
+    with pytest.warns(MlaCompileWarning, match="expanded_cache"):
+        got = session(fast, inputs(6, steps=(1, 1)), 7)
+    same(got, session(copy.deepcopy(model), inputs(6, steps=(1, 1)), 7))
+    assert are_plain(fast)
+    assert "optimize()" in fast.mla_report.sites[0].fix
+
+
+def test_copies_have_rows_of_their_own():
+    model, fast = filled()
+    session(model, inputs())
+    twin = copy.deepcopy(fast)
+    assert are_rows(twin)
+    assert {id(leaf) for cache in caches(twin) for leaf in cache.leaves} == {id(one.up.weight) for one in twin.layers}
+    for one, seed in ((fast, 7), (twin, 8)):
+        mine = copy.deepcopy(model)
+        same(session(one, inputs(seed, steps=(1, 1)), 7), session(mine, inputs(seed, steps=(1, 1)), 7))
+        assert are_rows(one)
+
+
+def test_saved_states_hold_k():
+    model, fast = filled()
+    session(model, inputs())
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    file = io.BytesIO()
+    torch.save(fast.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file)
+    same([saved["layers.1.v_cache"]], [model.layers[1].v_cache])
+    assert type(saved["layers.1.v_cache"]) is Tensor
+    fast.load_state_dict(saved)  # V in the place of its rows; those of K are of the weights before
+    same([layer.v_cache + 0 for layer in fast.layers], [layer.v_cache for layer in model.layers])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        with pytest.raises(StaleWeightError, match="zero_"):
+            session(fast, inputs(16, steps=(1,)), 7)
+    for cache in caches(fast):
+        cache.zero_()
+    same(session(fast, inputs(16)), session(fresh_session(model), inputs(16)))
+    assert are_rows(fast)
+
+
+def test_a_pickled_model_goes_on_where_it_was():
+    import pickle
+
+    model, fast = filled()
+    session(model, inputs())
+    again = pickle.loads(pickle.dumps(fast))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(again, inputs(9, steps=(1, 1)), 7), session(model, inputs(9, steps=(1, 1)), 7))
+
+
+def test_a_model_that_is_moved_goes_on_where_it_was():
+    model, fast = filled()
+    session(model, inputs())
+    fast.to(torch.float32).to(torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        got = session(fast, inputs(11, steps=(1, 1)), 7)
+    want = session(model, inputs(11, steps=(1, 1)), 7)  # the weights are shared, and were moved with it
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_change_under_the_rows_are_noticed():
+    model, fast = filled()
+    with torch.no_grad():
+        model.layers[0].up.weight.mul_(2)
+    with pytest.raises(StaleWeightError, match="zero_"):
+        session(fast, inputs(12, steps=(1,)), 7)
+    for cache in caches(fast):
+        cache.zero_()
+    same(session(fast, inputs(12)), session(copy.deepcopy(model), inputs(12)))
+    assert are_rows(fast)
+
+
+def test_two_optimized_models_share_no_rows():
+    model = Model()
+    one, other = optimized(model), optimized(model)
+    a, b = session(one, inputs(13)), session(other, inputs(14))
+    same(a, session(Model(), inputs(13)))
+    same(b, session(Model(), inputs(14)))
+    assert are_rows(one)
+    assert are_rows(other)
+
+
+def test_inference_mode_in_and_out():
+    model, fast = Model(), None
+    fast = optimized(model)
+    xs, plain = inputs(15, steps=(4, 1, 1, 1, 1)), Model()
+    with torch.inference_mode():
+        got = session(fast, xs[:3])
+    got += session(fast, xs[3:4], 6)
+    with torch.inference_mode():
+        got += session(fast, xs[4:], 7)
+    same(got, session(plain, xs))
+    assert are_rows(fast)
+
+
+def test_float8_rows():
+    model = Model()
+    fast = optimized(model, cache_dtype="fp8")
+    got, want = session(fast, inputs()), session(Model(), inputs())
+    assert are_rows(fast)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() / b.norm() < 0.1
+    assert {row.dtype for cache in caches(fast) for row in cache.shown_rows()} == {torch.uint8, torch.float64}
+
+
+def test_explain_says_the_same():
+    model = Model()
+    for S, start in ((4, 0), (1, 4)):
+        report = mla_compile.explain(model, inputs(steps=(S,))[0], start)
+        assert {str(site.code) for site in report.sites} == {"absorbed"}
+    assert not any(cache.any() for cache in caches(model))
+    fast = optimized(model, example_inputs=(inputs()[0], 0))
+    assert {str(site.code) for site in fast.mla_report.sites} == {"absorbed"}
+    session(model, inputs())
+    report = mla_compile.explain(model, inputs(steps=(1,))[0], 7)
+    assert {str(site.code) for site in report.sites} == {"expanded_cache"}
+
+
+def test_backend_mla_says_to_use_optimize():
+    model = Model()
+    compiled = torch.compile(model, backend="mla", options={"codegen": "eager", "strict": True})
+    with pytest.warns(MlaCompileWarning, match="expanded_cache"):
+        same(session(compiled, inputs()), session(copy.deepcopy(model), inputs()))
+    assert "optimize()" in mla_compile.explain(compiled._orig_mod, inputs(steps=(1,))[0], 7).sites[0].fix
+
+
+def test_graphs_broken_between_layers():
+    class Broken(Model):
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x, start)
+                torch._dynamo.graph_break()
+            return x
+
+    model = Broken()
+    fast = optimized(model)
+    same(session(fast, inputs()), session(Broken(), inputs()))
+    assert are_rows(fast)
+
+
+def test_a_buffer_read_after_a_break_is_that_of_this_call():
+    class Looked(Attention):
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            cache = self.k_cache
+            y = super().forward(x, start)
+            torch._dynamo.graph_break()
+            return y + cache.mean() + self.v_cache[: x.shape[0], :, : start + 1].sum()
+
+    fast = optimized(Model(Looked))
+    model = Model(Looked)
+    same(session(fast, inputs()), session(model, inputs()))
+    same(session(fast, inputs(1)), session(model, inputs(1)))
+    assert are_rows(fast)
+
+
+# What else can reach a buffer: then it stays as it was, and the numbers are those of the original.
+
+
+def in_a_list(model: Model) -> None:
+    model.all_caches = caches(model)
+
+
+def as_a_view(model: Model) -> None:
+    model.first = model.layers[0].k_cache[0]
+    model.second = model.layers[1].v_cache.view(-1)
+
+
+def of_one_memory(model: Model) -> None:
+    pool = torch.zeros(8, *model.layers[0].k_cache.shape, dtype=ODD.dtype)
+    for index, layer in enumerate(model.layers):
+        layer.k_cache = pool[index]
+    for layer in model.layers:
+        layer.v_cache = torch.zeros(2, *layer.v_cache.shape, dtype=ODD.dtype)[0]
+
+
+def in_a_default(model: Model) -> None:
+    for layer in model.layers:
+        layer.peek = lambda layer=layer: layer.k_cache.sum()
+
+
+def in_a_closure(model: Model) -> None:
+    def peek() -> Tensor:
+        return torch.stack([cache.sum() for cache in caches(model)])
+
+    model.peek = peek
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, y: y + peek().sum())
+
+
+def as_a_method(model: Model) -> None:
+    for layer in model.layers:
+        layer.attend = layer.forward
+        layer.forward = types.MethodType(lambda self, x, start: self.attend(x, start), layer)
+
+
+def as_a_partial(model: Model) -> None:
+    for layer in model.layers:
+        layer.forward = functools.partial(type(layer).forward, layer)
+
+
+def in_another_object(model: Model) -> None:
+    model.registry = types.SimpleNamespace(modules={"attention": list(model.layers)})
+
+
+def by_a_hook(model: Model) -> None:
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, args, y, layer=layer: y + layer.k_cache.sum())
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        in_a_list,
+        as_a_view,
+        of_one_memory,
+        in_a_default,
+        in_a_closure,
+        as_a_method,
+        as_a_partial,
+        in_another_object,
+        by_a_hook,
+    ],
+)
+def test_a_buffer_that_something_else_holds_stays(held):
+    model, plain = Model(), Model()
+    held(model)
+    held(plain)
+    fast = optimized(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs()), session(plain, inputs()))
+        same(session(fast, inputs(1)), session(plain, inputs(1)))
+    assert are_plain(fast)
+
+
+def test_a_layer_used_twice_stays():
+    class Twice(Model):
+        def __init__(self) -> None:
+            super().__init__(count=1)
+            self.layers.append(self.layers[0])
+
+    fast = optimized(Twice())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs()), session(Twice(), inputs()))
+    assert are_plain(fast)
+
+
+def test_a_bias_stands_where_nothing_was_written():
+    class Biased(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = self.random.linear(ODD.L, ODD.H * (ODD.N + ODD.V), bias=True)
+
+    fast = optimized(Model(Biased))
+    with pytest.warns(MlaCompileWarning, match="expanded_cache"):
+        same(session(fast, inputs()), session(Model(Biased), inputs()))
+    assert are_plain(fast)
+
+
+def test_buffers_of_other_models_are_left_alone():
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(2, 3, 4))
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            self.state[:, start] = self.up(x)[:, 0]
+            return self.state.softmax(-1) @ self.state.mT
+
+    model = Plain()
+    fast = optimized(model)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        fast(torch.randn(2, 1, 4), 0)
+    assert fast.state is model.state
+    assert fast._modules is model._modules
+
+
+def test_wrong_inputs_fail_as_they_do_in_the_original():
+    fast = optimized(Model())
+    with torch.no_grad(), pytest.raises(TypeError, match="start"):
+        fast(inputs()[0])
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        fast(torch.randn(2, 4, ODD.D + 1, dtype=ODD.dtype), 0)
+    same(session(fast, inputs()), session(Model(), inputs()))
+    assert are_rows(fast)
+
+
+def test_compiled_code_writes_in_place():
+    model = Model()
+    fast = mla_compile.optimize(model, strict=True)
+    same(session(fast, inputs()), session(Model(), inputs()))
+    rows = [row for cache in caches(fast) for row in cache.shown_rows()]
+    where = [row.data_ptr() for row in rows]
+    same(session(fast, inputs(1, steps=(1, 1)), 7), session_after(Model(), inputs(), inputs(1, steps=(1, 1))))
+    assert [row.data_ptr() for cache in caches(fast) for row in cache.shown_rows()] == where
+    assert are_rows(fast)
+
+
+def session_after(model: nn.Module, before: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
+    session(model, before)
+    return session(model, xs, sum(x.shape[1] for x in before))
