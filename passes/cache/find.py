@@ -37,7 +37,7 @@ from mla_compile.passes.cache.writes import Write, write_of
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Fill, Join, Slice, decode
+from mla_compile.passes.ir.operators import Fill, Join, Permute, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
@@ -148,12 +148,19 @@ class _Search:
 
     def _written(self, node: fx.Node, operand: Operand, site: AttentionSite) -> tuple[Write, int] | None:
         """The write of new tokens into a buffer of full length that ``node`` is, or shows a part of."""
-        whole, shown = node, decode(node)
-        while isinstance(shown, Slice):
-            whole, shown = shown.x, decode(shown.x)
-        tokens = None if write_of(whole) is None else self._token_axis(node, operand, site)
-        write = None if tokens is None else self._token_write(whole, tokens)
-        return None if write is None or tokens is None else (write, tokens)
+        whole, axes = node, [*range(len(shape(node)))]
+        while isinstance(shown := decode(whole), (Slice, Permute)):
+            if isinstance(shown, Permute):
+                axes = [shown.order[k] for k in axes]
+            whole = shown.x
+        write = write_of(whole)
+        if write is None:
+            return None
+        shown_as = self._token_axis(node, operand, site)
+        # Where one token is read, its axis cannot be told from others; what is written last are tokens.
+        tokens = write.steps[-1].dims[-1] if shown_as is None else axes[shown_as]
+        write = self._token_write(whole, tokens)
+        return None if write is None else (write, tokens)
 
     def _token_write(self, node: fx.Node, tokens: int) -> Write | None:
         """``node`` as a write of tokens into a buffer of rows."""

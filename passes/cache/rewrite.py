@@ -14,6 +14,7 @@ from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import Step, write_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
+from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, argument, axis, is_virtual, materialize, packet, val
 from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
@@ -62,7 +63,7 @@ class _Rewriter:
         self.inputs: dict[Hashable, fx.Node] = {}
         self.zeros: dict[Hashable, fx.Node] = {}
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
-        self.arranged: dict[fx.Node, fx.Node] = {}
+        self.arranged: dict[tuple[fx.Node, tuple[Axis, ...]], fx.Node] = {}
         self.appended: dict[fx.Node, int] = {}
 
     def run(self, caches: Sequence[CacheOfRows]) -> LatentCache:
@@ -174,7 +175,8 @@ class _Rewriter:
         return () if cache.write is None else cache.write.along(cache.recipe.row_axis)
 
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
-        if ingredient.node not in self.arranged:
+        key = ingredient.node, ingredient.target  # K and V may differ in which axis of size 1 they take for one of rows
+        if key not in self.arranged:
             whole = args_of(ingredient.node)[0] if is_virtual(ingredient.node) else ingredient.node
             builder = Builder(self._after(whole), self.fake_mode)
             node = materialize(ingredient.node, builder, {})
@@ -182,8 +184,8 @@ class _Rewriter:
             rows = arrange(builder, sizes, node, ingredient.axes, ingredient.target)
             if recipe.is_packed(index):
                 rows = pack(rows, recipe.widths[index], builder.call)
-            self.arranged[ingredient.node] = rows
-        return self.arranged[ingredient.node]
+            self.arranged[key] = rows
+        return self.arranged[key]
 
     def _past(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None

@@ -15,6 +15,10 @@ After: ``new = slice_scatter(k, x, dim, a, b)``, which reads nothing of what is 
 Before: ``k = select(stack([q, k, v], dim), dim, 1)``, as packed operands of an attention are taken apart
 
 After: ``k`` itself, in the memory layout that the selection had
+
+Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the first axis has size 1
+
+After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
             node.replace_all_uses_with(args_of(node)[1])
         elif (part := _stacked_part(node)) is not None:
             node.replace_all_uses_with(same_layout(Builder(node, fake_mode), part, node))
+        elif packet(node) is aten.index_put:
+            _write_all_axes(node, fake_mode)
+            continue
         elif packet(node) is not aten._assert_tensor_metadata:
             continue
         graph.erase_node(node)
@@ -88,6 +95,23 @@ def _is_write_over_all(node: fx.Node) -> bool:
         return False
     alike = val(how.x).dtype == val(node).dtype and val(how.x).stride() == val(node).stride()
     return alike and how.taken == range(len(how.taken or ())) and same_sizes(shape(how.x), shape(node))
+
+
+def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
+    """Gives what is written the axes of size 1 at its front, which ``k[:, :, at] = x`` drops for a batch of one."""
+    base, indices, x, *accumulate = args_of(node)
+    at = [k for k, index in enumerate(indices) if index is not None]
+    chosen = [shape(indices[k]) for k in at]
+    if at != [*range(at[0], at[0] + len(at))] or len({len(sizes) for sizes in chosen}) > 1:
+        return
+    found = [next((n for n in sizes if n != 1), 1) for sizes in zip(*chosen, strict=True)]
+    wanted = [*shape(base)[: at[0]], *found, *shape(base)[at[-1] + 1 :]]
+    missing = len(wanted) - len(shape(x))
+    if missing > 0 and all(n == 1 for n in wanted[:missing]) and same_sizes(wanted[missing:], shape(x)):
+        builder = Builder(node, fake_mode)
+        for _ in range(missing):
+            x = builder.call(aten.unsqueeze.default, x, 0)
+        node.args = (base, indices, x, *accumulate)
 
 
 def _writes(x: fx.Node, user: object) -> bool:

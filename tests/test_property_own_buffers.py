@@ -1,0 +1,99 @@
+"""Generated layers that keep K and V in memory of their own, optimized, through two sessions each.
+
+Every call is compared with the same module in float64, and so is what is in the memory after it. Legal ones are
+absorbed, unless a bias stands where nothing was written. ``MLA_PROPERTY_OWN`` sets how many cases are drawn (24 by
+default) and ``MLA_PROPERTY_SEED`` draws others.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from torch import Tensor
+
+import mla_compile
+from mla_compile.errors import MlaCompileWarning
+from tests.support.generated_own import OwnCase, OwnMLA, own_cases
+from tests.support.generator import Case
+from tests.test_property import _compare, narrow
+
+CASES = int(os.environ.get("MLA_PROPERTY_OWN", "24"))
+SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
+PARTS = 2
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_generated_layers_with_memory(part: int) -> None:
+    @seed(SEED * PARTS + part)
+    @settings(
+        max_examples=max(1, CASES // PARTS),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate,),
+    )
+    @given(own_cases())
+    def run(own: OwnCase) -> None:
+        note(repr(own))
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", MlaCompileWarning)
+            check(own)
+
+    run()
+
+
+def check(own: OwnCase) -> None:
+    """Raises AssertionError on a wrong number or a wrong verdict."""
+    case = own.case
+    torch._dynamo.reset()
+    module = OwnMLA(own)
+    plain, exact = copy.deepcopy(module), copy.deepcopy(module).double()
+    if own.held != "made":
+        exact.put(exact.zeros())  # what is no buffer is not moved with its module
+    fast: Any = mla_compile.optimize(
+        module, codegen="eager", strict=True, forms=case.forms, fold=case.fold, lowering=case.lowering
+    )
+    generator = torch.Generator().manual_seed(case.seed)
+    done = 0
+    for number in range(2):
+        for count in (case.T, *[case.chunk] * case.steps):
+            x = torch.randn(case.B, count, case.D, generator=generator, dtype=torch.float64).to(module.w_c.dtype)
+            keep = visible(own, plain, done, count)
+            seen = len(fast.mla_report.sites)
+            results = fast(x, done, keep), plain(x, done, keep), exact(x.double(), done, keep)
+            _compare(case, f"y after {done + count} tokens of session {number}", *results)
+            for caches in zip(fast.held(), plain.held(), exact.held(), strict=True):
+                _compare(case, f"memory after {done + count} tokens", *(cache + 0 for cache in caches))
+            done += count
+        said = [f"{site.verdict} ({site.code}): {site.reason}" for site in fast.mla_report.sites]
+        if number == 0 and may_be_rows(case) and case.forms != "expanded":
+            expected = {"absorbed"} if case.chunk == 1 or case.forms == "absorbed" else {"absorbed", "kept"}
+            assert {site.verdict for site in fast.mla_report.sites[seen:]} <= expected, said
+            assert not any(site.verdict == "refused" for site in fast.mla_report.sites), said
+        for one in (fast, plain, exact):
+            one.empty()
+        done = max(0, done - own.back) if own.emptied == "not" else 0
+
+
+def may_be_rows(case: Case) -> bool:
+    """Whether rows must stand for K and V.
+
+    Values of width one may be taken for an axis of the rows; without a norm K is an image of the hidden state, of which
+    parts may be cached that are no latent.
+    """
+    return case.legal and not case.bias and narrow(case) and case.V > 1 and case.latent_norm
+
+
+def visible(own: OwnCase, module: OwnMLA, start: int, count: int) -> Tensor:
+    """[B,S,T], True where a query may see a key: causal, and not left padding."""
+    case = own.case
+    keys = torch.arange(module.zeros()[0].shape[1 if own.heads_last else 2])
+    keep = (keys <= torch.arange(start, start + count)[:, None]).expand(case.B, -1, -1)
+    first = torch.arange(case.B) % 3 if case.padded else torch.zeros(case.B, dtype=torch.long)
+    return keep & (keys >= first[:, None, None])
