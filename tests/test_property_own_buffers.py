@@ -84,10 +84,11 @@ def check(own: OwnCase) -> None:
 def may_be_rows(case: Case) -> bool:
     """Whether rows must stand for K and V.
 
-    Values of width one may be taken for an axis of the rows; without a norm K is an image of the hidden state, of which
-    parts may be cached that are no latent.
+    Values of width one may be taken for an axis of the rows. Where no norm comes between, or the position is
+    a constant, keys are images of the hidden state, which may be narrower than the latent or than the rotary key.
     """
-    return case.legal and not case.bias and narrow(case) and case.V > 1 and case.latent_norm
+    from_the_hidden_state = not case.latent_norm or case.D <= case.R
+    return case.legal and not case.bias and narrow(case) and case.V > 1 and not from_the_hidden_state
 
 
 def visible(own: OwnCase, module: OwnMLA, start: int, count: int) -> Tensor:

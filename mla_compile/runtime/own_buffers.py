@@ -31,6 +31,10 @@ Trace = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[
 :class:`InputError` for arguments that the forward does not run with."""
 
 
+_TRIES = 3
+"""After so many calls that could not be traced, nothing is looked for any more."""
+
+
 @dataclass(frozen=True)
 class KeptBuffer:
     """A buffer that rows can stand for.
@@ -155,6 +159,7 @@ class OwnBuffers:
         self._kept: dict[Place, KeptBuffer] = {}
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._links: list[Link] | None = None
+        self._failures = 0
         self._lock = threading.Lock()
 
     def prepare(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
@@ -176,7 +181,9 @@ class OwnBuffers:
             empty = empty_buffers(plain, dict(tensors_of(plain)))
             try:
                 kept = self._trace(plain, args, kwargs, empty) if empty else []
-            except InputError:  # which the call itself raises in the words of the model
+            except InputError:  # which the call itself raises in the words of the model, unless it was ours to trace it
+                self._failures += 1
+                self._links = [] if self._failures == _TRIES else None
                 return
             self._kept = {one.place: one for one in kept}
         now = {place: place.tensor(plain) for place in self._kept}

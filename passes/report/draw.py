@@ -76,14 +76,17 @@ class Sketch:
         site, out = verdict.site, absorbed.out
         rows = {n.name for r in verdict.plan.rows for n in (r.node, whole_rows(r.node))}
         rows |= {view.name for view in absorbed.views}
-        alive = {node.name for node in out.graph.nodes}
+        nodes = set(out.graph.nodes)
+        alive = {node.name for node in nodes}
+        # Folded with the output projection, W_v is gone, and the attended latent is the last of the attention.
+        out = out if out in nodes or absorbed.latent is None else absorbed.latent
         start = self._nodes[site.node.name]
         products = [self._nodes[p.node.name] for p in site.products if p.node is not None]
         core = _between(products, start)
         before = _Draft(self.weights, lambda n: n.name not in alive or n in core, latents=rows)
         kept = {n.name for n in core} & alive
         after = _Draft(self.weights, lambda n: n.name not in self._nodes or n.name in kept, latents=rows)
-        return SiteDrawing(before.drawn(start), after.drawn(out))
+        return SiteDrawing(before.drawn(start), after.drawn(out) if out in nodes else None)
 
     def _is_projection(self, node: fx.Node) -> bool:
         return packet(node) in PRODUCTS and any(n.name in self.weights for n in node.all_input_nodes)

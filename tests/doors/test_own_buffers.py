@@ -316,8 +316,8 @@ def test_float8_rows():
 
 def test_explain_says_the_same():
     model = Model()
-    for S, start in ((4, 0), (1, 4)):
-        report = mla_compile.explain(model, inputs(steps=(S,))[0], start)
+    for S, start, fold in ((4, 0, "auto"), (1, 4, "auto"), (1, 4, "always")):
+        report = mla_compile.explain(model, inputs(steps=(S,))[0], start, fold=fold)
         assert {str(site.code) for site in report.sites} == {"absorbed"}
     assert not any(cache.any() for cache in caches(model))
     fast = optimized(model, example_inputs=(inputs()[0], 0))
