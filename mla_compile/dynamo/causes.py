@@ -10,12 +10,14 @@ from typing import Literal
 Kind = Literal["number", "length", "size", "layers", "other"]
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n[ ]*(?P<code>[^\n]*)')
+_COMMENT = re.compile(r"  # (?P<code>.+?)  # (?P<file>\S+):(?P<line>\d+) in (?P<function>\w+)")
 _SIZE = re.compile(r"tensor '(?P<name>.+)' size mismatch at index (?P<axis>\d+)\. expected (\d+), actual (\d+)")
 _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == -?\d+")
 
 _ADVICE: dict[Kind, str] = {
-    "number": "pass it as a tensor, or as an argument of the model",
+    "number": "pass it as a tensor, or as an argument of the model; where it is the only index of an axis, Dynamo makes "
+    "a constant of it: write a slice, cache[:, n : n + 1] = ..., or by a tensor of positions",
     "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",
@@ -53,7 +55,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
         root: what the guard calls the model, where that is one of our own names.
     """
     guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]).partition("  # ")[0].strip()
-    where = place(reason)
+    where = place(reason) or _commented(reason)
     if found := _SIZE.match(guard):
         name, axis, old, new = found.groups()
         kind: Kind = "size"
@@ -80,6 +82,12 @@ def place(stack: str) -> str | None:
         return None
     last = frames[-1]
     return f"{last['file']}:{last['line']} in {last['function']}: {last['code'].strip()}"
+
+
+def _commented(reason: str) -> str | None:
+    """The same from the comment behind a guard, which has the end of the path alone."""
+    found = _COMMENT.search(reason.partition("\n")[0])
+    return None if found is None else "{file}:{line} in {function}: {code}".format(**found.groupdict())
 
 
 def readable(source: str) -> str:

@@ -32,3 +32,8 @@ def test_guards_in_words(guard: str, kind: str, what: str) -> None:
     assert found.what.startswith(what)
     assert found.where == "/b c.py:5 in g: use(self)"
     assert cause(guard, {"module.c": "here"}).where == ("here" if kind == "size" else None)
+
+
+def test_a_place_in_a_comment() -> None:
+    reason = "1/6: args[1] == 9  # s.k[:B, n]=k  # x/styles.py:116 in forward (_dynamo/utils.py:4231 in run_node)"
+    assert cause(reason, {}).where == "x/styles.py:116 in forward: s.k[:B, n]=k"
