@@ -54,6 +54,8 @@ def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -
         assumed += _own_inputs(program)
     sites = [site for site in found.sites if site.node.name not in refused]
     caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, packs=packs)
+    # What is read as it came in and written to elsewhere stays K.
+    caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
     if caches:
         # In the order of the signature, whatever order attentions were found in.
         names = [node.name for node in program.placeholders]

@@ -16,8 +16,8 @@ _LENGTH = re.compile(r"(?:not )?len\((?P<name>.+?)\)(?: [=!]= \d+)?")
 _NUMBER = re.compile(r"(?P<name>\S+) == -?\d+")
 
 _ADVICE: dict[Kind, str] = {
-    "number": "pass it as a tensor, or as an argument of the model; where it is the only index of an axis, Dynamo makes "
-    "a constant of it: write a slice, cache[:, n : n + 1] = ..., or by a tensor of positions",
+    "number": "pass it as a tensor, or as an argument of the model; where it is the only index of an axis, Dynamo "
+    "makes a constant of it: write a slice, cache[:, n : n + 1] = ..., or by a tensor of positions",
     "length": "keep what it holds in one tensor, or read and change it only in a method decorated with "
     "@torch.compiler.disable, outside the attention",
     "size": "write into a tensor of fixed size, or keep it as a plain attribute and not as a buffer",

@@ -24,7 +24,7 @@ from mla_compile.dynamo.trace import trace
 from mla_compile.errors import InputError, MlaCompileError, MlaCompileWarning
 from mla_compile.options import Options
 from mla_compile.report.report import Report
-from mla_compile.runtime.own_buffers import KeptBuffer, OwnBuffers, Trace
+from mla_compile.runtime.own_buffers import FindKept, KeptBuffer, OwnBuffers
 
 _GRADIENTS = (
     "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode call it under "
@@ -143,7 +143,9 @@ class CompiledForward:
         return CompiledForward, (self.module, self.options, self.mode, self.settings, self._replaced)
 
 
-def _kept_buffers(options: Options) -> Trace:
+def _kept_buffers(options: Options) -> FindKept:
+    """Which buffers may be kept as rows, by a trace with these options."""
+
     def kept(
         module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], empty: Collection[Place]
     ) -> list[KeptBuffer]:

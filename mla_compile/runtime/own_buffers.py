@@ -26,7 +26,7 @@ from mla_compile.errors import InputError
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
-Trace = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
+FindKept = Callable[[nn.Module, Sequence[object], Mapping[str, object], Collection[Place]], "list[KeptBuffer]"]
 """Which of a module's empty buffers can be kept as rows, by a trace of its forward with these arguments; raises
 :class:`InputError` for arguments that the forward does not run with."""
 
@@ -152,10 +152,10 @@ class OwnBuffers:
     ``plain`` makes the same module without what this package has added to it.
     """
 
-    def __init__(self, module: nn.Module, plain: Callable[[], nn.Module], trace: Trace) -> None:
+    def __init__(self, module: nn.Module, plain: Callable[[], nn.Module], find_kept: FindKept) -> None:
         self._module = module
         self._plain = plain
-        self._trace = trace
+        self._find_kept = find_kept
         self._kept: dict[Place, KeptBuffer] = {}
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._links: list[Link] | None = None
@@ -180,7 +180,7 @@ class OwnBuffers:
         if self._links is None:
             empty = empty_buffers(plain, dict(tensors_of(plain)))
             try:
-                kept = self._trace(plain, args, kwargs, empty) if empty else []
+                kept = self._find_kept(plain, args, kwargs, empty) if empty else []
             except InputError:  # which the call itself raises in the words of the model, unless it was ours to trace it
                 self._failures += 1
                 self._links = [] if self._failures == _TRIES else None

@@ -212,6 +212,25 @@ def test_a_buffer_in_use_stays_as_it_is():
     assert "optimize()" in fast.mla_report.sites[0].fix
 
 
+def test_a_buffer_that_is_read_before_it_is_written_to():
+    class Late(Attention):
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            if x.shape[1] > 1:
+                return super().forward(x, start)
+            positions = torch.arange(start, start + 1)
+            q, k, v = self.step(x, positions)
+            y = self.over(q, self.k_cache[: x.shape[0]], self.v_cache[: x.shape[0]], positions - 1)
+            self.k_cache[: x.shape[0], :, start : start + 1] = k
+            self.v_cache[: x.shape[0], :, start : start + 1] = v
+            return y
+
+    fast = optimized(Model(Late))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs()), session(Model(Late), inputs()))
+    assert are_plain(fast)
+
+
 def test_copies_have_rows_of_their_own():
     model, fast = filled()
     session(model, inputs())
