@@ -2,11 +2,11 @@
 
 import torch
 
-from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, Refused, at_numbers
+from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_numbers
 
 EXPECTED = Absorbed()
 COMPILED = EXPANDED_CACHE
-EXPORTED = Refused("token_mixing")
+EXPORTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

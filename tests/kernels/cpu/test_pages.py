@@ -51,7 +51,9 @@ def test_rows_are_found_by_the_table(dtype: torch.dtype, page: int, L: int, H: i
     assert (out.double() - want).norm() <= rms * want.norm()
     assert (out.double() - want).abs().max() <= largest * want.abs().max()
     seen = want_lse != -torch.inf
-    assert ((lse - want_lse)[seen].abs() / (1 + want_lse[seen].abs())).max() <= 1e-5
+    # On tiles float16 is the sum of two numbers, and the products of the smaller ones are left out.
+    allowed = 1e-4 if dtype == torch.float16 else 1e-5
+    assert ((lse - want_lse)[seen].abs() / (1 + want_lse[seen].abs())).max() <= allowed
 
 
 def test_a_request_alone_has_the_result_that_it_has_in_a_batch():
