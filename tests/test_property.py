@@ -13,14 +13,13 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from torch import Tensor
 
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.report.report import Report
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generated_run import options_of, side_by_side
-from tests.support.generator import Case, cases
+from tests.support.generator import Case, cases, check_each, drawn
 
 CASES = int(os.environ.get("MLA_PROPERTY_CASES", "300"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
@@ -40,22 +39,7 @@ SOUND = {"silu_on_values": ("keys",)} | dict.fromkeys(
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_generated_attention(part: int) -> None:
-    # Seeded, so that the same cases are drawn each time. Not shrunk: a case prints what differs from the defaults, and
-    # hypothesis would compile for minutes to make it shorter.
-    @seed(SEED * PARTS + part)
-    @settings(
-        max_examples=max(1, CASES // PARTS),
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
-    )
-    @given(cases())
-    def run(case: Case) -> None:
-        note(repr(case))
-        check(case)
-
-    run()
+    check_each(drawn(max(1, CASES // PARTS), SEED * PARTS + part, cases()), check)
 
 
 # A hidden state narrower than the rotary key, which comes from the projection that makes the latent too (twice);

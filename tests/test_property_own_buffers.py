@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from torch import Tensor
 
 import mla_compile
 from mla_compile.errors import MlaCompileWarning
 from tests.support.generated_own import OwnCase, OwnMLA, own_cases
-from tests.support.generator import Case
+from tests.support.generator import Case, check_each, drawn
 from tests.test_property import _compare, narrow
 
 CASES = int(os.environ.get("MLA_PROPERTY_OWN", "24"))
@@ -30,26 +29,18 @@ PARTS = 2
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_generated_layers_with_memory(part: int) -> None:
-    @seed(SEED * PARTS + part)
-    @settings(
-        max_examples=max(1, CASES // PARTS),
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
-    )
-    @given(own_cases())
-    def run(own: OwnCase) -> None:
-        note(repr(own))
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", MlaCompileWarning)
-            check(own)
-
-    run()
+    check_each(drawn(max(1, CASES // PARTS), SEED * PARTS + part, own_cases()), check)
 
 
+@torch.no_grad()
 def check(own: OwnCase) -> None:
     """Raises AssertionError on a wrong number or a wrong verdict."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        _check(own)
+
+
+def _check(own: OwnCase) -> None:
     case = own.case
     torch._dynamo.reset()
     module = OwnMLA(own)

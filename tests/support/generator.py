@@ -8,12 +8,14 @@ one step where absorption is illegal.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+T = TypeVar("T")
 LEGAL = "none"
 FAULTS = (
     "rope_on_keys",
@@ -179,10 +181,11 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
     )
 
 
-def drawn(count: int, start: int) -> list[Case]:
-    """Legal cases, the same for each ``start``."""
-    found: list[Case] = []
+def drawn(count: int, start: int, what: st.SearchStrategy[T] | None = None) -> list[T]:
+    """Examples of ``what`` (legal cases), the same for each ``start``."""
+    found: list[T] = []
 
+    # Not shrunk: a case prints what differs from the defaults, and hypothesis would compile for minutes to shorten it.
     @seed(start)
     @settings(
         max_examples=count,
@@ -191,9 +194,18 @@ def drawn(count: int, start: int) -> list[Case]:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate,),
     )
-    @given(cases(legal=True))
-    def collect(case: Case) -> None:
-        found.append(case)
+    @given(cases(legal=True) if what is None else what)
+    def collect(one: T) -> None:
+        found.append(one)
 
     collect()
     return found
+
+
+def check_each(examples: Iterable[T], check: Callable[[T], None]) -> None:
+    """Raises AssertionError with the first example that ``check`` raises anything for."""
+    for one in examples:
+        try:
+            check(one)
+        except Exception as error:
+            raise AssertionError(f"{one!r}: {type(error).__name__}: {error}") from error
