@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_compile.errors import StaleWeightError
 from mla_compile.passes.cache.recipe import Recipe, at_once, expand
@@ -45,6 +46,16 @@ class _Cell:
         self.full = full
         self.own = own
         self.versions = [version(leaf) for leaf in leaves]
+        self._share()
+
+    def _share(self) -> None:
+        for row in self.rows if self.own else ():
+            _sharing.setdefault(row, weakref.WeakSet()).add(self)
+
+    def sharers(self) -> set[_Cell]:
+        """All buffers that are made of one of the same rows: who writes to these writes to all of them."""
+        found = (_sharing.get(row, ()) for row in self.rows)
+        return {cell for cells in found for cell in cells if any(a is b for a in cell.rows for b in self.rows)}
 
     def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         self.check()
@@ -71,11 +82,12 @@ class _Cell:
         self.rows = self.leaves = ()
 
     def clear(self) -> None:
-        """All zeros, which are those of any weights."""
-        with torch.no_grad():
-            for row in self.rows:
-                row.zero_()
+        """All zeros, which are those of any weights. Whoever shares the rows keeps them, until it is cleared too."""
+        self.rows = tuple(_once((row,), _zeros) for row in self.rows)
+        if any(version(row) for row in self.rows):  # those that another was cleared to, and has written to since
+            self.rows = tuple(map(_zeros, self.rows))
         self.versions = [version(leaf) for leaf in self.leaves]
+        self._share()
 
     def check(self) -> None:
         """Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
@@ -85,6 +97,10 @@ class _Cell:
                 "a weight was changed after this cache was filled: its rows were made for the old weights; "
                 f'{empty}, or compile with the option cache="expanded"'
             )
+
+
+_sharing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Rows that are written to -> the cells of the buffers that are made of them."""
 
 
 class LatentTensor(torch.Tensor):
@@ -168,6 +184,10 @@ class LatentTensor(torch.Tensor):
         """Whether it is a buffer of a module, into whose rows compiled graphs write."""
         return self._cell.own
 
+    def shares_only_with(self, others: Iterable[LatentTensor]) -> bool:
+        """Whether all buffers that are made of the same rows are among ``others``."""
+        return self._cell.sharers() <= {self._cell, *(other._cell for other in others)}
+
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """The weights it is expanded with."""
@@ -183,12 +203,13 @@ class LatentTensor(torch.Tensor):
         cell = self._cell
         if self._span is None or cell.recipe is None:
             return cell.rows
+        start, stop = self._span
+        how = cell.recipe.token_axis, start, stop - start
+        if cell.own:  # rows that are written to, and may be others tomorrow
+            return tuple(_once((r,), torch.Tensor.narrow, *how) for r in cell.rows)
         if self._part is None:
-            start, stop = self._span
-            axis = cell.recipe.token_axis
-            # A copy, which compiled graphs need not be made anew for; of rows that are written to, those themselves.
-            make = torch.Tensor.narrow if cell.own else _narrowed
-            self._part = tuple(_once((r,), make, axis, start, stop - start) for r in cell.rows)
+            # A copy, which compiled graphs need not be made anew for.
+            self._part = tuple(_once((r,), _narrowed, *how) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
@@ -329,6 +350,11 @@ def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], 
     made = make(*sources, *how)
     _made[key] = weakref.ref(made), tuple(map(weakref.ref, sources))
     return made
+
+
+def _zeros(rows: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(mode=False):  # where writes are counted, and from which it may be taken
+        return torch.zeros_like(rows)
 
 
 def _narrowed(rows: torch.Tensor, *how: int) -> torch.Tensor:

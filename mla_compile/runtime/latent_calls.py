@@ -88,6 +88,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
          [r - len(program.mutations) for r in rows], index in cache.begun)
         for index, rows in cache.outputs.items()
     ]  # fmt: skip
+    written = [position[name] for name in cache.written]
     same = [(index, position[name]) for index, name in cache.handed_back.items()]
     count = len(program.outputs) - len(program.mutations) - len({r for rows in cache.outputs.values() for r in rows})
 
@@ -110,6 +111,9 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
             for name, row in zip(wanted, tensor.rows(), strict=True):
                 if rows.setdefault(name, row) is not row:
                     return _otherwise("made from rows that are shared in another way than before")(*inputs)
+        buffers = [inputs[at] for at in written]
+        if not all(buffer.shares_only_with(buffers) for buffer in buffers):
+            return _otherwise("made from rows of another buffer, which this call does not write to")(*inputs)
         given = (_plain(inputs[index], written) for index, written in kept)
         results = list(call(*given, *(rows[name] for name in cache.rows)))
         for index, recipe, leaves, parts, own in gives:

@@ -175,6 +175,41 @@ def test_one_emptied_buffer_of_two_is_right():
         same(session(fast, inputs(3, steps=(1, 1)), 7), session(model, inputs(3, steps=(1, 1)), 7))
 
 
+def test_rows_that_two_buffers_share_are_each_of_them():
+    model, fast = filled()
+    session(model, inputs())
+    for one in (model, fast):
+        one.layers[0].k_cache.zero_()
+        one.layers[1].v_cache.zero_()
+    same([cache + 0 for cache in caches(fast)], caches(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs(3, steps=(1, 1)), 7), session(model, inputs(3, steps=(1, 1)), 7))
+    same([cache + 0 for cache in caches(fast)], caches(model))
+
+
+def test_a_call_that_writes_to_one_of_two_buffers():
+    class Both(Attention):
+        """With ``start`` below zero only the keys are written, and the values are those of the call itself."""
+
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            if start >= 0:
+                return super().forward(x, start)
+            B, S, _ = x.shape
+            positions = torch.arange(S)
+            q, k, v = self.step(x, positions)
+            self.k_cache[:B, :, :S] = k
+            return self.over(q, self.k_cache[:B, :, :S], v, positions)
+
+    model, fast = Model(Both), optimized(Model(Both))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        for start in (0, -1, 7):
+            xs = inputs(start + 20, steps=(3,))
+            same(session(fast, xs, start), session(model, xs, start))
+            same([cache + 0 for cache in caches(fast)], caches(model))
+
+
 def test_positions_are_written_again_and_batches_change():
     model, fast = filled()
     session(model, inputs())
