@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
@@ -137,7 +138,10 @@ def _memory(value: object) -> tuple[int, ...]:
     """What tells whether two tensors share memory."""
     if not isinstance(value, torch.Tensor):
         return ()
-    return (id(value),) if is_traceable_wrapper_subclass(value) else (value.untyped_storage()._cdata,)
+    # Sparse and not yet initialized tensors have no memory that a view could show.
+    if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or is_lazy(value):
+        return (id(value),)
+    return (value.untyped_storage()._cdata,)
 
 
 _OPAQUE = (

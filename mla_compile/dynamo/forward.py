@@ -71,7 +71,11 @@ class CompiledForward:
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
         self.__code__ = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # torch.export reads it
         self._run = compiled_entry(self.compiler, **settings)
-        self._buffers = OwnBuffers(module, self._plain, _kept_buffers(options)) if self._may_own_buffers() else None
+        self._buffers = (
+            OwnBuffers(module, self._plain, _kept_buffers(replace(options, verify=False)))
+            if self._may_own_buffers()
+            else None
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""

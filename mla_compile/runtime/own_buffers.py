@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import fx, nn
 
 from mla_compile.core.places import Link, Place, at_path, item, only_here, paths_of, tensors_of
 from mla_compile.core.program import Call, Inputs, Program
-from mla_compile.errors import InputError
+from mla_compile.errors import InputError, MlaCompileWarning
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
@@ -187,13 +188,25 @@ class OwnBuffers:
                 return
             self._kept = {one.place: one for one in kept}
         now = {place: place.tensor(plain) for place in self._kept}
+        fit = {place: x for place, x in empty_buffers(plain, now).items() if self._kept[place].fits(x)}
         shared: dict[Hashable, torch.Tensor] = {}
-        for place, tensor in empty_buffers(plain, now).items():
-            if self._kept[place].fits(tensor):
-                self._own(place)
-                *_, (holder, key, _) = place.links(self._module)
-                holder[key] = self._kept[place].empty(self._module, tensor, shared)
-        self._links = [link for place in self._kept for link in place.links(self._module)]
+        try:
+            made = {place: self._kept[place].empty(plain, x, shared) for place, x in fit.items()}
+        except torch.OutOfMemoryError as error:  # the buffers that the original still holds may be what is in the way
+            warnings.warn(
+                f"buffers of K and V stay as they are, because there is no memory for their rows ({error}); drop the "
+                "original model before the first call of the optimized one",
+                MlaCompileWarning,
+                stacklevel=4,
+            )
+            self._kept, made = {}, {}
+        for place, rows in made.items():
+            self._own(place)
+            *_, (holder, key, _) = place.links(self._module)
+            holder[key] = rows
+        # Once each: the ways to several buffers begin alike.
+        links = [link for place in self._kept for link in place.links(self._module)]
+        self._links = list({(id(holder), key): (holder, key, held) for holder, key, held in links}.values())
 
     def _own(self, place: Place) -> None:
         """Copies the modules, lists and dicts on the way to a buffer that still are those of the original."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 import mla_compile
 from mla_compile.errors import MlaCompileWarning, StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
+from mla_compile.runtime.own_buffers import KeptBuffer
 from tests.zoo.base import CAPACITY, Buffered, Dims
 
 ODD = Dims()
@@ -567,3 +570,33 @@ def test_compiled_code_writes_in_place():
 def session_after(model: nn.Module, before: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
     session(model, before)
     return session(model, xs, sum(x.shape[1] for x in before))
+
+
+def test_the_buffers_of_a_dropped_original_are_freed():
+    model = Model()
+    original = [weakref.ref(cache) for cache in caches(model)]
+    model = optimized(model)
+    same(session(model, inputs()), session(Model(), inputs()))
+    gc.collect()
+    assert not any(ref() is not None for ref in original)
+
+
+def test_without_memory_for_rows_the_buffers_stay(monkeypatch):
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(KeptBuffer, "empty", full)
+    fast = optimized(Model())
+    with pytest.warns(MlaCompileWarning, match="no memory"):
+        same(session(fast, inputs()), session(Model(), inputs()))
+    assert are_plain(fast)
+
+
+def test_tensors_without_memory_of_their_own_are_no_obstacle():
+    model, plain = Model(), Model()
+    for one in (model, plain):
+        one.register_buffer("sparse", torch.eye(3).to_sparse())
+        one.head = nn.LazyLinear(2)
+    fast = optimized(model)
+    same(session(fast, inputs()), session(plain, inputs()))
+    assert are_rows(fast)
