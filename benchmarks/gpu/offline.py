@@ -167,13 +167,15 @@ def tool(name: str) -> str:
 
 def inspect(ptx: str, cubin: bytes, arch: str) -> tuple[str, str]:
     """What ptxas says of the PTX, and the machine code."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     major = int(arch.removeprefix("sm_"))
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "k.ptx").write_text(ptx)
         Path(folder, "k.cubin").write_bytes(cubin)
-        assembler = tool("ptxas-blackwell" if major >= 100 else "ptxas")
+        assembler, target = get_ptxas(major).path, f"{arch}{'a' if major >= 90 else ''}"
         commands = (
-            [assembler, "-v", f"--gpu-name={arch}{'a' if major >= 90 else ''}", "k.ptx", "-o", "again.cubin"],
+            [assembler, "-v", f"--gpu-name={target}", "k.ptx", "-o", "again.cubin"],
             [tool("cuobjdump"), "--dump-sass", "k.cubin"],
         )
         done = [subprocess.run(c, capture_output=True, text=True, check=True, cwd=folder) for c in commands]

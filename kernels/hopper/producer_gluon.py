@@ -11,6 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
+
 BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so it must have the same 64 x 64 shape
 HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF wide
 ROPE = gl.constexpr(64)
@@ -85,6 +87,15 @@ def _place(table_row, b, token, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
+def _reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory in another shape; the method is public since Triton 3.9."""
+    if hasattr(tile, "reinterpret"):
+        return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return tile._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
 def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr, WIDTH: gl.constexpr,
           PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
     """Issues the copies of columns COL..COL+WIDTH of block i into tile [64,WIDTH], counted on bar.
@@ -95,16 +106,16 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
     CUBE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
     mbarrier.expect(bar, BN * WIDTH * 2)
     if BOX == BN:
-        cube = tile._reinterpret(desc.dtype, [1, BN, WIDTH], CUBE)
-        tma.async_copy_global_to_shared(desc, [page, row, COL], bar, cube)
+        cube = _reshaped(tile, desc.dtype, [1, BN, WIDTH], CUBE)
+        load_box(desc, [page, row, COL], bar, cube)
     else:
         # A 128-byte-swizzled tile [64,WIDTH] is WIDTH / 64 chunks [64,64] one after the other, and BOX (a multiple of
         # the swizzle's 8) rows of a chunk are contiguous.
-        boxes = tile._reinterpret(desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
+        boxes = _reshaped(tile, desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
         for r in range(BN // BOX):
             page, row = _place(table_row, b, i * BN + r * BOX, length, PAGE)
             for c in gl.static_range(WIDTH // 64):
-                tma.async_copy_global_to_shared(desc, [page, row, COL + c * 64], bar, boxes.index(c * (BN // BOX) + r))
+                load_box(desc, [page, row, COL + c * 64], bar, boxes.index(c * (BN // BOX) + r))
 
 
 @gluon.jit

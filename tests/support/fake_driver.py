@@ -16,6 +16,9 @@ class FakeDriver:
     def load_binary(self, *_: Any) -> tuple[int, ...]:
         return (0, 0, 128, 0, 1024)
 
+    def unload_module(self, _: int) -> None:
+        """Nothing was loaded."""
+
     def get_device_properties(self, _: int) -> dict[str, int]:
         return {"max_shared_mem": 232448}
 

@@ -5,7 +5,8 @@ Triton's own: a process either interprets or compiles. :func:`worker` starts one
 work.
 
 Two of the interpreter's habits would make bfloat16 results worthless, in silence: ``tl.dot`` multiplies the bit
-patterns, and a conversion from float32 cuts instead of rounding. :func:`_mend` replaces both (Triton 3.6 and 3.7).
+patterns, and a conversion cuts instead of rounding. :func:`_mend` replaces both, and gives a condition that
+is the same for a whole block the dtype of a mask (Triton 3.9 makes int32 of it, and refuses it as one).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def _mend() -> None:
 
     builder = interpreter.InterpreterBuilder
     dot, trunc, convert = builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp
+    splat = builder.create_splat
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar == tl.bfloat16:
@@ -63,8 +65,8 @@ def _mend() -> None:
         return dot(self, a, b, d, *how)
 
     def rounded(src: Any, dst_type: Any) -> Any:
-        """float32 to bfloat16, to nearest even; None for other conversions."""
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
+        """float32, or float16 without a step between, to bfloat16, to nearest even; None for other conversions."""
+        if src.dtype.scalar not in (tl.float32, tl.float16) or dst_type.scalar != tl.bfloat16:
             return None
         bits = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
         return interpreter.TensorHandle(bits.reshape(src.data.shape), dst_type.scalar)
@@ -77,7 +79,12 @@ def _mend() -> None:
         found = rounded(src, dst_type)
         return convert(self, src, dst_type, mode) if found is None else found
 
+    def create_splat(self: Any, to: Any, x: Any) -> Any:
+        made = splat(self, to, x)
+        return interpreter.TensorHandle(made.data.astype(bool), made.dtype) if x.data.dtype == bool else made
+
     builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp = create_dot, create_fp_trunc, create_fp_to_fp
+    builder.create_splat = create_splat
 
 
 @lru_cache(maxsize=1)

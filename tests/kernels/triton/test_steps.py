@@ -57,7 +57,7 @@ def test_steps_of_a_plain_call():
     assert list(signature) == fn.arg_names
     assert signature["latent"] == "*bf16"
     assert signature["latent_b"] == "i32"
-    assert options == {"num_warps": 4, "num_stages": 3}
+    assert options == {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
     assert attributes[(fn.arg_names.index("latent"),)] == [["tt.divisibility", 16]]
     assert set(scratch(call(), PLAN, PRESETS["sm_90"])) == {"out", "lse", "part", "part_lse"}
     assert [s.name for s in steps(call(), replace(PLAN, splits=1), PRESETS["sm_90"])] == ["attend"]
