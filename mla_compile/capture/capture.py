@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import operator
+import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
 import torch
 from torch import fx
@@ -29,7 +31,23 @@ from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Program, copy_graph, view_source
 from mla_compile.errors import CaptureError, InputError, brief
 
+_Given = ParamSpec("_Given")
 
+
+def _timed(capture: Callable[_Given, Program]) -> Callable[_Given, Program]:
+    """``capture``, noting in the program how long it took."""
+
+    @functools.wraps(capture)
+    def timed(*args: _Given.args, **kwargs: _Given.kwargs) -> Program:
+        start = time.perf_counter()
+        program = capture(*args, **kwargs)
+        program.seconds = time.perf_counter() - start
+        return program
+
+    return timed
+
+
+@_timed
 def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program:
     """The program of a graph that Dynamo hands to a backend; to be called in the backend before anything else.
 
@@ -51,6 +69,7 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
     return program
 
 
+@_timed
 def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | None = None) -> Program:
     """The program of any traced module.
 
@@ -79,6 +98,7 @@ def from_graph_module(gm: fx.GraphModule, example_inputs: Sequence[object] | Non
     return _functionalize(gm, values)
 
 
+@_timed
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
     """The program of an ExportedProgram; ``original`` is that ExportedProgram with its in-place writes removed."""
     try:

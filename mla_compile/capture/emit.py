@@ -222,9 +222,10 @@ def _with_writes(program: Program) -> fx.GraphModule:
     new_values = program.outputs[: len(program.mutations)]
     returned = list(program.outputs[len(program.mutations) :])
     written: dict[str, tuple[Any, fx.Node]] = {}
+    named = program.named()
     with graph.inserting_before(output):
         for name, new in zip(program.mutations, new_values, strict=True):
-            target = program.node(name)
+            target = named[name]
             if new is target:
                 written[name] = (new, target)
                 continue
@@ -240,11 +241,11 @@ def _with_writes(program: Program) -> fx.GraphModule:
 
 def _write_at_once(program: Program) -> None:
     """Writes appended rows where they are made: nothing reads what was there before, so nothing needs to be copied."""
-    graph = program.gm.graph
+    graph, named = program.gm.graph, program.named()
     for one in program.appends:
         if one.input is None:
             continue
-        rows = program.node(one.input)
+        rows = named[one.input]
         joined = program.outputs[program.mutations.index(one.input)]
         _, new, *where = joined.args
         with graph.inserting_before(joined):
@@ -275,7 +276,8 @@ def _keep_old_values(program: Program) -> None:
     """Copy every output that is a view of an input about to be overwritten: the old value is what it stands for."""
     graph = program.gm.graph
     output = graph.output_node()
-    mutated = {program.node(name) for name in program.mutations}
+    named = program.named()
+    mutated = {named[name] for name in program.mutations}
     values = list(program.outputs)
     own = dict(zip(program.mutations, values, strict=False))
     for index, value in enumerate(values):

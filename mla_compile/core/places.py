@@ -138,8 +138,11 @@ def _memory(value: object) -> tuple[int, ...]:
     """What tells whether two tensors share memory."""
     if not isinstance(value, torch.Tensor):
         return ()
+    if is_traceable_wrapper_subclass(value):  # two of them may show the memory of one
+        names, _ = value.__tensor_flatten__()
+        return tuple(memory for name in names for memory in _memory(getattr(value, name)))
     # Sparse and not yet initialized tensors have no memory that a view could show.
-    if is_traceable_wrapper_subclass(value) or value.layout is not torch.strided or is_lazy(value):
+    if value.layout is not torch.strided or is_lazy(value):
         return (id(value),)
     return (value.untyped_storage()._cdata,)
 

@@ -74,6 +74,7 @@ class Program:
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
         appends: the caches that new rows are written behind.
         autocast: whether casts of autocast, on within the graph or around its capture, are written out in it.
+        seconds: how long its capture took.
     """
 
     gm: fx.GraphModule
@@ -89,6 +90,7 @@ class Program:
     cache: Any = None
     appends: tuple[Append, ...] = ()
     autocast: bool = False
+    seconds: float = 0.0
 
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
@@ -119,6 +121,10 @@ class Program:
         """What the output node returns: new values of the mutated inputs, then the caller's values."""
         (flat,) = self.gm.graph.output_node().args
         return tuple(flat)  # type: ignore[arg-type]  # a tuple by construction
+
+    def named(self) -> dict[str, fx.Node]:
+        """The nodes by name, for who asks for many."""
+        return {node.name: node for node in self.gm.graph.nodes}
 
     def node(self, name: str) -> fx.Node:
         """The node of that name; ``KeyError`` where there is none."""

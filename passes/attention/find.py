@@ -25,7 +25,7 @@ from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import depends_on
 
 aten = torch.ops.aten
 
@@ -192,13 +192,13 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     # repeat how several of them compare.
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
         return "masks of several kinds, whose order shows in rows without a visible key"
-    products = {q.node for q in scores.products}
+    products = {q.node for q in scores.products if q.node is not None}
     inside = {p}
     queue = [p]
     masks = {m.operand.node for m in scores.masks}
     while queue:
         for n in queue.pop().all_input_nodes:
-            if n not in inside and n not in masks and any(u in products for u in (n, *ancestors(n))):
+            if n not in inside and n not in masks and (n in products or depends_on(n, products)):
                 inside.add(n)
                 if n not in products:
                     queue.append(n)

@@ -19,13 +19,17 @@ After: ``k`` itself, in the memory layout that the selection had
 Before: ``new = index_put(k, [None, None, at], view(x, x.shape[1:]))`` where the first axis has size 1
 
 After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, with all axes of ``k``
+
+Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, which is what ``k.zero_()`` and ``k[:] = 0`` become
+
+After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which read nothing of what is overwritten
 """
 
 from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import Builder, args_of, packet, shape, val
@@ -33,6 +37,7 @@ from mla_compile.passes.ir.operators import (
     Assign,
     Broadcast,
     Dropout,
+    Fill,
     Select,
     Slice,
     Stack,
@@ -50,7 +55,10 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
     """Removes checks, empty operators and selections of what was stacked; returns how many."""
     removed = 0
     for node in list(graph.nodes):
-        if _is_empty(node):
+        if (number := _filled_with(node)) is not None:
+            like = Builder(node, fake_mode).call(aten.full_like.default, args_of(node)[0], number)
+            node.replace_all_uses_with(like)
+        elif _is_empty(node):
             node.replace_all_uses_with(args_of(node)[0])
         elif _is_write_of_all(node) or _is_write_over_all(node):
             node.replace_all_uses_with(args_of(node)[1])
@@ -112,6 +120,29 @@ def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
         for _ in range(missing):
             x = builder.call(aten.unsqueeze.default, x, 0)
         node.args = (base, indices, x, *accumulate)
+
+
+def _filled_with(node: fx.Node) -> object:
+    """The number that all of a tensor is overwritten with; None where it is not, or with one that is not known."""
+    how = decode(node)
+    if packet(node) is aten.zero:
+        return 0
+    if isinstance(how, Assign) and isinstance(of := decode(how.x), Fill):
+        return 0 if of.value == 0 else None  # the only number that no dtype on the way rounds
+    if packet(node) is not aten.fill:
+        return None
+    value = args_of(node)[1]
+    return _literal(value) if isinstance(value, fx.Node) else value
+
+
+def _literal(node: fx.Node) -> object:
+    """The number in a tensor that was made of one where the graph was traced."""
+    if packet(node) is not aten.lift_fresh_copy or args_of(node)[0].op != "get_attr" or shape(node):
+        return None
+    owner: object = node.graph.owning_module
+    for name in str(args_of(node)[0].target).split("."):
+        owner = getattr(owner, name, None)
+    return owner.item() if isinstance(owner, torch.Tensor) and not isinstance(owner, FakeTensor) else None
 
 
 def _writes(x: fx.Node, user: object) -> bool:

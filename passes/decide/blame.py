@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -15,7 +15,7 @@ from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple
 from mla_compile.passes.ir.operators import Join, Slice, Stack, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import REACH, ancestors, reachable
+from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps, quantizes
 from mla_compile.passes.linear.stops import barred, unexplained
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
@@ -36,7 +36,7 @@ class Search:
     """
 
     maps: Maps
-    own: Collection[fx.Node]
+    own: Container[fx.Node]
     rows: Collection[fx.Node]
 
 
@@ -49,7 +49,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
     """:func:`explained` for ``site``, the rest of which is projected from ``rows``."""
-    return explained(source, Search(maps, of_queries(site), rows))
+    return explained(source, Search(maps, of_queries(site, maps), rows))
 
 
 def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
@@ -85,9 +85,9 @@ def _widens(node: fx.Node) -> bool:
     return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
 
 
-def of_queries(site: AttentionSite) -> set[fx.Node]:
+def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:
     """What the queries are computed from. Rows among those nodes are the model's hidden state, not a latent."""
-    return {a for p in site.products for a in (p.q.node, *ancestors(p.q.node))}
+    return maps.behind(p.q.node for p in site.products)
 
 
 def _behind(source: fx.Node, search: Search) -> Stop | None:
@@ -147,7 +147,7 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
         walked.add(node)
         if node in maps.reasons:
             stops.append(maps.reasons[node])
-    stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(source))
+    stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(maps, source))
     node = stop.node
     if _joins_heads(node, maps):
         return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")
@@ -176,7 +176,7 @@ def _joins_heads(node: fx.Node, maps: Maps) -> bool:
     if not isinstance(how, (Join, Stack)):
         return False
     parts = [n for n in how.parts if not maps.is_weight(n)]
-    maps = maps.with_sources(())  # the walk may have ended at a part because of this very node
+    maps = maps.unbound  # the walk may have ended at a part because of this very node
     pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
     if isinstance(how, Stack):  # along an axis that no row has
         return bool(pieces)

@@ -6,6 +6,7 @@ the way, and what the walk ended at is the explanation. If none does, the attent
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TypeGuard
 
 from torch import fx
@@ -30,7 +31,7 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     """
     if failed.code not in SYMPTOMS:
         return failed
-    own = of_queries(site)
+    own = of_queries(site, maps)
     sides = [[maps.map(p.k.node) for p in site.products], [maps.map(site.v.node)]]
     pieces = pieces_of([*sides[0], *sides[1]])
     at_cuts = _plans(site, maps.with_sources(choose_sources(pieces, any_width=True)[0]))
@@ -83,7 +84,7 @@ def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
 def _made_outside(site: AttentionSite, maps: Maps) -> bool:
     """Whether K and V are computed without any weight of this graph."""
     operands = (*(p.k.node for p in site.products), site.v.node)
-    return not any(maps.is_weight(a) for node in operands for a in (node, *ancestors(node)) if a.op != "get_attr")
+    return not any(maps.is_weight(a) for node in operands for a in chain([node], ancestors(node)) if a.op != "get_attr")
 
 
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:

@@ -31,7 +31,7 @@ from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, val
 from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors, reachable
+from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps, Term
 
 aten = torch.ops.aten
@@ -166,7 +166,7 @@ class _Judge:
         assert verdict.plan is not None
         # The projection that is still alive makes the latent itself: the rows behind it were narrower, but it is
         # computed in any case, so the walk has to end at its result.
-        if not verdict.plan.part and node in ancestors(verdict.plan.latent.node):
+        if not verdict.plan.part and depends_on(verdict.plan.latent.node, [node]):
             computed.add(node)
             closer = self.whole(site, computed)
             return closer if closer.absorb else _taken_back(verdict, which, node)
@@ -289,7 +289,7 @@ def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | 
 
 def _taken_back(verdict: Verdict, which: Side, node: fx.Node) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
-        if node in ancestors(mask):
+        if depends_on(mask, [node]):
             code = Code.MASK_DEPENDS_ON_KEYS
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE

@@ -64,7 +64,7 @@ def partial(
 
 def _plans(site: AttentionSite, maps: Maps, keep: Collection[Side]) -> Iterator[AbsorbPlan]:
     """The legal plans for parts of ``site``, both sides first, then the values (no rotation ever hinders those)."""
-    own = of_queries(site)
+    own = of_queries(site, maps)
     options: tuple[tuple[Side, ...], ...] = (("keys", "values"), ("values",), ("keys",))
     for sides in options:
         if set(sides) & set(keep):

@@ -6,7 +6,7 @@ what a cache would best hold, whatever the model calls it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -33,7 +33,7 @@ def narrowest(visits: Iterable[Visit]) -> fx.Node | None:
     return None if best is None else best.node
 
 
-def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | None:
+def cut(piece: Piece, proper: bool, without: Container[fx.Node] = ()) -> Cut | None:
     """The narrowest tensor on the way to the piece, before its last projection (``proper``) or after it."""
     last = piece.path[-1].contractions
     node = narrowest(v for v in piece.path if (v.contractions < last) == proper and not (proper and v.node in without))
@@ -41,7 +41,7 @@ def cut(piece: Piece, proper: bool, without: Collection[fx.Node] = ()) -> Cut | 
 
 
 def choose_sources(
-    pieces: Sequence[Piece], without: Collection[fx.Node] = (), any_width: bool = False
+    pieces: Sequence[Piece], without: Container[fx.Node] = (), any_width: bool = False
 ) -> tuple[set[fx.Node], fx.Node | None]:
     """Where the walks should end, and a source that was passed over because it is no narrower than what it makes.
 

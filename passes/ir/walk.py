@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.graph import argument, packet
+from mla_compile.passes.ir.graph import argument, is_virtual, packet
 from mla_compile.passes.ir.stand_in import waits
 
 REACH = 48
@@ -79,12 +79,30 @@ def reachable(
                     queue.append(n)
 
 
-def ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """Every node that ``node``'s numbers depend on, nearest first; not tensors of which it only reads a size."""
-    return reachable(_computed_from(node), _computed_from)
+def ancestors(node: fx.Node, back_to: Collection[fx.Node] | None = None) -> Iterator[fx.Node]:
+    """Every node that ``node``'s numbers depend on, nearest first; not tensors of which it only reads a size.
+
+    With ``back_to``, those at most that the numbers of one of these nodes may be in, and these.
+    """
+    if back_to is None:
+        return reachable(computed_from(node), computed_from)
+    oldest = min((n for n in back_to if not is_virtual(n)), default=None)
+
+    # What stands before all of them in the graph reads none of them: without this bound each question would walk the
+    # whole model. Virtual nodes stand nowhere.
+    def step(of: fx.Node) -> list[fx.Node]:
+        return [n for n in computed_from(of) if is_virtual(n) or (oldest is not None and not n < oldest)]
+
+    return reachable(step(node), step)
 
 
-def _computed_from(node: fx.Node) -> list[fx.Node]:
+def depends_on(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    """Whether any of ``others`` is among the :func:`ancestors` of ``node``."""
+    return any(n in others for n in ancestors(node, others))
+
+
+def computed_from(node: fx.Node) -> list[fx.Node]:
+    """What the numbers of ``node`` are computed from at once."""
     # A length is no number of the tensor: with dynamic shapes, `sym_size` of the inputs would tie everything together.
     return [n for n in node.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
 

@@ -8,7 +8,7 @@ that is not linear along features and blind along tokens, ends the walk: its nod
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +18,7 @@ from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.graph import is_tensor, packet, shape, val
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.linear.nearby import Nearby
 from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, VirtualSources
 from mla_compile.passes.linear.rows import one_of_all, some_rows
 from mla_compile.passes.linear.rules import Rule, rule_of
@@ -42,23 +43,27 @@ class LinearMaps:
         sources: Iterable[fx.Node] = (),
         per_row: bool = False,
         virtual: VirtualSources = _NONE,
+        nearby: Nearby | None = None,
     ) -> None:
         self.weights = weights
         self.fake_mode = fake_mode
         self.sources = frozenset(sources)
         self.per_row = per_row
         self.virtual = virtual
+        # One for all analyses of the graph: it asks for no sources.
+        self._nearby = nearby or Nearby()
         self.reasons: dict[fx.Node, Stop] = {}
         self._maps: dict[fx.Node, LinearMap] = {}
         self._identity: dict[fx.Node, Axes] = {}
         self._whole: LinearMaps | None = None
+        self._unbound: LinearMaps | None = None
 
     def with_sources(self, sources: Iterable[fx.Node], per_row: bool = False) -> LinearMaps:
         """A fresh analysis of the same graph with other sources; atoms of one analysis never meet another's."""
-        return LinearMaps(self.weights, self.fake_mode, sources, per_row, self.virtual)
+        return LinearMaps(self.weights, self.fake_mode, sources, per_row, self.virtual, self._nearby)
 
     def with_virtual(self, virtual: VirtualSources) -> LinearMaps:
-        return LinearMaps(self.weights, self.fake_mode, self.sources, self.per_row, virtual)
+        return LinearMaps(self.weights, self.fake_mode, self.sources, self.per_row, virtual, self._nearby)
 
     @property
     def whole(self) -> LinearMaps:
@@ -70,12 +75,27 @@ class LinearMaps:
             self._whole._whole = self._whole
         return self._whole
 
+    @property
+    def unbound(self) -> LinearMaps:
+        """The analysis without chosen sources: one for all who ask, as long as it has not chosen any itself."""
+        if self._unbound is None or self._unbound.sources:
+            self._unbound = self.with_sources(())
+        return self._unbound
+
     def is_weight(self, node: object) -> bool:
         """Whether ``node`` is computed from weights and constants only."""
         return isinstance(node, fx.Node) and node in self.weights
 
     def leaf(self, node: fx.Node) -> Expr:
         return Expr.leaf(node, self.fake_mode)
+
+    def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether one of two tensors is computed from the other, or both are projected from the same rows."""
+        return self._nearby.same_rows(one, other)
+
+    def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
+        """``nodes``, and all that their numbers depend on."""
+        return self._nearby.behind(nodes)
 
     def map(self, node: fx.Node) -> LinearMap:
         """The linear map of ``node``; at worst the identity over the node itself."""
@@ -119,7 +139,7 @@ class LinearMaps:
         return [n for n in inputs if is_tensor(n) and not self.is_weight(n)]
 
     def _apply(self, node: fx.Node, rule: Rule | None) -> LinearMap:
-        result = unexplained(node) if rule is None else rule(self, node)
+        result = (rule or unexplained)(self, node)
         # Sources and weights end the walk by choice: a reason would blame them in a report.
         if isinstance(result, Stop) and node not in self.sources and not self.is_weight(node):
             self.reasons[node] = result

@@ -160,7 +160,7 @@ def multiply_weight(maps: Maps, node: fx.Node, x: fx.Node, weight: fx.Node, *, r
         expr = expr.call(aten.reciprocal.default)
     labels, weight_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
     if len(labels) < len(out):
-        return unexplained(node)
+        return unexplained(maps, node)
     return contract(maps, node, x, labels, expr, weight_labels, out)
 
 
@@ -169,7 +169,7 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
     problem = _usable(expr, node)
     labels, bias_labels, out = _aligned_labels(len(shape(x)), len(expr.value.shape))
     if problem is not None or len(labels) < len(out):
-        return problem or unexplained(node)
+        return problem or unexplained(maps, node)
     source = maps.map(x)
     at = None if source.axis is None else labels[source.axis]
 
@@ -195,11 +195,11 @@ def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
     # A bias that is computed from the inputs makes the result no fixed map of `x`.
     if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
-        return unexplained(node)
+        return unexplained(maps, node)
     labels = _ALPHABET[: len(shape(x))]
     expr = maps.leaf(weight)
     if len(expr.value.shape) != 2:
-        return unexplained(node)
+        return unexplained(maps, node)
     result = contract(maps, node, x, labels, expr, "z" + labels[-1], labels[:-1] + "z")
     return result if bias is None or isinstance(result, Stop) else _with_bias(result, maps.leaf(bias), node)
 
@@ -225,18 +225,18 @@ def matmul(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     # A product of two weights is a weight and does not come here; one of two activations is an attention's. Keywords
     # are the `beta` and `alpha` of addmm.
     if ra < 2 or rb < 2 or maps.is_weight(a) == maps.is_weight(b) or node.kwargs:
-        return unexplained(node)
+        return unexplained(maps, node)
     left, right, out = matmul_labels(ra, rb)
     x, weight, labels, weight_labels = (a, b, left, right) if maps.is_weight(b) else (b, a, right, left)
     if len(labels) < len(out):
-        return unexplained(node)
+        return unexplained(maps, node)
     result = contract(maps, node, x, labels, maps.leaf(weight), weight_labels, out)
     if offset == 0 or isinstance(result, Stop):
         return result
     bias = args_of(node)[0]
     # A wider bias may differ from token to token, and one along segments would have to be cut with them.
     if not maps.is_weight(bias) or len(shape(bias)) != 1 or result.axis is not None:
-        return unexplained(node)
+        return unexplained(maps, node)
     return _with_bias(result, maps.leaf(bias), node)
 
 
@@ -245,12 +245,12 @@ def convolution(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     rank = len(shape(x))
     if maps.is_weight(x) or not maps.is_weight(weight) or (bias is not None and not maps.is_weight(bias)):
-        return unexplained(node)
+        return unexplained(maps, node)
     expr = maps.leaf(weight)
     pointwise = len(expr.value.shape) == rank and rank > 2 and all(same(s, 1) for s in shape(weight)[2:])
     whole = all(same(a, b) for a, b in zip(shape(x)[2:], shape(node)[2:], strict=True))  # no stride, no padding
     if not pointwise or not whole or not same(shape(weight)[1], shape(x)[1]) or _padded(node):
-        return unexplained(node)
+        return unexplained(maps, node)
     labels = _ALPHABET[:rank]
     out = labels[0] + "z" + labels[2:]
     result = contract(maps, node, x, labels, expr.view(expr.shape[:2]), "z" + labels[1], out)
@@ -265,18 +265,18 @@ def _padded(node: fx.Node) -> bool:
 def einsum(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     parsed = parse_einsum(node)
     if parsed is None:
-        return unexplained(node)
+        return unexplained(maps, node)
     operands = args_of(node)[1]
     inputs, out = parsed
     weights = [maps.is_weight(o) for o in operands]
     # Exactly one operand that is not a weight: products of two activations are those of attentions.
     if sum(weights) != len(weights) - 1 or len(operands) > 2:
-        return unexplained(node)
+        return unexplained(maps, node)
     at = weights.index(False)
     if len(operands) == 1:
         # With one operand all that is left is a permutation; a dropped label would be a sum.
         if sorted(inputs[0]) != sorted(out):
-            return unexplained(node)
+            return unexplained(maps, node)
         source = maps.map(operands[0])
         order = [inputs[0].index(c) for c in out]
         where = None if source.axis is None else order.index(source.axis)
@@ -288,7 +288,7 @@ def tensordot(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """The result has the axes that are not summed over: those of the first operand, then those of the second."""
     a, b, dims_a, dims_b = args_of(node)[:4]
     if maps.is_weight(a) == maps.is_weight(b):
-        return unexplained(node)
+        return unexplained(maps, node)
     ra, rb = len(shape(a)), len(shape(b))
     left, right = list(_ALPHABET[:ra]), list(_ALPHABET[ra : ra + rb])
     for i, j in zip(dims_a, dims_b, strict=True):
@@ -303,9 +303,9 @@ def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     x, weight, bias, mean, var = args_of(norm)[:5]
     whole = packet(norm) is aten.batch_norm
     if whole and args_of(norm)[5]:  # statistics of this call
-        return unexplained(norm)
+        return unexplained(maps, norm)
     if maps.is_weight(x) or not all(maps.is_weight(n) for n in (weight, bias, mean, var) if n is not None):
-        return unexplained(norm)
+        return unexplained(maps, norm)
     factor = maps.leaf(var).call(aten.add.Scalar, args_of(norm)[7 if whole else 6]).call(aten.rsqrt.default)
     if weight is not None:
         factor = factor.call(aten.mul.Tensor, maps.leaf(weight))
@@ -317,7 +317,7 @@ def batch_norm(maps: Maps, node: fx.Node, norm: fx.Node) -> LinearMap | Stop:
     if isinstance(scaled_map, Stop):
         return scaled_map
     # Segments along the channels would need the shift to be cut with them.
-    return unexplained(norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
+    return unexplained(maps, norm) if scaled_map.axis == 1 else _with_bias(scaled_map, shift, node, 1)
 
 
 CONTRACTION_RULES: dict[object, Callable[[Maps, fx.Node], LinearMap | Stop]] = {

@@ -21,7 +21,7 @@ from mla_compile.passes.ir.factors import scaled, total
 from mla_compile.passes.ir.graph import args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
+from mla_compile.passes.ir.walk import depends_on
 from mla_compile.passes.linear.contract import CONTRACTION_RULES, add_weight, batch_norm, multiply_weight
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, finish
 from mla_compile.passes.linear.segments import (
@@ -35,7 +35,7 @@ from mla_compile.passes.linear.segments import (
     written,
     written_one,
 )
-from mla_compile.passes.linear.stops import same_rows, unexplained
+from mla_compile.passes.linear.stops import unexplained
 from mla_compile.passes.linear.views import broadcast, copied, dropped, permuted, regrouped, repeated
 
 aten = torch.ops.aten
@@ -59,18 +59,18 @@ def multiply(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if packet(node) is aten.div and (
         not isinstance(a, fx.Node) or maps.is_weight(a) or node.kwargs.get("rounding_mode")
     ):
-        return unexplained(node)
+        return unexplained(maps, node)
     if not isinstance(a, fx.Node) or maps.is_weight(a):
         a, b = b, a
     if not is_tensor(a):  # a weight times a size
-        return unexplained(node)
+        return unexplained(maps, node)
     # Positions and indices are integers, and their products are no rows.
     if not val(node).dtype.is_floating_point or not val(a).dtype.is_floating_point:
-        return unexplained(node)
+        return unexplained(maps, node)
     if isinstance(b, (int, float)):
         return finish(_times(maps.map(a), 1.0 / b if packet(node) is aten.div else float(b)), node)
     if not maps.is_weight(b):
-        of_rows = is_tensor(b) and same_rows(a, b)
+        of_rows = is_tensor(b) and maps.same_rows(a, b)
         code, what = ("nonlinear", "the rows") if of_rows else ("position_dependent", "the inputs")
         return Stop(node, code, f"{packet(node).__name__} with a factor that is computed from {what}")
     return multiply_weight(maps, node, a, b, reciprocal=packet(node) is aten.div)
@@ -84,13 +84,13 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if isinstance(a, (int, float)) or isinstance(b, (int, float)):
         return Stop(node, "unsupported_op", "a number is added to every column")
     if not is_tensor(a) or not is_tensor(b) or not isinstance(alpha, (int, float)):
-        return unexplained(node)
+        return unexplained(maps, node)
     factor = sign * float(alpha)
     if maps.is_weight(b):
         return add_weight(maps, node, a, b, factor)
     if maps.is_weight(a):
         # `weight - rows`, or a scaled sum, would have to scale the map of the rows instead.
-        return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(node)
+        return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(maps, node)
     left, right = maps.map(a), maps.map(b)
     # No source in common. If one side was spoilt on its way from the rows of the other (by a norm, say), that node is
     # the cause and not this sum.
@@ -110,13 +110,13 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
 def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
     """Why ``one`` is no map of the rows of ``other``, where it is made of them: what was done on the way."""
-    rows = {p.source for p in other.pieces}
+    rows = {p.source for p in other.pieces if p.source is not None}
     for piece in one.pieces:
         stop = None if piece.source is None else maps.reasons.get(piece.source)
         # These two say no more than this sum would say itself.
         if stop is not None and stop.code not in ("position_dependent", "unsupported_op"):
             assert piece.source is not None
-            if any(n in rows for n in ancestors(piece.source)):
+            if depends_on(piece.source, rows):
                 return stop
     return None
 
@@ -157,7 +157,7 @@ def result_of_several(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     whole, at = args_of(node)
     if packet(whole) is aten._native_batch_norm_legit_no_training and at == 0:
         return batch_norm(maps, node, whole)
-    return unexplained(node)
+    return unexplained(maps, node)
 
 
 def reinterpreted(maps: Maps, node: fx.Node) -> LinearMap | Stop:

@@ -111,7 +111,7 @@ def selected(maps: Maps, node: fx.Node, how: Select) -> LinearMap | Stop:
     # What is read may have been written at that very position: heads that are kept in one buffer.
     while how.index is not None and (write := _write(x, how.dim)) is not None:
         if write.index == how.index:
-            return unexplained(node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
+            return unexplained(maps, node) if maps.is_weight(write.x) else finish(maps.map(write.x), node)
         x = write.base
     return finish(_select(maps.map(x), how.dim, how.index, node), node)
 
@@ -179,7 +179,7 @@ def _overwritten(node: fx.Node) -> Stop:
 def filled(maps: Maps, node: fx.Node, how: Fill) -> LinearMap | Stop:
     """A tensor of zeros, or one that is not initialized."""
     if how.value not in (0, None):
-        return unexplained(node)
+        return unexplained(maps, node)
     axes = tuple(fresh_axis(s) for s in shape(node))
     # `empty` passes for zeros as long as all of it is overwritten; `defined` tells them apart where it is not.
     return LinearMap.single(Piece(axes, val(node).dtype, defined=how.value is not None).visited(node))
@@ -190,7 +190,7 @@ def _map_of(maps: Maps, x: fx.Node) -> LinearMap | Stop:
     if not maps.is_weight(x):
         return maps.map(x)
     fill = _fill(x)
-    return unexplained(x) if fill is None else filled(maps, x, fill)
+    return unexplained(maps, x) if fill is None else filled(maps, x, fill)
 
 
 def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, ...] | Stop:
@@ -255,20 +255,20 @@ def stacked_up(maps: Maps, node: fx.Node, how: Stack) -> LinearMap | Stop:
     elements: list[LinearMap] = []
     for x in how.parts:
         if maps.is_weight(x):
-            return unexplained(node)
+            return unexplained(maps, node)
         source = maps.map(x)
         source = one_map(source, node) or source
         at = None if source.axis is None else source.axis + (source.axis >= dim)
         one = source.each(lambda p: replace(p, axes=(*p.axes[:dim], (), *p.axes[dim:])), at)
         assert isinstance(one, LinearMap)
         elements.append(one)
-    return stacked(elements, dim, node) or unexplained(node)
+    return stacked(elements, dim, node) or unexplained(maps, node)
 
 
 def assigned(maps: Maps, node: fx.Node, how: Assign) -> LinearMap | Stop:
     """The assigned values, broadcast to the shape of what they are assigned to."""
     if maps.is_weight(how.x) or not val(how.x).dtype.is_floating_point:
-        return unexplained(node)
+        return unexplained(maps, node)
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     return finish(broadcast_to(maps.map(how.x), shape(node)), node)
@@ -278,12 +278,12 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
     """Some columns of the base replaced by another map."""
     base, x, dim = how.base, how.x, how.dim
     if maps.is_weight(x):
-        return unexplained(node)
+        return unexplained(maps, node)
     if quantizes(val(node).dtype):
         return Stop(node, "nonlinear", f"conversion to {val(node).dtype}")
     new, old = maps.map(x), _map_of(maps, base)
     if isinstance(old, Stop):
-        return unexplained(node)
+        return unexplained(maps, node)
     if same(shape(node)[dim], shape(x)[dim]):
         return finish(new, node)
     if how.taken is None or not _joinable([new, old], dim, len(shape(node))):
@@ -313,13 +313,13 @@ def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
     # Other modes repeat tokens; another value than zero is a constant beside the columns.
     if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) for w in widths):
-        return unexplained(node)
+        return unexplained(maps, node)
     before, after, *others = widths
     dim = len(shape(node)) - 1
     source = maps.map(x)
     segments = _segments_of(source, dim, node)
     if any(others) or before < 0 or after < 0 or isinstance(segments, Stop):
-        return unexplained(node)
+        return unexplained(maps, node)
     zeros = [
         Segment(
             start, stop, Piece((*(fresh_axis(s) for s in shape(node)[:-1]), fresh_axis(stop - start)), val(node).dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.graph import args_of, argument, is_tensor, operator_name, packet, shape, val
-from mla_compile.passes.ir.operators import PRODUCTS
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
@@ -27,6 +28,12 @@ _TOKEN_MIXING = {
 _ONE_AXIS = {"cumsum": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims")}  # linear along that axis
 
 
+class KnowsRows(Protocol):
+    """What the analysis is asked here."""
+
+    def same_rows(self, one: fx.Node, other: fx.Node) -> bool: ...
+
+
 def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
     """For the axes that an operator works along, whether each is the last; empty where it does not name them."""
     dims, rank = argument(node, *where), len(shape(args_of(node)[0]))
@@ -34,35 +41,11 @@ def _along_last(node: fx.Node, where: tuple[int, str]) -> set[bool]:
     return {d % rank == rank - 1 for d in several} if all(isinstance(d, int) for d in several) else set()
 
 
-def same_rows(one: fx.Node, other: fx.Node) -> bool:
-    """Whether one of two tensors is computed from the other, or both are projected from the same rows.
-
-    No farther back than that: a table of angles is behind the rows of all layers but the first.
-    """
-    of_one, of_other = _near(one), _near(other)
-    return one in of_other or other in of_one or any(of_one.get(n) and of_other.get(n) for n in of_one)
-
-
-def _near(node: fx.Node) -> dict[fx.Node, int]:
-    """What ``node`` is computed from, up to the second projection: 1 where there is one in between, or else 0."""
-    found = {node: 0}
-    queue = [node]
-    # Depth first, with the fewest projections known so far: a node is visited again only on a path with fewer.
-    while queue:
-        current = queue.pop()
-        projections = found[current] + (packet(current) in PRODUCTS)
-        for n in current.all_input_nodes if projections < 2 else ():
-            if is_tensor(n) and found.get(n, 2) > projections:
-                found[n] = projections
-                queue.append(n)
-    return found
-
-
-def _chosen(node: fx.Node, name: str) -> Stop:
+def _chosen(maps: KnowsRows, node: fx.Node, name: str) -> Stop:
     """What ``where`` and ``masked_fill`` do to rows: it depends on what the condition depends on."""
     values = [n for n in node.all_input_nodes if is_tensor(n) and val(n).dtype != torch.bool]
     condition = next((n for n in node.all_input_nodes if n not in values and is_tensor(n)), None)
-    if condition is None or any(same_rows(condition, v) for v in values):
+    if condition is None or any(maps.same_rows(condition, v) for v in values):
         return Stop(node, "nonlinear", f"{name} by a condition that is computed from the rows")
     if all(same(s, 1) for s in shape(condition)[:-1]):
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
@@ -76,7 +59,7 @@ def barred(_: object, node: fx.Node) -> Stop:
     )
 
 
-def unexplained(node: fx.Node) -> Stop:
+def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
     """The reason for an operator that has no rule, or that is used in a way its rule does not cover."""
     if node.op != "call_function":
         return Stop(node, "graph_break", f"{node.name} is an input of this graph")
@@ -87,7 +70,7 @@ def unexplained(node: fx.Node) -> Stop:
     if name in _NONLINEAR:
         return Stop(node, "nonlinear", f"{name} is not linear along the features")
     if name in ("where", "masked_fill") and len(node.args) == 3:
-        return _chosen(node, name)
+        return _chosen(maps, node, name)
     if name in _ONE_AXIS and _along_last(node, _ONE_AXIS[name]) == {True}:
         return Stop(node, "unsupported_op", f"no rule for {name} along the features")
     if name in _TOKEN_MIXING:

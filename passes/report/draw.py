@@ -220,7 +220,7 @@ class _Draft:
 def _between(sources: Iterable[fx.Node], end: fx.Node) -> set[fx.Node]:
     """The nodes on the ways from ``sources`` to ``end``, both included."""
     starts = list(sources)
-    before = {end, *ancestors(end)} if starts else set()
+    before = {end, *ancestors(end, starts)} if starts else set()
     return set(reachable((n for n in starts if n in before), lambda node: (u for u in node.users if u in before)))
 
 

@@ -20,10 +20,10 @@ from torch import fx
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.expr import Factor
-from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, val, whole_rows
+from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, shape, val, whole_rows
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
-from mla_compile.passes.ir.walk import ancestors, reachable
+from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.verify.evaluate import Evaluation, draw, number, of_sizes, symbols
 
 EXACT = 1e-8
@@ -59,24 +59,28 @@ class Check:
 
 
 def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
-    """Sites with equal keys are the same computation on other weights; one of them is checked."""
+    """Sites with equal keys are the same computation on other weights; one of them is checked.
+
+    Each layer's cache has symbols of its own: they count by the place where they appear, and by the size seen.
+    """
     operands = [plan.site.out, plan.site.v, *(m.operand for m in plan.site.masks)]
     terms = tuple(
         (t.start, t.stop, t.product, t.piece.scale, _factor_key(t.piece.weight), _factor_key(t.piece.bias))
         for t in (*plan.keys, *plan.vals)
     )
-    shapes = tuple((val(o.node).dtype, tuple(map(str, val(o.node).shape))) for o in operands)
-    rows = tuple((val(n).dtype, tuple(map(str, val(n).shape)), _view_key(n)) for n in plan.sources)
+    shapes = tuple((val(o.node).dtype, shape(o.node)) for o in operands)
+    rows = tuple((val(n).dtype, shape(n), _view_key(n)) for n in plan.sources)
     site, seen = plan.site, plan.visible
     # Masks of equal shapes may say other things: of one layer a window, of the next one none.
     told = (
-        *(str(length.const) for length in seen.lengths),
+        *(length.const for length in seen.lengths),
         len(seen.counts),
         len(seen.masks),
         seen.causal,
         seen.window,
     )
-    return plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told
+    key = plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told
+    return _renamed(key, symbols([*(o.node for o in operands), *plan.sources]))
 
 
 def _view_key(node: fx.Node) -> tuple[object, ...]:
@@ -85,7 +89,23 @@ def _view_key(node: fx.Node) -> tuple[object, ...]:
         return ()
     of, *args = args_of(node)
     at = tuple(size(a.meta["val"]) if isinstance(a, fx.Node) else a for a in args)
-    return str(node.target), str(val(of).shape), at, _view_key(of)
+    return str(node.target), shape(of), at, _view_key(of)
+
+
+def _renamed(key: tuple[object, ...], seen: Mapping[sympy.Symbol, int]) -> tuple[object, ...]:
+    """``key`` with the symbols of which a size was ``seen`` numbered, and these sizes."""
+    numbered: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def renamed(part: object) -> object:
+        if isinstance(part, tuple):
+            return tuple(map(renamed, part))
+        if not isinstance(part, sympy.Basic):
+            return part
+        for symbol in sorted(part.free_symbols & seen.keys(), key=str):
+            numbered.setdefault(symbol, sympy.Symbol(f"size_{len(numbered)}", **symbol.assumptions0))
+        return part.xreplace(numbered)
+
+    return renamed(key), tuple(seen[symbol] for symbol in numbered)
 
 
 def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
@@ -138,7 +158,7 @@ def nearest_known(
         # Zeros that something is written into are no input, but zeros.
         if node in without or node.name in weights or isinstance(decode(node), Fill):
             return ()
-        if is_tensor(node) and ORIGIN in node.meta and not (without and any(a in without for a in ancestors(node))):
+        if is_tensor(node) and ORIGIN in node.meta and not depends_on(node, without):
             found[node.meta[ORIGIN]] = node
             return ()
         return node.all_input_nodes

@@ -750,7 +750,7 @@ def test_what_is_said_of_an_operator(name):
         [],
     )
     (node, *_) = (n for n in program.gm.graph.nodes if name.split()[0] in str(n.target))
-    assert unexplained(node).code == code
+    assert unexplained(LinearMaps(set(), program.fake_mode), node).code == code
 
 
 def _last_reason(program):

@@ -1,0 +1,95 @@
+"""What tensors are made of, for questions that are asked of every layer.
+
+Residual connections lead from every layer to the first one: each node is looked at once for all questions. A set of
+nodes is a number with a bit for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from mla_compile.passes.ir.graph import is_tensor, packet
+from mla_compile.passes.ir.operators import PRODUCTS
+from mla_compile.passes.ir.walk import computed_from
+
+
+class Nearby:
+    """What the nodes of one graph are computed from."""
+
+    def __init__(self) -> None:
+        self._bits: dict[fx.Node, int] = {}
+        # What a node is computed from, itself among it: all of it, and of the tensors those with no projection in
+        # between, and with one at most.
+        self._all: dict[fx.Node, int] = {}
+        self._plain: dict[fx.Node, int] = {}
+        self._projected: dict[fx.Node, int] = {}
+
+    def same_rows(self, one: fx.Node, other: fx.Node) -> bool:
+        """Whether one of two tensors is computed from the other, or both are projected from the same rows.
+
+        No farther back than that: a table of angles is behind the rows of all layers but the first.
+        """
+        for node in (one, other):
+            for n in _inputs_first(node, _tensors, self._plain):
+                self._look_behind(n)
+        if self._bits[one] & self._projected[other] or self._bits[other] & self._projected[one]:
+            return True
+        return bool(self._projected[one] & ~self._plain[one] & self._projected[other] & ~self._plain[other])
+
+    def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
+        """``nodes``, and all that their numbers depend on."""
+        found = 0
+        for node in nodes:
+            for n in _inputs_first(node, computed_from, self._all):
+                self._all[n] = self._bit(n)
+                for read in computed_from(n):
+                    self._all[n] |= self._all[read]
+            found |= self._all[node]
+        return _Nodes(found, self._bits)
+
+    def _look_behind(self, node: fx.Node) -> None:
+        plain = projected = self._bit(node)
+        for n in _tensors(node):
+            if packet(node) in PRODUCTS:
+                projected |= self._plain[n]
+            else:
+                plain |= self._plain[n]
+                projected |= self._projected[n]
+        self._plain[node], self._projected[node] = plain, projected
+
+    def _bit(self, node: fx.Node) -> int:
+        return self._bits.setdefault(node, 1 << len(self._bits))
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """A set of nodes."""
+
+    found: int
+    bits: dict[fx.Node, int]
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, fx.Node) and bool(self.found & self.bits.get(node, 0))
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if is_tensor(n)]
+
+
+def _inputs_first(
+    node: fx.Node, inputs: Callable[[fx.Node], list[fx.Node]], known: Container[fx.Node]
+) -> Iterator[fx.Node]:
+    """The nodes behind ``node`` that are not ``known`` yet, then it, each after its inputs."""
+    pending = [node]  # an explicit stack: chains are as deep as the model
+    while pending:
+        current = pending[-1]
+        missing = [] if current in known else [n for n in inputs(current) if n not in known]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        if current not in known:
+            yield current
