@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
 from mla_compile.analysis import analyse, canonicalize
 from mla_compile.core.program import Program
-from mla_compile.passes.cache.find import Past, find_caches
+from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.decide.cost import default_device
@@ -23,9 +25,12 @@ def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = 
     refused: set[str] = set()
     while True:
         program = canonicalize(captured.copy())
-        sites = _keep_rows(program, assume, refused, packs)
+        sites, torn = _keep_rows(program, assume, refused, packs)
         if not sites:
             return captured
+        if torn:
+            refused |= torn
+            continue
         # Only what is legal is asked for, not what is cheaper.
         verdicts = analyse(program, slices=False).judged("absorbed", "never", default_device("cpu"))
         # A side that stays would be expanded from its rows in every call.
@@ -37,8 +42,11 @@ def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = 
         refused |= wrong
 
 
-def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -> set[str]:
-    """Rewrites the caches of all attentions but ``refused``; returns the attentions whose cache was rewritten."""
+def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -> tuple[set[str], set[str]]:
+    """Rewrites the caches of all attentions but ``refused``.
+
+    Returns the attentions whose cache was rewritten, and those for which that is wrong: the program is of no use then.
+    """
     graph = program.gm.graph
     found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
     returned: dict[fx.Node, tuple[int, ...]] = {}
@@ -49,28 +57,55 @@ def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -
         if own and isinstance(value, fx.Node) and index not in handed_back:
             returned[value] = (*returned.get(value, ()), index)
     pasts = _pasts(program)
-    assumed = [node for node in map(program.node, written) if node not in pasts]
+    named = program.named()
+    assumed = [node for node in map(named.__getitem__, written) if node not in pasts]
     if assume:
         assumed += _own_inputs(program)
     sites = [site for site in found.sites if site.node.name not in refused]
-    caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, packs=packs)
+    new = dict(zip(program.mutations, program.outputs, strict=False))
+    overwritten = {new[name]: named[name] for name in written}
+    caches = find_caches(graph, sites, found.maps, pasts, returned, assumed, overwritten, packs=packs)
     # What is read as it came in and written to elsewhere stays K.
     caches = [one for one in caches if one.write is not None or not any(p.name in program.mutations for p in one.pasts)]
+    torn: set[str] = set()
     if caches:
         # In the order of the signature, whatever order attentions were found in.
         names = [node.name for node in program.placeholders]
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
         inputs = program.cache.inputs
         program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
-        _write_rows(program, program.cache, handed_back)
-    return {kept.site.name for kept in caches}
+        torn = _torn(program, program.cache, caches)
+        if not torn:
+            _write_rows(program, program.cache, handed_back)
+    return {kept.site.name for kept in caches}, torn
+
+
+def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -> set[str]:
+    """The attentions whose buffers cannot be written to as rows.
+
+    They are given what another recipe makes, or share rows, as K and V do, and are not written to alike.
+    """
+    written: dict[str, fx.Node] = {}
+    torn: set[str] = set()
+    for kept in caches:
+        for index in kept.outputs:
+            if index < len(program.mutations):
+                name = program.mutations[index]
+                values = [program.outputs[at] for at in cache.outputs[index]]
+                alike = cache.recipes.get(name) == cache.recipes[index]
+                if not alike or any(
+                    written.setdefault(row, value) is not value
+                    for row, value in zip(cache.inputs[name], values, strict=True)
+                ):
+                    torn.add(kept.site.name)
+    return torn
 
 
 def _pasts(program: Program) -> dict[fx.Node, Past]:
     """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
     # By identity: two weights with equal values may change apart.
     names = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
-    found: dict[fx.Node, Past] = {}
+    node, found = program.named(), dict[fx.Node, Past]()
     for name, tensor in program.latents.items():
         if name in program.mutations and name not in program.own:
             continue  # the caller's, who may have other tensors of these rows
@@ -78,9 +113,9 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
         if tensor.recipe is None or None in leaves:
             continue
         rows = tensor.shown_rows()
-        found[program.node(name)] = Past(
+        found[node[name]] = Past(
             tensor.recipe,
-            tuple(program.node(leaf) for leaf in leaves if leaf is not None),
+            tuple(node[leaf] for leaf in leaves if leaf is not None),
             tuple(map(id, rows)),
             tuple(r.dtype for r in rows),
         )
@@ -107,14 +142,15 @@ def _own_buffers(program: Program, assume: bool) -> list[str]:
     signature = getattr(program.original, "graph_signature", None)
     known = None if signature is None else set(signature.user_inputs)
     handed_back = _handed_back(program)
+    node = program.named()
     shown = {name for at, name in program.aliases.items() if at + len(program.mutations) not in handed_back}
     return [
         name
         for name in program.mutations
-        if program.node(name).op == "placeholder"
+        if node[name].op == "placeholder"
         and (name in program.own or (assume and (known is None or name in known)))
         and name not in shown
-        and program.node(name).meta["val"].dtype.is_floating_point
+        and node[name].meta["val"].dtype.is_floating_point
     ]
 
 

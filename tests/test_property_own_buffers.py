@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mla_compile
 from mla_compile.errors import MlaCompileWarning
-from tests.support.generated_own import OwnCase, OwnMLA, own_cases
+from tests.support.generated_own import OwnCase, OwnMLA, own_cases, visible
 from tests.support.generator import Case, check_each, drawn
-from tests.test_property import _compare, narrow
+from tests.test_property import compare, narrow
 
 CASES = int(os.environ.get("MLA_PROPERTY_OWN", "24"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
@@ -58,9 +57,9 @@ def _check(own: OwnCase) -> None:
             keep = visible(own, plain, done, count)
             seen = len(fast.mla_report.sites)
             results = fast(x, done, keep), plain(x, done, keep), exact(x.double(), done, keep)
-            _compare(case, f"y after {done + count} tokens of session {number}", *results)
+            compare(case, f"y after {done + count} tokens of session {number}", *results)
             for caches in zip(fast.held(), plain.held(), exact.held(), strict=True):
-                _compare(case, f"memory after {done + count} tokens", *(cache + 0 for cache in caches))
+                compare(case, f"memory after {done + count} tokens", *(cache + 0 for cache in caches))
             done += count
         said = [f"{site.verdict} ({site.code}): {site.reason}" for site in fast.mla_report.sites]
         if number == 0 and may_be_rows(case) and case.forms != "expanded":
@@ -80,12 +79,3 @@ def may_be_rows(case: Case) -> bool:
     """
     from_the_hidden_state = not case.latent_norm or case.D <= case.R
     return case.legal and not case.bias and narrow(case) and case.V > 1 and not from_the_hidden_state
-
-
-def visible(own: OwnCase, module: OwnMLA, start: int, count: int) -> Tensor:
-    """[B,S,T], True where a query may see a key: causal, and not left padding."""
-    case = own.case
-    keys = torch.arange(module.zeros()[0].shape[1 if own.heads_last else 2])
-    keep = (keys <= torch.arange(start, start + count)[:, None]).expand(case.B, -1, -1)
-    first = torch.arange(case.B) % 3 if case.padded else torch.zeros(case.B, dtype=torch.long)
-    return keep & (keys >= first[:, None, None])

@@ -60,7 +60,7 @@ class CacheOfRows:
     """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
 
     ``site`` is the output of the attention that reads it. ``write``: how the new part gets into a buffer of full
-    length, where it is not joined to the past.
+    length, where it is not joined to the past. ``emptied``: the input that holds it, where nothing of that is left.
     """
 
     node: fx.Node
@@ -70,11 +70,13 @@ class CacheOfRows:
     parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
     outputs: tuple[int, ...]
     write: Write | None = None
+    emptied: fx.Node | None = None
 
     @property
     def pasts(self) -> tuple[fx.Node, ...]:
-        """The inputs among its parts."""
-        return tuple(p for p in self.parts if isinstance(p, fx.Node) and not is_zeros(p))
+        """The inputs among its parts, or the one whose place it takes."""
+        read = tuple(p for p in self.parts if isinstance(p, fx.Node) and not is_zeros(p))
+        return read if self.emptied is None else (self.emptied,)
 
 
 def find_caches(
@@ -84,15 +86,17 @@ def find_caches(
     pasts: Mapping[fx.Node, Past],
     returned: Mapping[fx.Node, tuple[int, ...]],
     assume: Iterable[fx.Node] = (),
+    overwritten: Mapping[fx.Node, fx.Node] | None = None,
     *,
     packs: bool = False,
 ) -> list[CacheOfRows]:
     """The K and V of ``sites`` that can be kept as rows.
 
     ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
-    what this graph itself returned. ``packs``: rows that a weight expands are kept in float8.
+    what this graph itself returned. ``overwritten``: what is written to an input in place, and the input. ``packs``:
+    rows that a weight expands are kept in float8.
     """
-    search = _Search(maps, pasts, returned, frozenset(assume), packs)
+    search = _Search(maps, pasts, returned, frozenset(assume), overwritten or {}, packs)
     found: dict[fx.Node, CacheOfRows] = {}
     for site in sites:
         tensors: dict[fx.Node, int] = {}
@@ -102,7 +106,8 @@ def find_caches(
             kept = search.keep(tensors, site.node)
             if kept and _saves(kept):
                 found.update((k.node, k) for k in kept)
-    return [k for k in found.values() if not _seen_through_a_view(graph, k)]
+    shown = _seen_through_views(graph)
+    return [k for k in found.values() if not k.outputs or k.node not in shown]
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class _Search:
     pasts: Mapping[fx.Node, Past]
     returned: Mapping[fx.Node, tuple[int, ...]]
     assumed: frozenset[fx.Node]
+    overwritten: Mapping[fx.Node, fx.Node]
     packs: bool
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
@@ -224,7 +230,8 @@ class _Search:
         known: set[tuple[Recipe, tuple[fx.Node, ...]]] = set()
         taken: list[fx.Node | tuple[Ingredient, ...]] = []
         dtypes: set[tuple[torch.dtype, ...]] = set()
-        for part in parts:
+        emptied = self.overwritten.get(node) if write is not None and is_zeros(write.buffer) else None
+        for part in (*parts, *([] if emptied is None else [emptied])):
             if part in new:
                 made = make_recipe(part, new[part], tokens, packs=self.packs)
                 if isinstance(made, Stop) or not any(p.weight is not None for p in made[0].parts):
@@ -240,12 +247,13 @@ class _Search:
                 past = self.pasts[part]
                 known.add((past.recipe, past.leaves))
                 dtypes.add(past.dtypes)
-            taken.append(part)
+            if part is not emptied:
+                taken.append(part)
         # Old and new rows are only the same kind of rows with one recipe over the same weights, in one dtype.
         if len(known) != 1 or len(dtypes) != 1:
             return None
         ((recipe, leaves),) = known
-        return CacheOfRows(node, site, recipe, leaves, tuple(taken), self.returned.get(node, ()), write)
+        return CacheOfRows(node, site, recipe, leaves, tuple(taken), self.returned.get(node, ()), write, emptied)
 
 
 def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
@@ -285,14 +293,12 @@ def _saves(kept: Sequence[CacheOfRows]) -> bool:
     return sum(rows.values()) < values or all(k.node in k.parts for k in kept)
 
 
-def _seen_through_a_view(graph: fx.Graph, kept: CacheOfRows) -> bool:
-    """Whether the caller also gets a view of what it keeps: a write to one would no longer show in the other."""
-    if not kept.outputs:
-        return False
+def _seen_through_views(graph: fx.Graph) -> set[fx.Node]:
+    """What the caller gets views of: of what it keeps, a write to one would no longer show in the other."""
+    shown: set[fx.Node] = set()
     for value in graph.output_node().all_input_nodes:
         root = view_source(value)
-        while root is not None and root is not kept.node:
+        while root is not None and root not in shown:
+            shown.add(root)
             root = view_source(root)
-        if root is kept.node:
-            return True
-    return False
+    return shown

@@ -60,6 +60,7 @@ class _Rewriter:
         self.pasts = pasts
         self.fake_mode = fake_mode
         self.done = LatentCache()
+        self.last_input: fx.Node | None = next(reversed(graph.find_nodes(op="placeholder")), None)
         self.inputs: dict[Hashable, fx.Node] = {}
         self.zeros: dict[Hashable, fx.Node] = {}
         self.joined: dict[tuple[Hashable, ...], fx.Node] = {}
@@ -96,8 +97,9 @@ class _Rewriter:
         self._make_once()
         remove_dead_code(self.graph)
         # Only after dead code is gone does an input show who really still reads it.
+        by_name = {n.name: n for op in ("placeholder", "get_attr") for n in self.graph.find_nodes(op=op)}
         for node in dict.fromkeys(p for c in caches for p in c.pasts):
-            self._let_go(node)
+            self._let_go(node, by_name)
         remove_dead_code(self.graph)
         return self.done
 
@@ -117,10 +119,9 @@ class _Rewriter:
                 self._read_parts(cache, user, shown)
                 user.replace_all_uses_with(expand(cache.recipe, shown, cache.leaves, builder.call))
 
-    def _let_go(self, node: fx.Node) -> None:
+    def _let_go(self, node: fx.Node, by_name: Mapping[str, fx.Node]) -> None:
         """Removes an input; whoever else reads it gets it expanded from its rows."""
         recipe, weights = self.done.recipes[node.name]
-        by_name = {n.name: n for op in ("placeholder", "get_attr") for n in self.graph.find_nodes(op=op)}
         rows = [by_name[name] for name in self.done.inputs[node.name]]
         self._read_sizes_from_rows(node, recipe, rows[0])
         if node.users:
@@ -206,8 +207,8 @@ class _Rewriter:
             wanted = cache.recipe.row_shape(example.shape, cache.recipe.held_width(index))
             with self.fake_mode or torch.no_grad(), torch.no_grad():
                 fake = torch.empty(wanted, dtype=dtype, device=example.device)
-            with self.graph.inserting_after(list(self.graph.find_nodes(op="placeholder"))[-1]):
-                placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
+            with self.graph.inserting_after(self.last_input):
+                self.last_input = placeholder = self.graph.placeholder(f"rows_{len(self.inputs)}")
             placeholder.meta["val"] = fake
             self.inputs[name] = placeholder
             self.done.rows.append(placeholder.name)
@@ -227,9 +228,14 @@ class _Rewriter:
     def _zeros(
         self, node: fx.Node, cache: CacheOfRows, index: int, ingredients: tuple[Ingredient, ...] | None
     ) -> fx.Node:
-        """Rows of zeros where the graph makes a buffer of zeros."""
+        """Rows of zeros where the graph makes a buffer of zeros, or makes one of a buffer."""
         assert ingredients is not None, "a buffer is written to"
         assert cache.write is not None
+        if cache.emptied is not None:
+            rows = self._past(cache.emptied, cache, index, ingredients)
+            if rows not in self.zeros:
+                self.zeros[rows] = Builder(cache.write.node, self.fake_mode).call(aten.zeros_like.default, rows)
+            return self.zeros[rows]
         name = self._grown(node, cache, ingredients[index])
         if name not in self.zeros:
             recipe, builder = cache.recipe, Builder(cache.write.node, self.fake_mode)

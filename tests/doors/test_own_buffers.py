@@ -158,6 +158,47 @@ def test_a_buffer_that_is_emptied_takes_rows_again(reset):
     assert fast.forward.compiler.graphs == 2
 
 
+@pytest.mark.parametrize(
+    "reset",
+    [
+        lambda cache: cache.zero_(),
+        lambda cache: cache.fill_(0.0),
+        lambda cache: cache.__setitem__(slice(None), 0),
+        lambda cache: cache.copy_(torch.zeros_like(cache)),
+    ],
+)
+def test_a_forward_that_empties_its_buffers(reset):
+    class Emptying(Attention):
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            if start == 0:
+                reset(self.k_cache)
+                reset(self.v_cache)
+            return super().forward(x, start)
+
+    model, fast = Model(Emptying), optimized(Model(Emptying))
+    for seed in range(2):
+        same(session(fast, inputs(seed)), session(model, inputs(seed)))
+        same([cache + 0 for cache in caches(fast)], caches(model))
+    assert are_rows(fast)
+    assert fast.forward.compiler.graphs == 2
+
+
+@pytest.mark.parametrize("number", [0.5, -0.0, float("nan")])
+def test_a_buffer_filled_with_something_else_is_k(number):
+    class Filling(Attention):
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            if start == 0:
+                self.v_cache.fill_(number)
+            return super().forward(x, start)
+
+    model, fast = Model(Filling), optimized(Model(Filling))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs()), session(model, inputs()))
+    for got, want in zip(caches(fast), caches(model), strict=True):
+        torch.testing.assert_close(got + 0, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
 def test_new_tensors_and_new_sizes_take_rows_again():
     model, fast = filled()
     for batch in (5, 1):
@@ -211,6 +252,74 @@ def test_a_call_that_writes_to_one_of_two_buffers():
             xs = inputs(start + 20, steps=(3,))
             same(session(fast, xs, start), session(model, xs, start))
             same([cache + 0 for cache in caches(fast)], caches(model))
+
+
+@pytest.mark.parametrize("fault", ["later", "emptied", "swapped"])
+def test_k_and_v_that_are_no_longer_written_to_alike(fault):
+    class Both(Attention):
+        """With ``start`` below zero something else becomes of the values than of the keys, whose rows they share."""
+
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            if start >= 0:
+                return super().forward(x, start)
+            (B, S, _), start = x.shape, -start
+            positions = torch.arange(start, start + S)
+            q, k, v = self.step(x, positions)
+            if fault == "emptied":
+                self.v_cache.zero_()
+            later = int(fault == "later")
+            self.k_cache[:B, :, start : start + S] = k
+            self.v_cache[:B, :, start + later : start + later + S] = v
+            k, v = self.k_cache[:B, :, : start + S].clone(), self.v_cache[:B, :, : start + S].clone()
+            if fault == "swapped":
+                kept = self.v_cache[:B].clone()
+                self.v_cache[:B] = self.k_cache[:B, ..., : kept.shape[-1]]
+                self.k_cache[:B, ..., : kept.shape[-1]] = kept
+            return self.over(q, k, v, positions)
+
+    model, fast = Model(Both), optimized(Model(Both))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        for start in (0, 3, -6, 9):
+            xs = inputs(start + 20, steps=(3,))
+            same(session(fast, xs, start), session(model, xs, start))
+            same([cache + 0 for cache in caches(fast)], caches(model))
+
+
+def test_a_call_that_writes_all_of_a_buffer_later():
+    """In a trace the rows were gone with their sizes: the guards on these could not be made."""
+
+    class Whole(Attention):
+        def forward(self, x: Tensor, start: int) -> Tensor:
+            if start > 4:
+                self.k_cache.copy_(0.5 * self.k_cache)
+            return super().forward(x, start)
+
+    model, fast = Model(Whole), optimized(Model(Whole))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs()), session(model, inputs()))
+        same([cache + 0 for cache in caches(fast)], caches(model))
+
+
+def test_views_of_buffers_that_became_k():
+    """The views that a compiler was shown were made anew at each look, and it took two for one tensor."""
+    model, fast = Model(), optimized(Model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        same(session(fast, inputs()[:1]), session(model, inputs()[:1]))
+        for one in (model, fast):
+            first, second = one.layers
+            second.k_cache, second.v_cache = first.k_cache[:], first.v_cache[:]
+        with torch.no_grad():
+            same([fast(x, 4) for x in inputs(1, steps=(1, 1))], [model(x, 4) for x in inputs(1, steps=(1, 1))])
+        same([cache + 0 for cache in caches(fast)], caches(model))
+        # Emptied, they still are one memory, of which rows cannot take the place in one layer alone.
+        for one in (model, fast):
+            for cache in caches(one):
+                cache.zero_()
+        same(session(fast, inputs(2)), session(model, inputs(2)))
+        same([cache + 0 for cache in caches(fast)], caches(model))
 
 
 def test_positions_are_written_again_and_batches_change():

@@ -14,7 +14,7 @@ from tests.support.generator import FAULTS, LEGAL, Case, cases
 
 HELD = ("buffer", "attribute", "dict", "made")
 WRITTEN = ("slice", "copy", "index_copy", "index_put", "pairs")
-EMPTIED = ("zero", "fill", "assign", "set", "not")
+EMPTIED = ("zero", "fill", "assign", "set", "first_call_zero", "first_call_set", "not")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class OwnCase:
         more: sequences that there is room for, and are not used.
         joined: one tensor holds K and V side by side.
         whole: all of the memory is read, and masked; else its beginning.
-        emptied: before the second session.
+        emptied: before the second session, or by the first call of each.
         back: the second session begins so many tokens before the end of the first, where it was not emptied.
     """
 
@@ -108,9 +108,12 @@ class OwnMLA(GeneratedMLA):
 
     def empty(self) -> None:
         """Before another session."""
-        how = self.own.emptied
-        if how == "assign":
+        if self.own.emptied == "assign":
             self.put([None] * self.count if self.own.held == "made" else self.zeros())
+        self.clear(self.own.emptied)
+
+    def clear(self, how: str) -> None:
+        """Writes zeros over all of the memory, in one of three ways."""
         for cache in self.held() if how in ("zero", "fill", "set") else ():
             if how == "set":
                 cache[...] = 0
@@ -125,27 +128,51 @@ class OwnMLA(GeneratedMLA):
         k, v = self._keys_values(*self._rows(x, positions), positions)
         if self.held()[0] is None:
             self.put(self.zeros())
+        if start == 0:
+            self.clear(self.own.emptied.removeprefix("first_call_") if "first_call" in self.own.emptied else "not")
         new = [torch.cat([k, v], -1)] if self.own.joined else [k, v]
-        found = [self._written(*pair, positions, start) for pair in zip(self.held(), new, strict=True)]
+        found = [self._written(index, one, start) for index, one in enumerate(new)]
         k, v = found[0].split([c.N + c.R, c.V], -1) if self.own.joined else found
         out, _ = self._attend(q, k, v, keep if self.own.whole else keep[..., : start + S])
         return self._linear("o", out.transpose(1, 2).reshape(B, S, -1), self.w_o)
 
-    def _written(self, cache: Tensor, new: Tensor, positions: Tensor, start: int) -> Tensor:
-        """What is read of ``cache`` [B,H,T,W], with ``new`` [B,H,S,W] at ``positions``."""
+    @property
+    def tokens(self) -> int:
+        """The axis of a cache that counts tokens."""
+        return 1 if self.own.heads_last else 2
+
+    def _written(self, index: int, new: Tensor, start: int) -> Tensor:
+        """What is read of a cache [B,H,T,W], with ``new`` [B,H,S,W] from position ``start`` on."""
+        cache = self.held()[index]
+        self._write(cache, new, start)
+        return self._read(cache, len(new), start + new.shape[2])
+
+    def _write(self, cache: Tensor, new: Tensor, start: int) -> None:
         own, (B, _, S, _) = self.own, new.shape
-        axis = 1 if own.heads_last else 2
+        positions = torch.arange(start, start + S, device=new.device)
         new = new.transpose(1, 2) if own.heads_last else new
-        at = (slice(None),) * (axis - 1)
+        at = (slice(None),) * (self.tokens - 1)
         if own.written == "slice":
             cache[(slice(B), *at, slice(start, start + S))] = new
         elif own.written == "copy":
-            cache.narrow(0, 0, B).narrow(axis, start, S).copy_(new)
+            cache.narrow(0, 0, B).narrow(self.tokens, start, S).copy_(new)
         elif own.written == "index_copy":
-            cache[:B].index_copy_(axis, positions, new)
+            cache[:B].index_copy_(self.tokens, positions, new)
         elif own.written == "index_put":
             cache[(slice(B), *at, positions)] = new
         else:
             cache[torch.arange(B)[:, None], positions[None].expand(B, -1)] = new
-        read = cache[:B] if own.whole else cache.narrow(0, 0, B).narrow(axis, 0, start + S)
-        return read.transpose(1, 2) if own.heads_last else read
+
+    def _read(self, cache: Tensor, sequences: int, length: int) -> Tensor:
+        whole = self.own.whole
+        read = cache[:sequences] if whole else cache.narrow(0, 0, sequences).narrow(self.tokens, 0, length)
+        return read.transpose(1, 2) if self.own.heads_last else read
+
+
+def visible(own: OwnCase, module: OwnMLA, start: int, count: int) -> Tensor:
+    """[B,S,T], True where a query may see a key: causal, and not left padding."""
+    case = own.case
+    keys = torch.arange(module.zeros()[0].shape[module.tokens])
+    keep = (keys <= torch.arange(start, start + count)[:, None]).expand(case.B, -1, -1)
+    first = torch.arange(case.B) % 3 if case.padded else torch.zeros(case.B, dtype=torch.long)
+    return keep & (keys >= first[:, None, None])

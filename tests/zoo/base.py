@@ -151,6 +151,15 @@ class Buffered(Usual):
         k, v = (torch.zeros(*outer, d.H, CAPACITY, width, dtype=d.dtype) for width in (d.N + d.R, d.V))
         return k, v
 
+    def hold(self, k: Tensor, v: Tensor) -> None:
+        """As registered buffers, which :meth:`reset` empties."""
+        self.register_buffer("k_cache", k)
+        self.register_buffer("v_cache", v)
+
+    def reset(self) -> None:
+        self.k_cache.zero_()
+        self.v_cache.zero_()
+
     def step(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the new tokens, heads first."""
         d = self.dims

@@ -11,12 +11,7 @@ EXPECTED = Refused("position_dependent")
 class Attention(Buffered):
     def __init__(self, dims):
         super().__init__(dims)
-        for name, buffer in zip("kv", self.empty(), strict=True):
-            self.register_buffer(f"{name}_cache", buffer)
-
-    def reset(self):
-        self.k_cache.zero_()
-        self.v_cache.zero_()
+        self.hold(*self.empty())
 
     def forward(self, x, start: int):
         B, S, _ = x.shape

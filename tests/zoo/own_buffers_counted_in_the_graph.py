@@ -11,8 +11,7 @@ COMPILED = EXPORTED = EXPANDED_CACHE
 class Attention(Buffered):
     def __init__(self, dims):
         super().__init__(dims)
-        for name, buffer in zip("kv", self.empty(dims.B), strict=True):
-            self.register_buffer(f"{name}_cache", buffer)
+        self.hold(*self.empty(dims.B))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
     def reset(self):

@@ -10,12 +10,7 @@ LEGAL = True
 class Attention(Buffered):
     def __init__(self, dims):
         super().__init__(dims)
-        for name, buffer in zip("kv", self.empty(), strict=True):
-            self.register_buffer(f"{name}_cache", buffer)
-
-    def reset(self):
-        self.k_cache.zero_()
-        self.v_cache.zero_()
+        self.hold(*self.empty())
 
     def forward(self, x, positions):
         B = x.shape[0]

@@ -11,13 +11,7 @@ COMPILED = EXPORTED = EXPANDED_CACHE
 class Attention(Buffered):
     def __init__(self, dims):
         super().__init__(dims)
-        k, v = self.empty()
-        self.register_buffer("k_cache", k.transpose(1, 2).contiguous())
-        self.register_buffer("v_cache", v.transpose(1, 2).contiguous())
-
-    def reset(self):
-        self.k_cache.zero_()
-        self.v_cache.zero_()
+        self.hold(*(cache.transpose(1, 2).contiguous() for cache in self.empty()))
 
     def forward(self, x, positions):
         B = x.shape[0]

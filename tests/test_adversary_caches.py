@@ -1,0 +1,43 @@
+"""Tampering with memory of K and V, and with decode steps over pages: refused, or the numbers of the original.
+
+``MLA_ADVERSARY_BUFFERS`` and ``MLA_ADVERSARY_PAGES`` are how many mutants are made of each, ``MLA_ADVERSARY_SEED``
+draws others; those that change nothing must be absorbed:
+``MLA_ADVERSARY_BUFFERS=500 MLA_ADVERSARY_PAGES=300 MLA_ADVERSARY_SEED=1 pytest tests/test_adversary_caches.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from tests.adversary import buffers, steps_of_many
+from tests.adversary.pages import check_pages
+from tests.adversary.places import Refused
+from tests.adversary.sessions import check_buffers
+from tests.support.generated_own import own_cases
+from tests.support.generator import check_each, drawn
+
+SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
+BUFFERS = int(os.environ.get("MLA_ADVERSARY_BUFFERS", "3"))
+PAGES = int(os.environ.get("MLA_ADVERSARY_PAGES", "3"))
+M = TypeVar("M")
+
+
+def test_tampered_memory() -> None:
+    made = buffers.mutants(drawn(BUFFERS, SEED, own_cases()), SEED)
+    check_each(made, _if_it_runs(check_buffers))
+
+
+def test_tampered_steps() -> None:
+    check_each(steps_of_many.mutants(PAGES, SEED), _if_it_runs(check_pages))
+
+
+def _if_it_runs(check: Callable[[M], str]) -> Callable[[M], None]:
+    def checked(mutant: M) -> None:
+        try:
+            check(mutant)
+        except Refused:
+            return  # many changes do not fit many layers
+
+    return checked
