@@ -19,6 +19,7 @@ from mla_compile.capture.migrate import Migrated, migrate
 from mla_compile.core.program import Program
 from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
+from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.trace import explain_module
 from mla_compile.errors import InputError, OptionError
 from mla_compile.options import Options
@@ -37,15 +38,15 @@ _DYNAMO_SETTINGS = ("dynamic", "fullgraph")
 
 @overload
 def optimize(
-    obj: torch.export.ExportedProgram, example_inputs: Any = None, **options: Any
+    obj: torch.export.ExportedProgram, example_inputs: Any = None, *, progress: bool | None = None, **options: Any
 ) -> torch.export.ExportedProgram: ...
 
 
 @overload
-def optimize(obj: Model, example_inputs: Any = None, **options: Any) -> Model: ...
+def optimize(obj: Model, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Model: ...
 
 
-def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
+def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Any:
     """The same model with absorbed decode, sharing the original's weights; the original stays as it was.
 
     * ``nn.Module``: a new object of the same class with the same parameters, buffers and submodules, whose forward is
@@ -62,6 +63,8 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
         example_inputs: a tuple of positional or a dict of keyword arguments. A module is then explained for them, on
             fake tensors and without running it, before this returns: inputs that do not fit and models that cannot be
             captured are reported at once, and ``mla_report`` is filled.
+        progress: whether stderr shows what is being compiled, and after each graph how long its stages took (s). By
+            default it does on a terminal.
         **options: fields of ``Options`` (``verify`` is on by default), options of Inductor, and ``mode``, ``dynamic``
             and ``fullgraph`` as in ``torch.compile``.
 
@@ -71,12 +74,16 @@ def optimize(obj: Any, example_inputs: Any = None, **options: Any) -> Any:
         CaptureError: the model does not become one functional graph.
         WeightError: a weight has no values that could be used.
     """
+    if not (progress is None or isinstance(progress, bool)):
+        raise OptionError(f"progress is {progress!r}, expected True, False or None")
     if isinstance(obj, torch.export.ExportedProgram):
-        return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
+        with Compilations("the program", progress).during("passes"):
+            return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
     if isinstance(obj, fx.GraphModule):
-        return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
+        with Compilations("the program", progress).during("passes"):
+            return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        return _optimize_module(obj, example_inputs, dict(options))
+        return _optimize_module(obj, example_inputs, progress, dict(options))
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
         'for a function use torch.compile(function, backend="mla"), for TorchScript the module it was made from'
@@ -164,7 +171,9 @@ def _is_argument(model: object, name: str, value: object) -> bool:
     return False
 
 
-def _optimize_module(module: torch.nn.Module, example_inputs: object, options: dict[str, Any]) -> torch.nn.Module:
+def _optimize_module(
+    module: torch.nn.Module, example_inputs: object, progress: bool | None, options: dict[str, Any]
+) -> torch.nn.Module:
     mode = options.pop("mode", None)
     settings = {name: options.pop(name) for name in _DYNAMO_SETTINGS if name in options}
     for name, value in settings.items():
@@ -172,7 +181,7 @@ def _optimize_module(module: torch.nn.Module, example_inputs: object, options: d
             raise OptionError(f"{name} is {value!r}, expected True or False")
     parsed = Options.parse(options, verify=True)
     fast = plain_copy(module)
-    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"))
+    forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"), progress)
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)

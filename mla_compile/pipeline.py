@@ -123,6 +123,7 @@ def run(
     packs = options.cache_dtype == "fp8"
     base = with_latent_cache(plain, own_cache, packs=packs) if options.cache == "latent" else plain
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
+    before = (PassRecord("capture", 0, program.seconds), kept)
     # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
     # again without it. This ends, because every round adds a site.
     failed: dict[str, str] = {}
@@ -132,7 +133,7 @@ def run(
             state.apply(one)
         new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
         if not new:
-            done = state.outcome(name, kept)
+            done = state.outcome(name, before)
             if plain is program:
                 return done
             return replace(done, base=program if base is plain else settled(base))
@@ -194,7 +195,7 @@ class _State:
             _check(one, self.program)
         self.records.append(PassRecord(one.name, changes if one.changes else 0, time.perf_counter() - start))
 
-    def outcome(self, name: str, kept: PassRecord) -> Outcome:
+    def outcome(self, name: str, before: tuple[PassRecord, ...]) -> Outcome:
         self.program.gm.recompile()
         reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
         reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
@@ -205,7 +206,7 @@ class _State:
         messages: tuple[str, ...] = (_APPENDED.format(count=appended),) if appended else ()
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)
-        report = Report(tuple(reports), graph=name, passes=(kept, *self.records), messages=messages)
+        report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
         return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
 
     def _drawings(self) -> list[SiteDrawing]:

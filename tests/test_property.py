@@ -90,14 +90,14 @@ def _run(case: Case) -> Report | None:
     for done, *results, report in side_by_side(module, plain, exact, options_of(case)):
         last = report
         for name, values in zip(("y", "state", "state"), zip(*results, strict=True), strict=False):
-            _compare(case, f"{name} after {done} tokens", *values)
+            compare(case, f"{name} after {done} tokens", *values)
     for buffers in zip(module.buffers(), plain.buffers(), exact.buffers(), strict=True):
         if buffers[0].is_floating_point():
-            _compare(case, "cache", *buffers)
+            compare(case, "cache", *buffers)
     return last
 
 
-def _compare(case: Case, what: str, got: Tensor, eager: Tensor, truth: Tensor) -> None:
+def compare(case: Case, what: str, got: Tensor, eager: Tensor, truth: Tensor) -> None:
     assert (got.shape, got.dtype) == (truth.shape, eager.dtype), what
     if not truth.numel():
         return

@@ -23,8 +23,11 @@ from mla_compile.capture import capture, emit
 from mla_compile.capture.autocast import is_active, without_autocast
 from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
+from mla_compile.core.records import PassRecord
 from mla_compile.dynamo.monitor import watch_current_function
-from mla_compile.dynamo.recompiles import Recompiles
+from mla_compile.dynamo.progress import Compilations
+from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
+from mla_compile.dynamo.sizes import share_lengths
 from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, WeightError
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
@@ -71,6 +74,7 @@ class Compiler:
         on_report: Callable[[], None] | None = None,
         recompiles: Recompiles | None = None,
         buffers: BuffersInTrace | None = None,
+        compilations: Compilations | None = None,
     ) -> None:
         self.options = replace(
             options,
@@ -81,6 +85,7 @@ class Compiler:
         self.on_report = on_report
         self.recompiles = recompiles
         self.buffers = buffers
+        self.compilations = Compilations("") if compilations is None else compilations
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -91,24 +96,33 @@ class Compiler:
         self.graphs += 1
         if self.recompiles is not None:
             self.recompiles.add(gm, example_inputs)
+        reports = len(self.reports)
+        try:
+            return self._compile(gm, example_inputs)
+        finally:
+            self.compilations.stage("trace")  # back in Dynamo
+            if len(self.reports) > reports and not self.explain_only:
+                self._add_seconds()
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         latents = _latents(gm, example_inputs)
         inputs = plain_examples(gm, example_inputs) if latents else example_inputs
         done = self._rewrite(gm, inputs, latents) if self._is_ours(gm, inputs) else None
         if done is not None and not self.explain_only:
             call = self._assemble(gm, inputs, done)
-            takes_rows = done.outcome.base.cache is not None
-        else:
-            call = self._generate(gm, inputs)
-            takes_rows = False
-        if done is not None and self.explain_only and self.buffers is not None:
+            return call if not latents or done.outcome.base.cache is not None else expanding(call, gm)
+        call = self._generate(gm, inputs)
+        if done is not None and self.buffers is not None:
             call = self.buffers.noting(call, done.captured, done.outcome.base)
-        return call if takes_rows or not latents else expanding(call, gm)
+        return expanding(call, gm) if latents else call
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         attention = has_attention(gm)
-        watch_current_function(gm, example_inputs, attention=attention)
+        layers = watch_current_function(gm, example_inputs, attention=attention)
         if not attention:
             return False
+        if layers > 1 and running() is None:
+            guard_module(gm)
         if wants_gradients(gm, example_inputs):
             logger.info("graph left as it is: gradients are enabled")
             return False
@@ -116,10 +130,13 @@ class Compiler:
 
     def _rewrite(self, gm: fx.GraphModule, example_inputs: Inputs, latents: Latents) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
+        self.compilations.stage("capture")
         try:
+            share_lengths(gm)
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
             program.own = self._own_buffers(program, example_inputs, latents)
+            self.compilations.stage("passes")
             with without_autocast():
                 outcome, folds = self._outcome(program, example_inputs, str(gm.meta.get("dynamo_compile_id", "")))
         except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
@@ -140,6 +157,16 @@ class Compiler:
             self.on_report()
         done = _Rewritten(program, outcome, folds)
         return done if done.changed or outcome.program.appends else None
+
+    def _add_seconds(self) -> None:
+        """Adds what a graph took outside of our capture and passes to its report."""
+        trace, code = (self.compilations.seconds.get(stage) for stage in ("trace", "code"))
+        report = self.reports[-1]
+        before = () if trace is None else (PassRecord("trace", 0, trace),)
+        after = () if code is None else (PassRecord("code", 0, code),)
+        self.reports[-1] = replace(report, passes=(*before, *report.passes, *after))
+        if self.on_report is not None:
+            self.on_report()
 
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
         """The inputs that are buffers of the module which may be, or are, kept as rows."""
@@ -192,13 +219,15 @@ class Compiler:
         if autocast:  # Dynamo compiles again when it is switched off
             call = _outside_autocast(call)
         if base.cache is not None:
-            call = with_rows(call, base, [node.name for node in done.captured.placeholders], gm)
+            names = [node.name for node in done.captured.placeholders]
+            call = with_rows(call, base, names, gm, program.appends)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
 
     def _generate(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """Code for one graph: Inductor's, or the graph itself."""
         if self.explain_only or self.options.codegen == "eager":
             return gm
+        self.compilations.stage("code")
         from torch._inductor import compile_fx, exc  # on use: all of Inductor
 
         try:

@@ -19,6 +19,7 @@ from torch.nn.modules import module as global_hooks
 from mla_compile.core.places import Place
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
+from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles
 from mla_compile.dynamo.trace import trace
 from mla_compile.errors import InputError, MlaCompileError, MlaCompileWarning
@@ -49,6 +50,7 @@ class CompiledForward:
         mode: str | None,
         settings: dict[str, Any],
         replaced: Callable[..., Any] | None = None,
+        progress: bool | None = False,
     ) -> None:
         self.module = module
         self.options = options
@@ -62,7 +64,10 @@ class CompiledForward:
                 alive()
 
         self.recompiles = Recompiles(settings.get("dynamic"), function=_forward_of(module), on_note=tell)
-        self.compiler = Compiler(options, mode, on_report=tell, recompiles=self.recompiles)
+        self.compilations = Compilations(f"{type(module).__name__}.forward", progress)
+        self.compiler = Compiler(
+            options, mode, on_report=tell, recompiles=self.recompiles, compilations=self.compilations
+        )
         self._warned: set[str] = set()
         # A forward that was set on the object itself (a patch, a wrapper) belongs to the model.
         self._replaced = replaced
@@ -82,7 +87,7 @@ class CompiledForward:
         if _is_traced() or self._trains() or self._is_watched():
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
-        with self.recompiles.settings():
+        with self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
             return self._run(self.module, args, kwargs, self._replaced)
@@ -141,10 +146,11 @@ class CompiledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         module, replaced = copy.deepcopy((self.module, self._replaced), memo)
-        return CompiledForward(module, self.options, self.mode, dict(self.settings), replaced)
+        return CompiledForward(module, self.options, self.mode, dict(self.settings), replaced, self.compilations.show)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledForward, (self.module, self.options, self.mode, self.settings, self._replaced)
+        shown = self.compilations.show
+        return CompiledForward, (self.module, self.options, self.mode, self.settings, self._replaced, shown)
 
 
 def _kept_buffers(options: Options) -> FindKept:

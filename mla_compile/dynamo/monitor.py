@@ -48,10 +48,11 @@ _attention = threading.Event()
 """Whether any graph so far had an attention."""
 
 
-def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> None:
+def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attention: bool) -> int:
     """Called inside a backend: warn if Dynamo later gives up on the function that it is compiling now.
 
-    A function without attention counts as soon as any graph has one: Dynamo gives up on what it calls, too.
+    A function without attention counts as soon as any graph has one: Dynamo gives up on what it calls, too. Returns for
+    how many layers or models the function was compiled so far.
     """
     if attention:
         _attention.set()
@@ -59,7 +60,7 @@ def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attent
         _logger.addHandler(_LimitHandler(logging.WARNING))
     traced = TracingContext.get_traced_code()
     if not traced:
-        return
+        return 0
     function = _spelled(traced[0])  # the function itself first, then what was inlined into it
     before = _ours.get(function, _Function())
     before.layers.update((id(weight), weight) for weight in parameters_of(gm, example_inputs)[:1])
@@ -71,6 +72,7 @@ def watch_current_function(gm: fx.GraphModule, example_inputs: Inputs, *, attent
     variants = 1 + ((current.frame_compile_id if current is not None else None) or 0)
     if attention and variants == config.recompile_limit and not _logger.isEnabledFor(logging.WARNING):
         _tell(f"{variants} variants of {_named(function)} are compiled; Dynamo runs any further one uncompiled", None)
+    return len(before.layers)
 
 
 class _LimitHandler(logging.Handler):

@@ -5,7 +5,8 @@ each time: int attributes of modules (``self.pos += 1``), and the sizes of regis
 While an optimized module runs, both are treated like any other size: constant until seen to change, then symbolic.
 
 Code that several layers share after a graph break does settle, but may be compiled once for each layer, so a deep model
-exceeds the limit before its first token. Each layer therefore gets the limit to itself.
+exceeds the limit before its first token. Each layer therefore gets the limit to itself. So do layers that are compiled
+one by one with ``torch.compile``, where no setting of the user's is touched (:func:`guard_module`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from types import CodeType
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
+from torch._guards import ChainedSource, TracingContext
 
 from mla_compile.core.program import Inputs
 from mla_compile.dynamo.logs import SETTING, SaidOnce
@@ -39,6 +42,29 @@ _ACCUMULATED = "accumulated_recompile_limit"
 def parameters_of(gm: fx.GraphModule, example_inputs: Inputs) -> list[torch.nn.Parameter]:
     """The parameters that a graph is compiled for: layers that run the same code differ in them."""
     return [value for value in (*gm.parameters(), *example_inputs) if isinstance(value, torch.nn.Parameter)]
+
+
+def guard_module(gm: fx.GraphModule) -> None:
+    """Called inside a backend: what is compiled now holds for that very module alone whose parameters the graph reads.
+
+    Dynamo has one limit for all modules that share a function, except where their identity is guarded: then each has
+    one to itself.
+    """
+    context = TracingContext.try_get()
+    sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
+    modules = {module for source in sources if (module := _module_of(source)) is not None}
+    if context is not None and len(modules) == 1:
+        context.guards_context.dynamo_guards.add(modules.pop().make_guard(GuardBuilder.ID_MATCH))
+
+
+def _module_of(source: object) -> LocalSource | None:
+    """The local variable that holds the module in which Dynamo found an input."""
+    while isinstance(source, ChainedSource):
+        # In anything else, such as a dict of arguments, it may be another one in each call.
+        if isinstance(source, UnspecializedNNModuleSource) and isinstance(source.base, LocalSource):
+            return source.base
+        source = source.base
+    return None
 
 
 class _Thread(threading.local):

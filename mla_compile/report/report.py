@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 SCHEMA = "mla_compile.report/1"
 """Written into every JSON report; the number grows when a reader of the old layout would misread the new one."""
 
+_SHOWN_SECONDS = 0.01
+"""Passes that took less are not in the text; the record has all of them."""
+
+_NOT_OURS = ("trace", "code")  # Dynamo's and the code generator's stages of a compilation
+
 _STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
 
@@ -34,7 +39,8 @@ class Report:
     Attributes:
         sites: one entry for each attention.
         graph: the names of the graphs.
-        passes: how much each pass changed, and how long it took.
+        passes: how much the capture and each pass changed, and how long they took (s); before and after them Dynamo's
+            trace and the code generation, of an optimized module.
         messages: what concerns no single site.
     """
 
@@ -78,8 +84,8 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Time spent in all passes."""
-        return sum(p.seconds for p in self.passes)
+        """Time spent in the capture and in all passes: compile time without Dynamo and the code generation."""
+        return sum(p.seconds for p in self.passes if p.name not in _NOT_OURS)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; the key ``schema`` names the layout."""
@@ -151,7 +157,7 @@ class Report:
             before = sum(site.cache_values_expanded or 0 for site in saved)
             after = sum(site.cache_values_latent or 0 for site in saved)
             line += f"; cache values per token {before:,} -> {after:,}"
-        return line + (f"; passes {self.seconds:.2f} s" if self.passes else "")
+        return line + (f"; capture and passes {self.seconds:.2f} s" if self.passes else "")
 
     def text(self, width: int = 100) -> str:
         """The whole report as plain text, without colour."""
@@ -186,6 +192,9 @@ class Report:
             parts += [head, Padding(rows, (0, 0, 0, 2))]
         if self.messages:
             parts.append(Text("\n" + "\n".join(f"note: {message}" for message in self.messages)))
+        slow = [f"{p.name} {p.seconds:.2f}" for p in self.passes if p.seconds >= _SHOWN_SECONDS]
+        if slow:
+            parts.append(Text(f"\nseconds: {', '.join(slow)}"))
         return Group(*parts)
 
     def _count(self, verdict: Verdict) -> int:

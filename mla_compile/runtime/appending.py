@@ -8,6 +8,9 @@ caller gets back is a tensor of ``T + S`` rows like the one that ``cat`` would h
 * in a batch its rows lie token by token, so it is not contiguous;
 * it shares memory with the tensors it grew from: who *writes* into an older one changes it too.
 
+The length of what is handed out is marked as one that changes: without that, Dynamo would compile the first step for
+this length alone, and the second step anew for any length.
+
 Appending twice to the same rows (two continuations of one prompt) gives each its own memory, and rows that are sliced,
 reordered or copied on the way are rows like any others: they are copied once.
 """
@@ -15,6 +18,7 @@ reordered or copied on the way are rows like any others: they are copied once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +47,7 @@ def with_room(call: Call, program: Program) -> Call:
 
     Where a cache begins, its rows are moved to memory with room.
     """
+    mark = length_marker()
     position = {node.name: index for index, node in enumerate(program.placeholders)}
     appends = sorted(program.appends, key=lambda one: one.output)
     places = [(None if one.input is None else position[one.input], one) for one in appends]
@@ -58,9 +63,21 @@ def with_room(call: Call, program: Program) -> Call:
                 results[one.output] = room_for(results[one.output], one.axis, 0)
             else:
                 results.insert(one.output, given[at])
+            mark(results[one.output], one.axis)
         return results
 
     return around
+
+
+def length_marker() -> Callable[[torch.Tensor, int], None]:
+    """What tells Dynamo that a tensor's size along an axis will change; nothing where it compiles each size by itself.
+
+    To be asked for while Dynamo compiles: it is a setting of the compilation (``dynamic=False``).
+    """
+    if not torch._dynamo.config.automatic_dynamic_shapes:
+        return lambda tensor, axis: None
+    mark: Callable[[torch.Tensor, int], None] = torch._dynamo.maybe_mark_dynamic
+    return mark
 
 
 def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:

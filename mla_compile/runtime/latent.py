@@ -68,18 +68,17 @@ class _Cell:
     def settle(self) -> torch.Tensor:
         """K itself, which replaces the rows from now on."""
         if self.full is None:
-            rows, leaves = self.rows, self.leaves
-            full = self.expand(rows)
+            with torch.inference_mode(mode=False):  # it may be written to outside, as the buffer that it stands for
+                full = self.expand(self.rows)
             self.replace(full)
-            if isinstance(full, FakeTensor):  # the guards of a trace are about what came in
-                self.rows, self.leaves = rows, leaves
             return full
         return self.full
 
     def replace(self, full: torch.Tensor) -> None:
         """Other values, whatever the rows were."""
         self.full = full
-        self.rows = self.leaves = ()
+        if not isinstance(full, FakeTensor):  # the guards of a trace are about what came in
+            self.rows = self.leaves = ()
 
     def clear(self) -> None:
         """All zeros, which are those of any weights. Whoever shares the rows keeps them, until it is cleared too."""
@@ -114,6 +113,7 @@ class LatentTensor(torch.Tensor):
     _tokens: int
     _span: tuple[int, int] | None
     _part: tuple[torch.Tensor, ...] | None
+    _view: tuple[torch.Tensor, torch.Tensor] | None
 
     @staticmethod
     def __new__(cls: type[LatentTensor], cell: _Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
@@ -132,6 +132,7 @@ class LatentTensor(torch.Tensor):
         made._tokens = tokens
         made._span = span
         made._part = None
+        made._view = None
         return made
 
     @classmethod
@@ -224,7 +225,10 @@ class LatentTensor(torch.Tensor):
     def _shown(self, full: torch.Tensor) -> torch.Tensor:
         if self._span is None:
             return full
-        return full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
+        if self._view is None or self._view[0] is not full:  # one tensor: compilers tell inputs apart by identity
+            with torch.inference_mode(mode=False):
+                self._view = full, full.narrow(self._tokens, self._span[0], self._span[1] - self._span[0])
+        return self._view[1]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator
 
-from mla_compile.core.program import Call, Inputs, Program
+from mla_compile.core.program import Append, Call, Inputs, Program
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.passes.cache.rewrite import LatentCache
+from mla_compile.runtime.appending import length_marker
 from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
 
@@ -32,7 +33,8 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
 
 def expanding(call: Call, gm: fx.GraphModule) -> Call:
     """A callable that accepts tensors of rows, around one of the plain inputs of ``gm``."""
-    written = [may_be_written(node) for node in gm.graph.find_nodes(op="placeholder")]
+    may_be_written = possibly_written(gm.graph)
+    written = [node in may_be_written for node in gm.graph.find_nodes(op="placeholder")]
 
     def plain(*inputs: Any) -> Any:
         return call(*map(_plain, inputs, written))
@@ -47,21 +49,19 @@ def _plain(value: Any, written: bool) -> Any:
     return value.settled() if written else value.expanded()
 
 
-def may_be_written(node: fx.Node) -> bool:
-    """Whether a Dynamo graph could write to an input: it, or what may be a view of it, is given to what writes."""
-    left, seen = [node], {node}
-    while left:
-        for user in left.pop().users:
-            if user not in seen and user.op != "output":
-                if _writes(user):
-                    return True
-                seen.add(user)
-                left.append(user)
-    return False
+def possibly_written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that a Dynamo graph could write to: they, or what may be views of them, are given to what writes."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if any(user in found or _writes(user) for user in node.users):
+            found.add(node)
+    return found
 
 
 def _writes(user: fx.Node) -> bool:
     """Whether a call writes to any of its arguments, as far as can be seen."""
+    if user.op == "output":
+        return False
     if user.op == "call_method":
         return str(user.target).endswith("_")
     if user.op != "call_function" or isinstance(user.target, HigherOrderOperator):
@@ -72,11 +72,14 @@ def _writes(user: fx.Node) -> bool:
     return named or "out" in user.kwargs or user.kwargs.get("inplace") is True
 
 
-def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Call) -> Call:
+def with_rows(
+    call: Call, program: Program, names: Sequence[str], otherwise: Call, appends: Sequence[Append] = ()
+) -> Call:
     """A callable of the captured inputs (``names``) around one of the program's inputs.
 
     It takes the rows out of the tensors that hold them and returns the new rows in such tensors. For inputs with other
     weights, or with rows shared in another way, than the program was compiled for, it warns and calls ``otherwise``.
+    ``appends``: the rows that will grow.
     """
     cache = program.cache
     assert cache is not None
@@ -88,6 +91,7 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
          [r - len(program.mutations) for r in rows], index in cache.begun)
         for index, rows in cache.outputs.items()
     ]  # fmt: skip
+    mark, growing = length_marker(), {one.output for one in appends}
     written = [position[name] for name in cache.written]
     same = [(index, position[name]) for index, name in cache.handed_back.items()]
     count = len(program.outputs) - len(program.mutations) - len({r for rows in cache.outputs.values() for r in rows})
@@ -117,8 +121,12 @@ def with_rows(call: Call, program: Program, names: Sequence[str], otherwise: Cal
         given = (_plain(inputs[index], written) for index, written in kept)
         results = list(call(*given, *(rows[name] for name in cache.rows)))
         for index, recipe, leaves, parts, own in gives:
-            weights = [read(inputs) for read in leaves]
-            results[index] = LatentTensor.of(recipe, [results[part] for part in parts], weights, own=own)
+            held, weights = [results[part] for part in parts], [read(inputs) for read in leaves]
+            made = LatentTensor.of(recipe, held, weights, own=own)
+            # Marking a tensor marks those within it that have as many axes, whatever these are.
+            if growing.issuperset(parts) and all(inner.dim() != made.dim() for inner in (*held, *weights)):
+                mark(made, recipe.tokens)
+            results[index] = made
         for index, at in same:
             results[index] = inputs[at]
         return results[:count]

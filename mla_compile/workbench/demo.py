@@ -163,7 +163,7 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     progress("building the model")
     model = build(settings)
     progress("optimizing it")
-    optimized = mla_compile.optimize(model)
+    optimized = mla_compile.optimize(model, progress=False)
     progress(f"generating {settings.tokens} tokens with the original")
     prompt = torch.randint(_CONFIG["vocab_size"], (1, settings.prompt), generator=torch.Generator().manual_seed(1))
     original_tokens = generate(model, prompt, settings.tokens)

@@ -83,7 +83,7 @@ def test_the_graph_of_a_step_joins_nothing_of_the_cache(monkeypatch: pytest.Monk
         fast = mla_compile.optimize(model, codegen="eager", strict=True, appends=appends)
         decode(fast, given, transformers.DynamicCache(config=model.config), 0, PROMPT + 5)
         compiled.append(len(graphs) - sum(compiled))
-    assert compiled[1] == compiled[0], "a step in place takes more compilations"
+    assert compiled[1] == compiled[0] - 1, "in place, the first step is compiled for any length"
     step = graphs[-1].program
     inputs = {step.node(one.input) for one in step.appends}
     assert len(inputs) == 2 * models.FAMILIES["minicpm3"].mla_sites

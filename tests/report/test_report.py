@@ -21,7 +21,7 @@ from tests.support.reports import FILE, NOT_MLA, REFUSED, REPORT, absorbed
 
 TEXT = """\
 mla_compile: 5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not
-MLA; cache values per token 122,880 -> 1,728; passes 0.75 s
+MLA; cache values per token 122,880 -> 1,728; capture and passes 0.75 s
 
 absorbed (chained)  model.layers.{0-2}.self_attn  (3 sites)
   source          deepseek_v3/modeling_deepseek_v3.py:77
@@ -53,6 +53,8 @@ not MLA  sdpa
   why  K is a graph input
 
 note: Dynamo stopped recompiling after 8 graphs
+
+seconds: normalize 0.25, absorb 0.50
 """
 
 
@@ -102,7 +104,7 @@ def test_counts_and_summary():
     assert REPORT.seconds == 0.75
     assert REPORT.summary() == (
         "5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not MLA; "
-        "cache values per token 122,880 -> 1,728; passes 0.75 s"
+        "cache values per token 122,880 -> 1,728; capture and passes 0.75 s"
     )
 
 

@@ -1,0 +1,141 @@
+"""What is being compiled, how long that has taken so far, and how long each stage of it took.
+
+Stages follow one another: ``trace`` (Dynamo, and the guards that it makes in the end), ``capture`` and ``passes``
+(ours), ``code`` (Inductor).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+_STAGES = {
+    "trace": "tracing the model",
+    "capture": "making the graph functional",
+    "passes": "looking for attentions",
+    "code": "generating code",
+}
+_TOLD_SECONDS = 1.0  # what compiled faster than this is not told of afterwards
+
+
+class Compilations:
+    """The compilations of one model.
+
+    Args:
+        name: of what is compiled.
+        show: on stderr, a spinner with the stage while it lasts and a line when it is done; without a terminal the line
+            alone. ``None``: only on a terminal.
+    """
+
+    def __init__(self, name: str, show: bool | None = False) -> None:
+        self.name = name
+        self.show = show
+        self.seconds: dict[str, float] = {}
+        self.count = 0
+        self._stage = ""
+        self._since = 0.0
+        self._thread = 0
+        self._shown: Progress | None = None
+
+    @contextmanager
+    def of_this_thread(self) -> Iterator[None]:
+        """Follows what Dynamo compiles in the block."""
+        thread = threading.get_ident()
+
+        def started(what: CallbackArgs) -> None:
+            if threading.get_ident() == thread and what.callback_trigger is CallbackTrigger.DYNAMO:
+                self.begin("trace")
+
+        def ended(_: CallbackArgs) -> None:
+            if threading.get_ident() == thread:
+                self.end()
+
+        callback_handler.register_start_callback(started)
+        callback_handler.register_end_callback(ended)
+        try:
+            yield
+        finally:
+            if self._thread == thread:  # a reset of Dynamo within the call forgets the callbacks
+                self.end()
+            for callbacks, ours in (
+                (callback_handler.start_callbacks, started),
+                (callback_handler.end_callbacks, ended),
+            ):
+                if ours in callbacks:
+                    callbacks.remove(ours)
+
+    @contextmanager
+    def during(self, stage: str) -> Iterator[None]:
+        """A compilation of one stage."""
+        self.begin(stage)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, stage: str) -> None:
+        """A compilation begins with this stage."""
+        self.end()
+        self.count += 1
+        self.seconds = {}
+        self._stage, self._since, self._thread = stage, time.perf_counter(), threading.get_ident()
+        if self._visible():
+            self._show()
+        self._describe()
+
+    def stage(self, name: str) -> None:
+        """From here on it is another stage; nothing happens outside of a compilation."""
+        if not self._stage:
+            return
+        now = time.perf_counter()
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
+        self._stage, self._since = name, now
+        self._describe()
+
+    def end(self) -> None:
+        """The compilation that began has ended, or failed."""
+        if not self._stage:
+            return
+        self.stage("")
+        if self._shown is not None:
+            self._shown.stop()
+            self._shown = None
+        total = sum(self.seconds.values())
+        if total >= _TOLD_SECONDS and self._visible():
+            parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+            sys.stderr.write(f"mla_compile: {self._what()} took {total:.1f} s ({parts})\n")
+
+    def _what(self) -> str:
+        return f"{self.name}, graph {self.count}"
+
+    def _visible(self) -> bool:
+        stream: Any = sys.stderr  # None, or something with less than a file has, where a program put it there
+        if self.show is False or stream is None or getattr(stream, "closed", False):
+            return False
+        return self.show is True or (hasattr(stream, "isatty") and stream.isatty())
+
+    def _show(self) -> None:
+        # On use: compiling without a terminal does not pay for it.
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+            self._shown = Progress(*columns, console=console, transient=True)
+            self._shown.add_task("")
+            self._shown.start()
+
+    def _describe(self) -> None:
+        if self._shown is not None and self._stage:
+            about = f"mla_compile: {self._what()}: {_STAGES[self._stage]}"
+            self._shown.update(self._shown.task_ids[0], description=about)
