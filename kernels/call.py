@@ -38,6 +38,8 @@ class DecodeCall(NamedTuple):
     seq_lens       int32 [B]: keys from there on are hidden; more than T counts as T. None: T
     sinks          float [H]: a score without a value, in the softmax's denominator only
     kv_scale       float32 [] or [B,T]: what fp8 rows are multiplied by (rope only where it is fp8 too)
+    indices        int32 [B,S,k]: query s sees the keys that its k entries name and no others (sparse attention). An
+                   entry below 0 or from the length on names none; the others of a query are distinct. None: all keys
     schedule       int64 [n]: what the op decode_schedule returned for a call with this mask and these lengths, of the
                    same sizes, dtypes and numbers; None: the call prepares itself. Only a GPU reads it, and it cannot
                    see what it was made for: a schedule of another mask or other lengths makes the result wrong
@@ -76,6 +78,7 @@ class DecodeCall(NamedTuple):
     seq_lens: Tensor | None = None
     sinks: Tensor | None = None
     kv_scale: Tensor | None = None
+    indices: Tensor | None = None
     schedule: Tensor | None = None
     block_table: Tensor | None = None
     scale: float = math.nan  # every function and op asks for it; NaN shows where one was forgotten
@@ -95,13 +98,15 @@ class DecodeCall(NamedTuple):
         seq_lens: Tensor,
         sinks: Tensor | None = None,
         kv_scale: Tensor | None = None,
+        indices: Tensor | None = None,
         schedule: Tensor | None = None,
         **numbers: Any,
     ) -> DecodeCall:
         """A call over pages, from the paged op's arguments in their order."""
         return cls(
-            query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, schedule, block_table, **numbers
-        )
+            query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table,
+            **numbers,
+        )  # fmt: skip
 
     @property
     def op(self) -> str:

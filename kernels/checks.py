@@ -45,6 +45,8 @@ def check(call: DecodeCall) -> None:
         _check_numbers(call)
     if call.mask is not None:
         _check_mask(call, call.mask)
+    if call.indices is not None:
+        _check_indices(call, call.indices)
     if call.schedule is not None:
         _check_schedule(call, call.schedule)
 
@@ -207,6 +209,17 @@ def _check_mask(call: DecodeCall, mask: Tensor) -> None:
     for letter, got, want in zip("BHST", mask.shape, (B, H, S, T), strict=True):
         if (fits := got == want) is not True and got != 1:
             _need(call, fits, f"{letter} of mask is {got}, expected {want} or 1 in {_shape(mask)}; slice or expand it")
+
+
+def _check_indices(call: DecodeCall, indices: Tensor) -> None:
+    (B, S, _, _) = call.query.shape
+    if indices.dim() != 3 or indices.dtype != torch.int32:
+        _need(call, False, f"indices is {indices.dtype} {_shape(indices)}, expected int32 [B,S,k]; cast or reshape it")
+    if indices.device != call.query.device:
+        _need(call, False, f"indices is on {indices.device}, expected {call.query.device} as query; move one of them")
+    for letter, got, want in zip("BS", indices.shape, (B, S), strict=False):
+        if (same := got == want) is not True:
+            _need(call, same, f"{letter} of indices is {got}, expected {want} as in query; expand or slice it")
 
 
 def _check_schedule(call: DecodeCall, schedule: Tensor) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.errors import InputError
-from mla_compile.kernels import checks, launch, reference, shared
+from mla_compile.kernels import checks, chosen, launch, reference, shared
 from mla_compile.kernels.call import PAGED, DecodeCall
 from mla_compile.kernels.cpu import decode as cpu
 from mla_compile.kernels.merge import merge
@@ -45,6 +45,7 @@ def decode_attention(
     softcap: float = 0.0,
     window: int = 0,
     kv_scale: Tensor | None = None,
+    indices: Tensor | None = None,
     num_splits: int = 0,
     deterministic: bool = False,
     plan: Plan | None = None,
@@ -68,8 +69,8 @@ def decode_attention(
     if values is not None:
         values = _without_head(values)
     call = DecodeCall(
-        query, latent, rope, values, mask, seq_lens, sinks, kv_scale, schedule, None, scale, causal, softcap, window,
-        num_splits, deterministic,
+        query, latent, rope, values, mask, seq_lens, sinks, kv_scale, indices, schedule, None, scale, causal, softcap,
+        window, num_splits, deterministic,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return _in_graph(torch.ops.mla_compile.decode_attention, call, plan)
@@ -90,6 +91,7 @@ def paged_decode_attention(
     softcap: float = 0.0,
     window: int = 0,
     kv_scale: Tensor | None = None,
+    indices: Tensor | None = None,
     num_splits: int = 0,
     deterministic: bool = False,
     plan: Plan | None = None,
@@ -108,8 +110,8 @@ def paged_decode_attention(
     """
     latent_pages, rope_pages = _pages(kv_pages, latent_width)
     call = DecodeCall(
-        query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, schedule, block_table, scale, causal,
-        softcap, window, num_splits, deterministic,
+        query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table, scale,
+        causal, softcap, window, num_splits, deterministic,
     )  # fmt: skip
     if torch.compiler.is_compiling():
         return _in_graph(torch.ops.mla_compile.paged_decode_attention, call, plan)
@@ -130,6 +132,8 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
             return done
     if cpu.suits(call):
         return cpu.decode_attention(call)
+    if call.indices is not None:
+        return chosen.decode_attention(call, run)
     with torch.autocast(call.query.device.type, enabled=False):  # the reference chooses its own precision
         return reference.decode_attention(call)
 
@@ -153,7 +157,7 @@ def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Ten
     if call.block_table is not None:
         tensors = (call.block_table, call.seq_lens)
     out: tuple[Tensor, Tensor] = op(
-        call.query, call.latent, call.rope, *tensors, call.sinks, call.kv_scale, call.schedule,
+        call.query, call.latent, call.rope, *tensors, call.sinks, call.kv_scale, call.indices, call.schedule,
         scale=call.scale, causal=call.causal, softcap=call.softcap, window=call.window, num_splits=call.num_splits,
         deterministic=call.deterministic,
     )  # fmt: skip

@@ -86,9 +86,13 @@ def clear() -> None:
 
 
 def suits(call: DecodeCall) -> bool:
-    """Whether a kernel takes this call: a GPU from sm_80 on, Triton, anything but float64, something to compute."""
+    """Whether a kernel takes this call: a GPU from sm_80 on, Triton, anything but float64, something to compute.
+
+    Not with ``indices``: the rows that they name are gathered first (:mod:`mla_compile.kernels.chosen`).
+    """
     return (
         call.query.is_cuda
+        and call.indices is None
         and call.latent.dtype != torch.float64
         and call.query.numel() > 0
         and call.latent.numel() > 0

@@ -12,10 +12,10 @@ With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of th
 ``c`` (and ``r`` where it is fp8) is the stored row times ``kv_scale``. The sink is not in ``lse``.
 
 With ``len = seq_lens[b]``, or T: a key is hidden from a query by a boolean mask that is False, by an additive mask of
-minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), or by ``window > 0`` (``t <= len - S + s -
-window``). A query that sees no key gets ``out = 0`` and ``lse = -inf``. A key that is hidden from every query of its
-batch entry is not read: whatever its row holds (an unused part of a cache, the tail of a page), NaN included, does not
-reach the result.
+minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s -
+window``), or by ``indices`` that do not name it (no ``indices[b,s,i]`` is ``t``). A query that sees no key gets ``out =
+0`` and ``lse = -inf``. A key that is hidden from every query of its batch entry is not read: whatever its row holds (an
+unused part of a cache, the tail of a page), NaN included, does not reach the result.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     dtype, device = compute_dtype(latent), call.query.device
     (B, S, H, _), T = call.query.shape, latent.shape[1]
     visible = _visible(B, S, T, call.seq_lens, call.causal, call.window, device).expand(B, H, S, T)
+    if call.indices is not None:
+        visible = visible & _named(call.indices, T)
     bias = torch.zeros((), dtype=dtype, device=device)
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
@@ -82,6 +84,14 @@ def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
     ``lse`` is [...,H], ``sinks`` [H].
     """
     return torch.sigmoid(lse - sinks.to(lse.dtype)).masked_fill(lse == -torch.inf, 0.0)
+
+
+def _named(indices: Tensor, T: int) -> Tensor:
+    """[B,1,S,T] bool: the keys that some entry of ``indices`` [B,S,k] names."""
+    at = indices.long()
+    # One place more, for the entries that name no key.
+    named = torch.zeros(*at.shape[:2], T + 1, dtype=torch.bool, device=at.device)
+    return named.scatter(-1, at.masked_fill((at < 0) | (at > T), T), True)[:, None, :, :T]
 
 
 def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:

@@ -30,6 +30,8 @@ def elements(call: DecodeCall) -> int:
     Sizes may be symbolic, and nothing is asked of them that would become a guard.
     """
     B = call.query.shape[0]
+    if call.indices is not None:
+        return 0
     if call.mask is not None:
         return PLANES * B * ((call.latent.shape[1] + LEAST - 1) // LEAST)
     if call.block_table is None or call.deterministic or call.num_splits:

@@ -61,10 +61,14 @@ class Analysis:
         """The nodes computed from weights and constants only."""
         return self.maps.weights
 
-    def judged(self, forms: Forms, fold: Fold, device: Device | None = None) -> list[Verdict]:
-        """The verdict on each attention, in order; ``device``: by default that of the program."""
+    def judged(self, forms: Forms, fold: Fold, device: Device | None = None, *, sparse: bool = True) -> list[Verdict]:
+        """The verdict on each attention, in order; ``device``: by default that of the program.
+
+        ``sparse``: whether attention may read the keys of a list only.
+        """
         gm = self.program.gm
-        return judge(gm.graph, self.sites, self.maps, device or default_device(device_type(gm)), forms, fold)
+        on = device or default_device(device_type(gm))
+        return judge(gm.graph, self.sites, self.maps, on, forms, fold, sparse=sparse)
 
 
 def analyse(program: Program, *, slices: bool = True) -> Analysis:

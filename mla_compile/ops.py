@@ -28,11 +28,11 @@ from mla_compile.kernels.call import DENSE, PAGED, SCHEDULE, DecodeCall
 # Tensors stand before the star: torch.library.register_autograd takes no others.
 _DENSE_TENSORS = (
     "Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
-    "Tensor? sinks=None, Tensor? kv_scale=None, "
+    "Tensor? sinks=None, Tensor? kv_scale=None, Tensor? indices=None, "
 )
 _PAGED_TENSORS = (
     "Tensor query, Tensor latent_pages, Tensor? rope_pages, Tensor block_table, Tensor seq_lens, Tensor? sinks=None, "
-    "Tensor? kv_scale=None, "
+    "Tensor? kv_scale=None, Tensor? indices=None, "
 )
 _NUMBERS = (
     "*, float scale, bool causal=False, float softcap=0.0, int window=0, int num_splits=0, bool deterministic=False"
@@ -53,17 +53,26 @@ def _fake_schedule(call: DecodeCall) -> Tensor:
     return call.query.new_empty(shared.elements(call), dtype=torch.int64)
 
 
-def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *_: Any, **__: Any) -> int:
-    """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum. Hidden keys count, as in torch's own formulas."""
+def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest: Any, **named: Any) -> int:
+    """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum, with k for T where indices choose k keys.
+
+    Hidden keys count, as in torch's own formulas.
+    """
     B, S, H, K = query
     width = (latent if values is None else values)[2]
-    return int(2 * B * S * H * latent[1] * (K + width))
+    return int(2 * B * S * H * _looked_at(latent[1], rest[4:], named) * (K + width))
 
 
-def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: Any, *_: Any, **__: Any) -> int:
+def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: Any, *rest: Any, **named: Any) -> int:
     """The same with T = maxpages * page, the table's room: the lengths are values, which a formula does not see."""
     B, S, H, K = query
-    return int(2 * B * S * H * block_table[1] * latent_pages[1] * (K + latent_pages[2]))
+    return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
+
+
+def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
+    """How many keys a query is compared with; ``rest``: the positional arguments from ``indices`` on."""
+    indices = rest[0] if rest else named.get("indices")
+    return T if indices is None else int(indices[2])
 
 
 def _register() -> torch.library.Library:

@@ -18,6 +18,7 @@ CacheDtype = Literal["model", "fp8"]
 Appends = Literal["auto", "in_place", "copy"]
 Quantized = Literal["absorb", "exact"]
 Dequantize = Literal["auto", "once", "step"]
+Sparse = Literal["auto", "never"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Options:
         dequantize: when the quantized weights of absorbed attentions are dequantized: ``once`` for each version of a
             weight, kept in the precision of the model beside the stored one, or in every ``step``. ``auto`` takes for
             each weight what moves fewer bytes in a step; for programs, whose weights may change unseen, ``step``.
+        sparse: attentions whose mask shows each query the keys of a list (the top k of an indexer). ``auto`` reads the
+            rows of these keys only, where that is cheaper; ``never`` reads all rows and the mask.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.
@@ -60,6 +63,7 @@ class Options:
     appends: Appends = "auto"
     quantized: Quantized = "absorb"
     dequantize: Dequantize = "auto"
+    sparse: Sparse = "auto"
     verify: bool = False
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)

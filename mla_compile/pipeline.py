@@ -64,7 +64,7 @@ from mla_compile.stand_ins import settled, with_stand_ins
 class SiteCost:
     """The sizes that decide between the forms in one call; symbols are those of the graph's shapes.
 
-    ``parts``: what is absorbed, where that is not the whole attention.
+    ``parts``: what is absorbed, where that is not the whole attention. ``chosen``: how many keys a query has chosen.
     """
 
     dims: Dims
@@ -72,6 +72,7 @@ class SiteCost:
     S: int | sympy.Expr
     T: int | sympy.Expr
     parts: tuple[AbsorbedColumns, ...] = ()
+    chosen: int | sympy.Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def _analyse(state: _State) -> int:
 
 
 def _judge(state: _State) -> int:
-    state.verdicts = state.analysis.judged(state.options.forms, state.folding)
+    state.verdicts = state.analysis.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
     return len(state.verdicts)
 
 
@@ -268,12 +269,15 @@ def _split_heads(state: _State) -> int:
     while candidates:
         # A fresh copy each round: the splits of the last one are in its graph.
         trial = analyse(state.program.copy())
-        whole = {v.site.node.name: v for v in trial.judged(state.options.forms, state.folding)}
+        whole = {
+            v.site.node.name: v
+            for v in trial.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
+        }
         groups = [groups_of(v, trial.maps) for name, v in whole.items() if name in candidates]
         splits = split_heads([g for g in groups if g is not None], trial.program.fake_mode)
         remove_dead_code(trial.program.gm.graph)
         trial = analyse(trial.program)
-        verdicts = trial.judged(state.options.forms, state.folding)
+        verdicts = trial.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
         by_node = {v.site.node: v for v in verdicts}
         useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, whole[s.name], by_node)}
         if not useless:
@@ -417,4 +421,5 @@ PASSES = (
 
 def _site_cost(verdict: Verdict) -> SiteCost:
     assert verdict.plan is not None
-    return SiteCost(verdict.plan.dims, *verdict.plan.sizes(), verdict.parts)
+    chosen = verdict.plan.visible.chosen
+    return SiteCost(verdict.plan.dims, *verdict.plan.sizes(), verdict.parts, chosen and chosen.size)

@@ -53,7 +53,7 @@ def suits(call: DecodeCall) -> bool:
     """Whether the kernels here take a call; the reference takes the others."""
     if not call.query.is_cpu or call.sinks is not None or call.kv_scale is not None or call.softcap:
         return False
-    return call.block_table is None or _native(call) is not None
+    return (call.block_table is None and call.indices is None) or _native(call) is not None
 
 
 def _native(call: DecodeCall) -> native.Library | None:

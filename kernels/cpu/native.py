@@ -45,7 +45,7 @@ SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
 # Inductor turns both off for the code that it generates; they come after its own flags.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4}
-CALL = struct.Struct("@38qd")  # struct Call in csrc/call.h
+CALL = struct.Struct("@42qd")  # struct Call in csrc/call.h
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,11 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         mask_b, mask_h, mask_s, mask_t = (
             stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)
         )
+    indices, indices_at, indices_b, indices_s, k = call.indices, 0, 0, 0, -1
+    if indices is not None:
+        indices = _dense_rows(indices)
+        indices_at, k = indices.data_ptr(), indices.shape[2]
+        indices_b, indices_s, _ = indices.stride()
     lengths = None if call.seq_lens is None else call.seq_lens.contiguous()
     out = torch.empty((B, S, H, Lv), dtype=query.dtype)
     lse = torch.empty((B, S, H), dtype=torch.float32)
@@ -163,6 +168,7 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         *(KINDS[query.dtype], KINDS[latent.dtype], mask_kind),
         *(call.causal, call.window, torch.get_num_threads(), library.amx),
         *(table_at, table_b, page_bits),
+        *(indices_at, indices_b, indices_s, k),
         call.scale,
     )
     if library.run(packed):

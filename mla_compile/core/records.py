@@ -79,6 +79,9 @@ class SiteReport:
         break_even_S: queries per call below which the absorbed form is cheaper on a long context; ``inf``: always.
         precision_ratio: error of the rewritten site over that of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
+        chosen: how many keys each query attends to, of a sparse attention, which then costs the same for any context.
+        choosing_flops: FLOPs of one decode step per context token to choose them, where what chooses is in the graph.
+        choosing_bytes: bytes of cached rows that it reads, likewise.
         parts: the sides that are absorbed (``keys``, ``values``), with the heads if not for all (``heads 0-7 of 16``,
             ``values of heads 8-15 of 16``); empty for the whole attention.
         kept: what is not absorbed of an attention that is absorbed in part, and why.
@@ -104,6 +107,9 @@ class SiteReport:
     break_even_S: float | None = None
     precision_ratio: float | None = None
     fold_error: float | None = None
+    chosen: int | None = None
+    choosing_flops: int | None = None
+    choosing_bytes: int | None = None
     parts: tuple[str, ...] = ()
     kept: tuple[KeptPart, ...] = ()
     notes: tuple[str, ...] = ()

@@ -53,8 +53,8 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """The graph in the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     program = capture.from_exported(exported)
     tidy(program)
-    # Weights are baked into the file further on, dequantized or not.
-    outcome = pipeline.run(program, replace(options, dequantize="step"), frozen=True)
+    # Weights are baked into the file further on, dequantized or not. The ONNX operator is told keys by masks only.
+    outcome = pipeline.run(program, replace(options, dequantize="step", sparse="never"), frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one

@@ -72,6 +72,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         seq_lens: Any = None,
         sinks: Any = None,
         kv_scale: Any = None,
+        indices: Any = None,
         *,
         scale: float,
         causal: bool = False,
@@ -82,6 +83,10 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         if kv_scale is not None:
             raise ExportError("a cache with scales (kv_scale) has no counterpart in the ONNX operator")
+        if indices is not None:
+            raise ExportError(
+                "lists of keys (indices) have no counterpart in the ONNX operator; optimize(sparse='never')"
+            )
         return operator(
             query, latent, rope, mask, seq_lens, sinks, values,
             scale=scale, causal=int(causal), softcap=softcap, window=window,

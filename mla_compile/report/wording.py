@@ -47,6 +47,11 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
         ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
     ):
         rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
+    if site.chosen is not None:
+        rows.append(("sparse", f"{site.chosen:,} chosen keys of each query, at most, whatever the context"))
+    if site.choosing_flops is not None:
+        rows.append(("choosing", f"{site.choosing_flops:,} FLOPs per context token, as the model writes it"))
+        rows.append(("", f"{site.choosing_bytes:,} bytes per context token"))
     if site.break_even_S is not None:
         always = math.isinf(site.break_even_S)
         limit = "for any number of queries" if always else f"below {math.ceil(site.break_even_S)} queries"

@@ -49,8 +49,11 @@ def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
         for part in site.parts:
             gain += count * site.B * cost.part_gain(part).subs(sizes)
         if not site.parts:
-            letters = {**sizes, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V}
-            gain += count * site.B * dims.H * formulas.absorption_gain().subs(letters)
+            letters = {**sizes, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V, formulas.R: dims.R}
+            if site.chosen is not None:
+                letters[formulas.J] = site.chosen
+            form = "chained" if site.chosen is None else "sparse"
+            gain += count * site.B * dims.H * formulas.absorption_gain(form).subs(letters)
     env = next((n.node.shape_env for _, _, n in _symbolic_inputs(program)), None)
     return canonical(gain, env)  # guards may have been added since the sizes were read
 

@@ -119,6 +119,18 @@ def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
     return x, inner
 
 
+def constant(given: object) -> float | None:
+    """The number that ``given`` is everywhere, where that is known."""
+    if isinstance(given, (bool, int, float)):
+        return float(given)
+    if not isinstance(given, fx.Node) or not is_tensor(given):
+        return None
+    if packet(given) in (aten.ones, aten.new_ones, aten.ones_like):
+        return 1.0
+    how = decode(given)
+    return constant(how.value) if isinstance(how, Fill) else None
+
+
 class Reader:
     """Reads whole numbers; ``numbers`` are the nodes of sizes that were met, by their values, to be written again."""
 

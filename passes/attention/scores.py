@@ -28,7 +28,7 @@ from mla_compile.passes.ir.axes import (
     substitute,
 )
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.ir.labels import LABELLED, product_labels
 from mla_compile.passes.ir.operators import Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
@@ -95,7 +95,7 @@ class ScoreTracer:
 
     def is_product(self, node: fx.Node) -> bool:
         """Whether ``node`` multiplies two activations along an axis."""
-        labelled = product_labels(node) if packet(node) in _PRODUCTS else None
+        labelled = product_labels(node) if packet(node) in LABELLED else None
         return labelled is not None and not any(o in self.weights for o, _ in labelled[:2])
 
     def probabilities(self, node: fx.Node) -> Scores | None:
@@ -356,7 +356,6 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
     return replace(scores, axes=axes)
 
 
-_PRODUCTS = {aten.matmul, aten.bmm, aten.mm, aten.einsum, aten.sum}
 _MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
     Copy: _copied,
     Dropout: _dropped,

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Axes, Axis, Split, substitute
+from mla_compile.passes.ir.axes import Axes, Axis, Split, axis_size, substitute
 from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.ir.stop import Stop
 
@@ -108,6 +108,39 @@ def _sum(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The keys that each query sees are those that a list names.
+
+    Attributes:
+        indices: whole numbers of [0, T), with the axes of batch and queries (or none of one) and ``count``.
+        count: the axis along which they are listed.
+        keys: the axis of the keys that they name.
+        distinct: none is named twice by one query.
+        flags: an entry counts only where this is not 0; None: all do.
+        scores: where the best of what a query sees were chosen, so that it sees one of these: by which numbers.
+    """
+
+    indices: Operand
+    count: Axis
+    keys: Axis
+    distinct: bool
+    flags: Operand | None = None
+    scores: fx.Node | None = None
+
+    @property
+    def size(self) -> Size:
+        """How many keys are listed for each query."""
+        return axis_size(self.count)
+
+    @property
+    def decides(self) -> tuple[fx.Node, ...]:
+        """The nodes that decide which keys are listed."""
+        if self.scores is not None:
+            return (self.scores,)
+        return (self.indices.node,) if self.flags is None else (self.indices.node, self.flags.node)
+
+
+@dataclass(frozen=True)
 class Visible:
     """What query s sees: key t where every mask lets it, and within the following.
 
@@ -117,6 +150,8 @@ class Visible:
         numbers: nodes for the sizes that the lengths are made of.
         causal: t <= T - S + s; never beside lengths.
         window: t > T - S + s - window, where it is not 0; never beside lengths.
+        chosen: t is in a list, where there is one.
+        masked: the same without a list, where there is one.
         always: every query sees a key, whatever the tensors hold.
         left: why each of ``masks`` is left over, where masks were looked at.
     """
@@ -126,8 +161,15 @@ class Visible:
     numbers: tuple[tuple[Size, fx.Node], ...] = ()
     causal: bool = False
     window: int = 0
+    chosen: Chosen | None = None
+    masked: Visible | None = None
     always: bool = True
     left: tuple[str, ...] = ()
+
+    @property
+    def dense(self) -> Visible:
+        """The same without a list of keys."""
+        return self.masked or self
 
     @property
     def counts(self) -> tuple[fx.Node, ...]:
@@ -136,8 +178,9 @@ class Visible:
 
     @property
     def given(self) -> tuple[fx.Node, ...]:
-        """What decides, besides positions, which keys are seen: the masks that are left over, and the counts."""
-        return (*(m.operand.node for m in self.masks), *self.counts)
+        """What decides, besides positions, which keys are seen: the masks that are left over, counts and lists."""
+        lists = () if self.chosen is None else self.chosen.decides
+        return (*(m.operand.node for m in self.masks), *self.counts, *lists)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ With ``p`` and ``f`` whole numbers that do not depend on query ``s`` and key ``t
                                 length beyond T counts as T and would move the diagonal
     t >  p + s - window         beside t <= p + s where that is causal: a window
     any of them, for all s, t   nothing
+    t is in a list              the list (:mod:`mla_compile.passes.attention.chosen`)
 
 A mask that fills in a finite number instead of minus infinity makes a query that sees no key weigh all keys alike. It
 is only explained where every query is known to see a key.
@@ -19,7 +20,7 @@ is only explained where every query is known to see a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -30,14 +31,16 @@ from mla_compile.passes.attention.affine import (
     Place,
     Reader,
     broadcast,
+    constant,
     moved,
     operand_at,
     place_of,
 )
-from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, AttentionSite, MaskTerm, Visible
+from mla_compile.passes.attention.chosen import chosen, ranked, scattered
+from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, AttentionSite, Chosen, MaskTerm, Visible
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
-from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.operators import Copy, decode
 from mla_compile.passes.ir.sizes import Size, at_least, same
 
 aten = torch.ops.aten
@@ -45,6 +48,11 @@ aten = torch.ops.aten
 
 def visible(site: AttentionSite, batch: Axis) -> Visible:
     """What the masks of ``site`` let through; ``batch``: the atoms that a length may differ along."""
+    seen = _visible(site, batch, lists=True)
+    return seen if seen.chosen is None else replace(seen, masked=_visible(site, batch, lists=False))
+
+
+def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
     reader = _Masks()
     read: list[tuple[MaskTerm, list[_Part]]] = []
     left: list[tuple[MaskTerm, str]] = []
@@ -58,7 +66,13 @@ def visible(site: AttentionSite, batch: Axis) -> Visible:
         read.append((term, parts))
         finite = finite or fill > float("-inf")
     explained = _Explained(site, batch, reader.numbers)
-    rest = explained.take([part for _, parts in read for part in parts])
+    every = [part for _, parts in read for part in parts]
+    rest = explained.take(every)
+    for _, parts in read:
+        for part in parts:
+            if lists and part in rest and explained.choose(part):
+                rest.remove(part)
+                explained.sees(reader, [p for p in every if p is not part])
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
         # A part that is no boolean of its own stays as the mask that it is read from.
@@ -68,7 +82,7 @@ def visible(site: AttentionSite, batch: Axis) -> Visible:
     if finite and not found.always:
         why = "fills in a finite number, and a query may see no key"
         return Visible(site.masks, causal=site.causal, always=False, left=(why,))
-    if len(rest) == sum(len(parts) for _, parts in read):
+    if len(rest) == len(every):
         return Visible(site.masks, causal=site.causal, always=not site.masks, left=found.left)
     return found
 
@@ -133,8 +147,8 @@ class _Masks(Reader):
         found = moved(node, place)
         if found is not None:
             return self.parts(*found, negated)
-        constant = _constant(node)
-        if constant is None or bool(constant) == negated:
+        number = constant(node)
+        if number is None or bool(number) == negated:
             raise OpaqueError
         return []
 
@@ -142,32 +156,78 @@ class _Masks(Reader):
         """A mask that is added: its parts, and the number that it is where they do not hold; it is 0 where they do."""
         if packet(node) is aten.where:
             condition, yes, no = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
-            negated = _constant(yes) != 0
-            fill = _constant(yes if negated else no)
-            if _constant(no if negated else yes) == 0 and fill is not None:
-                return self.parts(condition, broadcast(shape(condition), place), negated), fill
-        elif packet(node) is aten.masked_fill:
-            zeros, condition, value = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
-            fill = _constant(value)
-            if _constant(zeros) == 0 and fill is not None:
-                return self.parts(condition, broadcast(shape(condition), place), negated=True), fill
-        elif packet(node) is aten.triu and (fill := _constant(argument(node, 0, "self"))) is not None:
+            negated = constant(yes) not in (None, 0)
+            shown, value = (no, yes) if negated else (yes, no)
+            return self._filled(shown, condition, value, place, negated)
+        if packet(node) is aten.masked_fill:
+            shown, condition, value = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
+            return self._filled(shown, condition, value, place, negated=True)
+        if packet(node) is aten.add and argument(node, 2, "alpha", 1) == 1:
+            return self._summed([argument(node, k, name) for k, name in enumerate(("self", "other"))], place)
+        if packet(node) is aten.triu and (fill := constant(argument(node, 0, "self"))) is not None:
             return [_Part(node, place, False, Affine(-1) - _beyond(node, place))], fill
-        elif (found := moved(node, place)) is not None:
+        if (numbers := scattered(node)) is not None and numbers[1] == 0:
+            return [_Part(node, place, False)], numbers[0]
+        if (found := moved(node, place)) is not None:
             return self.added(*found)
         raise OpaqueError
 
+    def _filled(
+        self, shown: object, condition: object, value: object, place: Place, negated: bool
+    ) -> tuple[list[_Part], float]:
+        """``shown``, 0 or itself a mask, where the condition holds (``negated``: does not), ``value`` elsewhere."""
+        fill = constant(value)
+        if fill is None or not is_tensor(condition):
+            raise OpaqueError
+        parts = self.parts(condition, broadcast(shape(condition), place), negated)
+        if constant(shown) == 0:
+            return parts, fill
+        if not is_tensor(shown):
+            raise OpaqueError
+        more, other = self.added(shown, broadcast(shape(shown), place))
+        # Which of two numbers stands where shows in a row of nothing else.
+        if other != fill:
+            raise OpaqueError
+        return [*more, *parts], fill
 
-def _constant(given: object) -> float | None:
-    """The number that ``given`` is everywhere, where that is known."""
-    if isinstance(given, (bool, int, float)):
-        return float(given)
-    if not isinstance(given, fx.Node) or not is_tensor(given):
-        return None
-    if packet(given) in (aten.ones, aten.new_ones, aten.ones_like):
-        return 1.0
-    how = decode(given)
-    return _constant(how.value) if isinstance(how, Fill) else None
+    def _summed(self, masks: Sequence[object], place: Place) -> tuple[list[_Part], float]:
+        """Masks that are added up, all of them of minus infinity."""
+        parts: list[_Part] = []
+        for one in masks:
+            if not is_tensor(one):
+                raise OpaqueError
+            more, fill = self.added(one, broadcast(shape(one), place))
+            if fill != float("-inf"):
+                raise OpaqueError
+            parts += more
+        return parts, float("-inf")
+
+    def hidden(self, scores: fx.Node, place: Place) -> tuple[list[_Part], fx.Node]:
+        """The parts that have to hold for a number of ``scores`` not to be hidden beside all others, and the numbers.
+
+        Only those that are known.
+        """
+        how = decode(scores)
+        if isinstance(how, Copy):
+            return self.hidden(how.x, place)
+        if packet(scores) is aten.add:
+            for mask, rest in (scores.args[:2], scores.args[1::-1]):
+                if not is_tensor(mask) or not is_tensor(rest):
+                    continue
+                try:
+                    parts, fill = self.added(mask, broadcast(shape(mask), place))
+                except OpaqueError:
+                    continue
+                return self._also(parts, rest, place) if fill < NEGLIGIBLE else ([], scores)
+        if packet(scores) is aten.masked_fill and (constant(argument(scores, 2, "value")) or 0) < NEGLIGIBLE:
+            rest, condition = argument(scores, 0, "self"), argument(scores, 1, "mask")
+            parts = self.parts(condition, broadcast(shape(condition), place), negated=True)
+            return self._also(parts, rest, place)
+        return [], scores
+
+    def _also(self, parts: list[_Part], rest: fx.Node, place: Place) -> tuple[list[_Part], fx.Node]:
+        more, scores = self.hidden(rest, broadcast(shape(rest), place))
+        return [*parts, *more], scores
 
 
 def _beyond(node: fx.Node, place: Place) -> Affine:
@@ -233,6 +293,17 @@ def _said(node: fx.Node) -> str:
     return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
 
 
+def _some(count: Size) -> bool:
+    counts = count.args if isinstance(count, sympy.Min) else (count,)
+    return all(at_least(n, 1) for n in counts)
+
+
+def _equal(a: _Part, b: _Part) -> bool:
+    if a.bound is not None and b.bound is not None:
+        return a.bound == b.bound
+    return (a.node, a.negated, list(a.place)) == (b.node, b.negated, list(b.place))
+
+
 class _Explained:
     """What the parts that were understood so far say."""
 
@@ -243,6 +314,8 @@ class _Explained:
         self.causal = site.causal
         self.lengths: list[Affine] = []
         self.window = 0
+        self.chosen: Chosen | None = None
+        self.sees_one = True
 
     def take(self, parts: list[_Part]) -> list[_Part]:
         """Explains what it can of ``parts`` and returns the others."""
@@ -253,12 +326,35 @@ class _Explained:
             ]
         return parts
 
+    def choose(self, part: _Part) -> bool:
+        """Takes ``part``, of a mask, as a choice of keys if it is the first one."""
+        if self.chosen is not None:
+            return False
+        self.chosen = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
+        return self.chosen is not None
+
+    def sees(self, masks: _Masks, others: Sequence[_Part]) -> None:
+        """Finds out whether a query that sees a key by the ``others`` sees a chosen one.
+
+        It does where the best of scores were chosen, and these were hidden by the same masks.
+        """
+        assert self.chosen is not None
+        self.sees_one = False
+        best = ranked(self.chosen)
+        if best is None or not _some(self.chosen.size):
+            return
+        hidden, scores = masks.hidden(*best)
+        within = all(any(_equal(a, b) for b in hidden) for a in others)
+        self.sees_one = within and all(any(_equal(a, b) for b in others) for a in hidden)
+        if self.sees_one:
+            self.chosen = replace(self.chosen, scores=scores)
+
     def visible(self, left: Sequence[tuple[MaskTerm, str]]) -> Visible:
-        always = not left and not self.lengths and (not self.causal or at_least(self.T, self.S))
+        always = not left and not self.lengths and (not self.causal or at_least(self.T, self.S)) and self.sees_one
         numbers = tuple(self.numbers.items())
         masks = tuple(mask for mask, _ in left)
         why = tuple(dict.fromkeys(why for _, why in left))
-        return Visible(masks, tuple(self.lengths), numbers, self.causal, self.window, always, why)
+        return Visible(masks, tuple(self.lengths), numbers, self.causal, self.window, self.chosen, None, always, why)
 
     def _within(self, bound: Affine) -> bool:
         """Whether it is of this query, this key and this batch entry only."""

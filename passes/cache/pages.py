@@ -143,9 +143,11 @@ def _not_on_pages(node: fx.Node, places: set[int]) -> str | None:
     """Why an attention cannot read pages, or None."""
     if 1 not in places or (argument(node, 2, "rope") is not None and 2 not in places):
         return f"{node.name} attends to rows that are no cache of one token after another"
-    for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale")):
+    for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale"), (8, "indices")):
         if argument(node, position, name) is not None:
-            hides = "hides some of the rows that are cached" if name in ("mask", "seq_lens") else f"reads {name}"
+            hides = (
+                "hides some of the rows that are cached" if name in ("mask", "seq_lens", "indices") else f"reads {name}"
+            )
             return f"{node.name} {hides}, which attention over pages cannot"
     return None
 

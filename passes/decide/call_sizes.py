@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import sympy
+
+from mla_compile.passes.attention.site import Operand
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import bytes_hint, val, whole_rows
@@ -17,6 +20,7 @@ class CallSizes:
 
     ``symbolic``: the number of queries may differ from call to call. ``prefill``: it does, and is always that of the
     keys, as in a prompt. ``made``: the number of tokens that K and V are made for, where T of them are then cut out.
+    ``chosen``: of how many keys a query has a list.
     """
 
     B: int
@@ -26,6 +30,7 @@ class CallSizes:
     prefill: bool
     symbolic: bool
     made: int | None = None
+    chosen: int | None = None
 
 
 def call_sizes(plan: AbsorbPlan) -> CallSizes:
@@ -38,13 +43,24 @@ def call_sizes(plan: AbsorbPlan) -> CallSizes:
     # A slice of a static cache is attended to, but the expanded form makes K and V of the whole cache.
     shares = [bytes_hint(whole_rows(r.node)) / bytes_hint(r.node) for r in plan.rows]
     made = None if context is None or max(shares) == 1 else math.ceil(context * max(shares))
-    return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made)
+    return CallSizes(counts[0], counts[1], context, element, symbolic and s == t, symbolic, made, _chosen(plan))
 
 
-def _axis_hint(plan: AbsorbPlan, axis: Axis) -> int:
+def _chosen(plan: AbsorbPlan) -> int | None:
+    """The length of each query's list, in a long context."""
+    chosen = plan.visible.chosen
+    if chosen is None:
+        return None
+    count = chosen.size
+    # The least of a number and a size: of a short context all keys are chosen.
+    fixed = [int(n) for n in (count.args if isinstance(count, sympy.Min) else (count,)) if sympy.sympify(n).is_Integer]
+    return min(fixed, default=None) or _axis_hint(plan, chosen.count, chosen.indices)
+
+
+def _axis_hint(plan: AbsorbPlan, axis: Axis, *more: Operand) -> int:
     """The size of a product of atoms at the sizes seen when the graph was traced."""
     hints: dict[Axis, int] = {}
-    for operand in (plan.site.out, plan.site.v, *(p.k for p in plan.site.products)):
+    for operand in (plan.site.out, plan.site.v, *(p.k for p in plan.site.products), *more):
         for own, dim in zip(operand.axes, val(operand.node).shape, strict=True):
             hints[own] = hint(size(dim), dim)
     if axis in hints:

@@ -19,7 +19,7 @@ from mla_compile.passes.decide.formulas import Form
 
 Forms = Literal["auto", "absorbed", "expanded"]
 Fold = Literal["auto", "never", "always"]
-ChosenForm = Literal["expanded", "chained", "folded"]
+ChosenForm = Literal["expanded", "chained", "folded"]  # the last two may be sparse
 
 LONG_CONTEXT = 32768
 """The T assumed where it is not known. The choice of a form matters most for a long context, and there the ratio of the
@@ -53,7 +53,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 class Choice:
     """The form chosen for one call.
 
-    ``seconds`` holds the estimate for ``expanded``, ``chained`` and, where a fold was taken, ``folded``.
+    ``seconds`` holds the estimate for ``expanded``, ``chained`` and, where a fold was taken, ``folded``; ``sparse``:
+    attention reads only the keys that each query has chosen, and the last two are estimates of that.
     """
 
     form: ChosenForm
@@ -61,6 +62,7 @@ class Choice:
     fold_output: bool
     seconds: Mapping[str, float]
     reason: str
+    sparse: bool = False
 
     @property
     def absorbed(self) -> bool:
@@ -86,10 +88,12 @@ def choose(
     can_fold_query: bool = False,
     can_fold_output: bool = False,
     made: int | None = None,
+    chosen: int | None = None,
 ) -> Choice:
     """Picks the cheapest form for B sequences of S queries against T cached tokens (``None``: unknown, so many).
 
-    ``made``: how many tokens K and V are made for, where the T attended to are cut out of more.
+    ``made``: how many tokens K and V are made for, where the T attended to are cut out of more. ``chosen``: how many of
+    them each query may see, where a list says which.
 
     Time is max(FLOPs / peak, bytes / bandwidth) summed over the stages, plus launches. Expanded is first compared with
     chained, which takes as many launches; then each side is folded or not by itself, and there launches count. A side
@@ -100,7 +104,8 @@ def choose(
     _check_option("fold", fold, get_args(Fold))
     context = LONG_CONTEXT if T is None else T
     legal = (can_fold_query and dims.Q is not None, can_fold_output and dims.D is not None)
-    return _choose(dims, B, S, context, max(context, made or 0), element_bytes, device, forms, fold, *legal)
+    listed = None if chosen is None else min(chosen, context)
+    return _choose(dims, B, S, context, max(context, made or 0), listed, element_bytes, device, forms, fold, *legal)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -110,6 +115,7 @@ def _choose(
     S: int,
     T: int,
     made: int,
+    chosen: int | None,
     element_bytes: int,
     device: Device,
     forms: Forms,
@@ -118,36 +124,52 @@ def _choose(
     can_fold_output: bool,
 ) -> Choice:
     def time_of(form: Form) -> float:
-        return seconds(form, dims, B=B, S=S, T=T, made=made, element_bytes=element_bytes, device=device)
+        return seconds(form, dims, B=B, S=S, T=T, made=made, J=chosen, element_bytes=element_bytes, device=device)
 
     # Folding is left out of the first comparison: it must not make absorbing look good where by itself it is not.
-    expanded, chained = time_of("expanded"), time_of("chained")
+    expanded, dense = time_of("expanded"), time_of("chained")
+    chained = dense if chosen is None else min(dense, time_of("sparse"))
+    sparse = chained < dense or (chosen is not None and S == 1)
+    saved = dense - chained  # folded or not
     estimates = {"expanded": expanded, "chained": chained}
-    told = _told(S, T, made, device, chained, expanded)
+    told = _told(S, T, made, device, chained, expanded, chosen if sparse else None)
     if forms == "expanded" or (forms == "auto" and expanded <= chained):
         why = 'forms="expanded"' if forms == "expanded" else "expanding K and V is cheaper"
         return Choice("expanded", False, False, MappingProxyType(estimates), f"{why}: {told}")
 
     why = 'forms="absorbed"' if forms == "absorbed" else "absorbing is cheaper"
     reason = f"{why}: {told}"
-    fold_query = can_fold_query and _folds(fold, time_of("folded_query"), chained)
-    fold_output = can_fold_output and _folds(fold, time_of("folded_output"), chained)
+    fold_query = can_fold_query and _folds(fold, time_of("folded_query"), dense)
+    fold_output = can_fold_output and _folds(fold, time_of("folded_output"), dense)
     if not (fold_query or fold_output):
-        return Choice("chained", False, False, MappingProxyType(estimates), reason)
+        return Choice("chained", False, False, MappingProxyType(estimates), reason, sparse)
     folded: Form = "folded" if fold_query and fold_output else "folded_query" if fold_query else "folded_output"
-    estimates["folded"] = time_of(folded)
+    estimates["folded"] = time_of(folded) - saved
     sides = " and ".join(["W_q W_k"] * fold_query + ["W_v W_o"] * fold_output)
     reason += f"; with {sides} folded about {quantities.seconds(estimates['folded'])}"
-    return Choice("folded", fold_query, fold_output, MappingProxyType(estimates), reason)
+    return Choice("folded", fold_query, fold_output, MappingProxyType(estimates), reason, sparse)
 
 
 def seconds(
-    form: Form, dims: Dims, *, B: int, S: int, T: int, element_bytes: int, device: Device, made: int | None = None
+    form: Form,
+    dims: Dims,
+    *,
+    B: int,
+    S: int,
+    T: int,
+    element_bytes: int,
+    device: Device,
+    made: int | None = None,
+    J: int | None = None,
 ) -> float:
-    """Roofline estimate of one call. Projections whose width (Q, D) is not known are left out of every form alike."""
+    """Roofline estimate of one call; ``J`` for the sparse form.
+
+    Projections whose width (Q, D) is not known are left out of every form alike.
+    """
     known = {name: size for name, size in vars(dims).items() if size is not None}
     stages = tuple(s for s in formulas.stages(form) if s.projection is None or s.projection in known)
-    return _stage_seconds(stages, {"B": B, "S": S, "T": T, **known}, element_bytes, device, made)
+    letters = {"B": B, "S": S, "T": T, **({} if J is None else {"J": J}), **known}
+    return _stage_seconds(stages, letters, element_bytes, device, made)
 
 
 def break_even_S(dims: Dims, T: int | None = None) -> float:
@@ -162,6 +184,11 @@ def break_even_S(dims: Dims, T: int | None = None) -> float:
     if below < 0:  # sympy may write the fraction with both signs flipped
         below, above = -below, -above
     return above / below if below != 0 and above > 0 else math.inf
+
+
+def sparse_prompt(dims: Dims, chosen: int) -> float:
+    """Tokens of a whole prompt from which attending to ``chosen`` keys only takes fewer FLOPs than expanding all."""
+    return formulas.evaluate(formulas.sparse_break_even(), dims, J=chosen)
 
 
 def decode_flops(dims: Dims, form: Form) -> int:
@@ -273,10 +300,13 @@ def _stage_seconds(
     return total
 
 
-def _told(S: int, context: int, made: int, device: Device, chained: float, expanded: float) -> str:
+def _told(
+    S: int, context: int, made: int, device: Device, chained: float, expanded: float, chosen: int | None = None
+) -> str:
     queries = "1 query" if S == 1 else f"{S} queries"
     times = f"absorbed about {quantities.seconds(chained)}, expanded about {quantities.seconds(expanded)}"
-    return f"{queries} against {_tokens(context, made)} on {device.name}, {times}"
+    of = "" if chosen is None else f"{chosen:,} chosen ones of "
+    return f"{queries} against {of}{_tokens(context, made)} on {device.name}, {times}"
 
 
 def _tokens(context: int, made: int) -> str:

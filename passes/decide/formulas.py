@@ -4,6 +4,8 @@ The forms (one layer, one call with S queries per sequence against T cached toke
 
 * ``expanded``: K and V of every cached token are computed from the latent, then plain attention. The trained form.
 * ``chained``: absorbed. q' = (c' W_qc) W_kc^T, attention over the latent rows, then W_v, then W_o.
+* ``sparse``: chained, where each query attends to J chosen keys only (DeepSeek-V3.2, arXiv 2512.02556). What choosing
+  them takes is the same in every form and left out.
 * ``folded_query``, ``folded_output``, ``folded`` (both): absorbed with W_qc W_kc^T, W_v W_o multiplied ahead of time.
 
 Each form is a sequence of stages, and each stage counts multiply-adds, weight values and activation values. Everything
@@ -25,7 +27,7 @@ import sympy
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 
-Form = Literal["expanded", "chained", "folded_query", "folded_output", "folded"]
+Form = Literal["expanded", "chained", "sparse", "folded_query", "folded_output", "folded"]
 FORMS: tuple[Form, ...] = get_args(Form)
 CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
@@ -34,6 +36,7 @@ B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=Tru
 G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
 K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with columns of their own, heads with rows of their own
 E = sympy.Symbol("E", positive=True)  # bytes per element
+J = sympy.Symbol("J", positive=True)  # keys that each query has chosen
 
 PREFILL = {T: S}
 DECODE = {S: 1}
@@ -71,8 +74,9 @@ def stages(form: Form) -> tuple[Stage, ...]:
             output,
         )
     absorb = Stage("query into the latent", B * S * H * N * L, H * N * L, B * S * H * (N + L))
-    rows, heads = B * T * (L + R), B * S * H * (2 * L + R)
-    attend = Stage("attention", B * S * T * H * (2 * L + R), sympy.Integer(0), rows + heads)
+    keys, read = (J, S * J) if form == "sparse" else (T, T)  # keys of a query, rows read by all of them
+    moved = B * read * (L + R) + B * S * H * (2 * L + R)
+    attend = Stage("attention", B * S * keys * H * (2 * L + R), sympy.Integer(0), moved)
     leave = Stage("values out of the latent", B * S * H * L * V, H * L * V, B * S * H * (L + V))
     folded_query = Stage("folded query", B * S * Q * H * L, Q * H * L, B * S * (Q + H * L), projection="Q")
     folded_output = Stage("folded output", B * S * H * L * D, H * L * D, B * S * (H * L + D), projection="D")
@@ -181,12 +185,19 @@ def fold_break_even(side: Literal["query", "output"]) -> sympy.Expr:
 
 
 @cache
-def absorption_gain() -> sympy.Expr:
-    """Multiply-adds absorbing saves, per sequence and head: positive where the chained form is cheaper.
+def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
+    """Multiply-adds absorbing saves, per sequence and head: positive where the chained (or sparse) form is cheaper.
 
-    B, H and R cancel, so the sign depends on S, T, L, N and V only.
+    B and H cancel, and for the chained form R, so that its sign depends on S, T, L, N and V only.
     """
-    return sympy.collect(sympy.expand((flops("expanded") - flops("chained")) / (2 * B * H)), (S, T))
+    return sympy.collect(sympy.expand((flops("expanded") - flops(form)) / (2 * B * H)), (S, T))
+
+
+@cache
+def sparse_break_even() -> sympy.Expr:
+    """Tokens of a whole prompt (S = T) from which the sparse form takes fewer FLOPs than the expanded one."""
+    (solution,) = sympy.solve(sympy.expand((flops("expanded") - flops("sparse")).subs(PREFILL) / (B * H * S)), S)
+    return sympy.factor(solution)
 
 
 def evaluate(expression: sympy.Expr, dims: Dims | None = None, **letters: float) -> float:

@@ -44,9 +44,11 @@ def judge(
     device: Device,
     forms: Forms = "auto",
     fold: Fold = "auto",
+    *,
+    sparse: bool = True,
 ) -> list[Verdict]:
-    """One verdict per site, in order."""
-    judged = _Judge(graph, maps, device, forms, fold)
+    """One verdict per site, in order; ``sparse``: whether attention may read the keys of a list only."""
+    judged = _Judge(graph, maps, device, forms, fold, sparse)
     return judged.respect_other_users([judged.whole(site) for site in sites])
 
 
@@ -57,6 +59,7 @@ class _Judge:
     device: Device
     forms: Forms
     fold: Fold
+    sparse: bool
 
     def whole(self, site: AttentionSite, computed: Collection[fx.Node] = ()) -> Verdict:
         """The verdict on one site; no source is looked for behind ``computed``, nodes that are computed anyway."""
@@ -64,6 +67,8 @@ class _Judge:
         operands = (*(p.k for p in site.products), site.v)
         cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
         plan = make_plan(site, maps.with_sources({*cuts, *computed}))
+        if isinstance(plan, AbsorbPlan) and not self.sparse:
+            plan = replace(plan, visible=plan.visible.dense)
         if isinstance(plan, Stop):
             stop = explain_refusal(site, plan, maps, wide)
             refused = Verdict(site, Code(stop.code), stop.detail, stop.node)
@@ -219,8 +224,13 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
     choice = choose(
         dims, B=sizes.B, S=sizes.S, T=sizes.T, element_bytes=sizes.element_bytes, device=device,
         forms=forms, fold=fold, can_fold_query=dims.Q is not None, can_fold_output=dims.D is not None, made=sizes.made,
+        chosen=sizes.chosen,
     )  # fmt: skip
-    if sizes.symbolic and forms == "auto" and not sizes.prefill:
+    # How many keys are chosen does not grow with a prompt, so that a long one may pay.
+    by_call = sizes.symbolic and forms == "auto" and (not sizes.prefill or sizes.chosen is not None)
+    if not (choice.sparse or by_call):
+        plan = replace(plan, visible=plan.visible.dense)
+    if by_call:
         return Verdict(plan.site, Code.ABSORBED, "each call picks by its number of queries", None, plan, choice, True)
     if choice.absorbed and not (sizes.prefill and forms == "auto"):
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)

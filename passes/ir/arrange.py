@@ -30,6 +30,11 @@ class Sizes:
                     # Only a one-atom axis shows its atom's size: `sym_size` of a merged axis is the product.
                     self._at.setdefault(axis[0], (node, dim))
 
+    def show(self, axis: Axis, node: fx.Node, dim: int) -> None:
+        """Says that the size of ``axis``, of one atom or none, can be read from ``node`` too."""
+        for atom in axis:
+            self._at.setdefault(atom, (node, dim))
+
     def of(self, atom: Atom) -> Dim:
         """The atom's size as an argument; -1 where no tensor shows it (one such per reshape can be inferred)."""
         if isinstance(atom.size, int):

@@ -12,6 +12,9 @@ from mla_compile.passes.ir.sizes import same
 
 aten = torch.ops.aten
 
+LABELLED = {aten.matmul, aten.bmm, aten.mm, aten.einsum, aten.sum}
+"""Operators that :func:`product_labels` reads."""
+
 
 def parse_einsum(node: fx.Node) -> tuple[list[str], str] | None:
     """The subscripts of an einsum node, ellipses written out; None where a label is repeated in one operand."""

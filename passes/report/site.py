@@ -10,6 +10,9 @@ from torch import fx
 from mla_compile.codes import CODES, Code
 from mla_compile.core.records import SiteReport
 from mla_compile.passes.decide import cost
+from mla_compile.passes.decide.call_sizes import call_sizes
+from mla_compile.passes.decide.choosing import choosing
+from mla_compile.passes.decide.formulas import Form
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import operator_name, val
@@ -47,6 +50,9 @@ def site_report(
     dims = verdict.plan.dims
     element = val(verdict.plan.latent.node).element_size()
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
+    listed = call_sizes(verdict.plan).chosen if verdict.absorb else None
+    grows: Form = after if listed is None else "sparse"
+    chooses = choosing(verdict.plan) if verdict.absorb else None
     errors = [f.error for f in folded or () if f.error is not None]
     return replace(
         report,
@@ -55,11 +61,14 @@ def site_report(
         cache_values_expanded=dims.expanded_values,
         cache_values_latent=dims.latent_values,
         decode_flops_before=cost.decode_flops(dims, "expanded"),
-        decode_flops_after=cost.decode_flops(dims, after),
+        decode_flops_after=cost.decode_flops(dims, grows),
         decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
-        decode_bytes_after=cost.decode_bytes(dims, after, element),
+        decode_bytes_after=cost.decode_bytes(dims, grows, element),
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
+        chosen=listed,
+        choosing_flops=None if chooses is None else chooses.flops,
+        choosing_bytes=None if chooses is None else chooses.bytes,
     )
 
 
@@ -72,6 +81,7 @@ def _masks(plan: AbsorbPlan) -> list[str]:
     of = f" ({', '.join(sorted(names))})" if names else ""
     told = ["a diagonal"] * seen.causal + [f"a length{of}"] * bool(seen.lengths)
     told += [f"a window of {seen.window} keys"] * bool(seen.window)
+    told += ["a list of keys"] * (seen.chosen is not None)
     rows = {*plan.heads, *plan.site.queries}
     of_keys = all(m.kind != "add" and not rows & set(flatten(m.operand.axes)) for m in seen.masks)
     left = [f"left as a mask{' of keys' * of_keys}: {why}" for why in seen.left]

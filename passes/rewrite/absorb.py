@@ -29,7 +29,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
-from mla_compile.passes.attention.site import MaskTerm
+from mla_compile.passes.attention.site import Chosen, MaskTerm, Operand
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
 from mla_compile.passes.ir.axes import flatten
@@ -92,6 +92,7 @@ class Whole(Sides):
             scale=site.scale,
             causal=visible.causal,
             **({"window": visible.window} if visible.window else {}),
+            **({"indices": self._indices(visible.chosen)} if visible.chosen else {}),
         )
         out = self.builder.call(operator.getitem, result, 0)
         axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
@@ -111,6 +112,34 @@ class Whole(Sides):
     def _lengths(self) -> list[fx.Node]:
         lengths = self.lengths.write(self.plan, self.builder, self.sizes)
         return [] if lengths is None else [lengths]
+
+    def _indices(self, chosen: Chosen) -> fx.Node:
+        """The list of keys as the operator takes it: int32 [B,S,k], no key twice, -1 for no key."""
+        call, device = self.builder.call, val(self.plan.latent.node).device
+        listed, flags = (None if o is None else self._listed(o, chosen) for o in (chosen.indices, chosen.flags))
+        assert listed is not None
+        # From here on the smallest number is that of no key.
+        if flags is not None:
+            listed = call(aten.masked_fill.Scalar, listed, call(aten.eq.Scalar, flags, 0), -1)
+        if not chosen.distinct:
+            listed = call(operator.getitem, call(aten.sort.default, listed, -1), 0)
+            again = call(
+                aten.eq.Tensor, call(aten.slice.Tensor, listed, 2, 1), call(aten.slice.Tensor, listed, 2, 0, -1)
+            )
+            again = call(aten.constant_pad_nd.default, again, [1, 0], False)
+            listed = call(aten.masked_fill.Scalar, listed, again, -1)
+        return self.builder.on_device(self.builder.cast(listed, torch.int32), device)
+
+    def _listed(self, operand: Operand, chosen: Chosen) -> fx.Node:
+        """[B,S,k]."""
+        atoms = (*self.plan.batch, *self.site.queries, *chosen.count)
+        for dim, one in enumerate(operand.axes):
+            if one == chosen.count:
+                self.sizes.show(one, operand.node, dim)
+        node = arrange(self.builder, self.sizes, operand.node, operand.axes, tuple((a,) for a in atoms))
+        node = spread(self.builder, self.sizes, node, atoms)
+        target = (self.plan.batch, self.site.queries, chosen.count)
+        return arrange(self.builder, self.sizes, node, tuple((a,) for a in atoms), target)
 
     def _mask(self) -> fx.Node | None:
         """All mask terms as one: boolean where they only fill in minus infinity, else additive, in float32."""

@@ -2,7 +2,8 @@
 
 Before: ``out, lse = mla_compile.decode_attention(q, c, k_rope, values, mask, seq_lens, scale, causal, window)``
 
-After: two products, a softmax in float32, one product, in the formulas of :mod:`mla_compile.kernels.reference`.
+After: two products, a softmax in float32, one product, in the formulas of :mod:`mla_compile.kernels.reference`. With a
+list of keys, ``indices``, the rows of those keys are gathered first, for each query.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.expr import wide
-from mla_compile.passes.ir.graph import Builder, argument, packet, shape, val
-from mla_compile.passes.ir.sizes import at_least
+from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
+from mla_compile.passes.ir.sizes import at_least, same
 from mla_compile.passes.rewrite.plain import future, hidden, masked_scores, positions, probabilities
 
 aten = torch.ops.aten
@@ -33,6 +34,8 @@ def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
 def _expand(node: fx.Node, builder: Builder) -> None:
     call = builder.call
     query, latent, rope, values, mask, lengths = (argument(node, i, n) for i, n in enumerate(_TENSORS))
+    picked = None if node.kwargs.get("indices") is None else _Picked(builder, node)
+    each = "s" if picked else ""  # rows of a query's own
     scale = node.kwargs["scale"]
     assert isinstance(scale, (int, float, fx.Node))
     dtype = wide(val(latent).dtype)
@@ -40,17 +43,22 @@ def _expand(node: fx.Node, builder: Builder) -> None:
 
     def scores_of(rows: fx.Node, start: int, stop: int) -> fx.Node:
         q = call(aten.slice.Tensor, query, 3, start, stop) if rope is not None else query
-        q, r = builder.cast(q, dtype), builder.cast(rows, dtype)
-        return call(aten.einsum.default, "bshl,btl->bhst", [q, r])
+        q, r = builder.cast(q, dtype), builder.cast(picked.rows(rows) if picked else rows, dtype)
+        return call(aten.einsum.default, f"bshl,b{each}tl->bhst", [q, r])
 
     scores = scores_of(latent, 0, width)
     if rope is not None:
         total = int(val(query).shape[-1])
         scores = call(aten.add.Tensor, scores, scores_of(rope, width, total))
+    if mask is not None and picked is not None:
+        mask = picked.mask(mask)
     scores = masked_scores(builder, scores, scale, [] if mask is None else [mask])
+    if picked is not None:
+        scores = hidden(builder, scores, picked.none)
     causal, window = node.kwargs.get("causal", False), node.kwargs.get("window", 0)
     if causal or window or lengths is not None:
-        rows, columns = positions(builder, (scores, 2), (scores, 3), lengths)
+        rows, columns = positions(builder, (scores, 2), (latent, 1), lengths)
+        columns = columns if picked is None else picked.keys
         if causal:
             scores = hidden(builder, scores, future(builder, rows, columns))
         elif lengths is not None:
@@ -59,10 +67,12 @@ def _expand(node: fx.Node, builder: Builder) -> None:
         if window:
             scores = hidden(builder, scores, call(aten.le.Tensor, columns, call(aten.sub.Tensor, rows, window)))
     # With more queries than keys, the first ones see none.
-    more = bool(causal) and not at_least(shape(scores)[3], shape(scores)[2])
-    probs = probabilities(builder, scores, some_empty=mask is not None or lengths is not None or more)
+    more = bool(causal) and not at_least(shape(latent)[1], shape(query)[1])
+    some_empty = more or not all(x is None for x in (mask, lengths, picked))
+    probs = probabilities(builder, scores, some_empty)
     rows = latent if values is None else values
-    out = call(aten.einsum.default, "bhst,btl->bshl", [probs, builder.cast(rows, dtype)])
+    rows = rows if picked is None else picked.rows(rows)
+    out = call(aten.einsum.default, f"bhst,b{each}tl->bshl", [probs, builder.cast(rows, dtype)])
     out = builder.cast(out, val(query).dtype)
     for user in list(node.users):
         assert user.target is operator.getitem
@@ -74,3 +84,38 @@ def _expand(node: fx.Node, builder: Builder) -> None:
             user.replace_all_uses_with(call(aten.transpose.int, lse, 1, 2))
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+class _Picked:
+    """What each query reads of the keys that its list names."""
+
+    def __init__(self, builder: Builder, node: fx.Node) -> None:
+        self.builder = builder
+        self.S = builder.size(args_of(node)[0], 1)
+        T = builder.size(args_of(node)[1], 1)
+        whole = builder.cast(argument(node, len(node.args), "indices"), torch.int64)
+        # An entry that names no key reads one, which is hidden.
+        last = builder.call(operator.sub, T, 1) if isinstance(T, fx.Node) else T - 1
+        self.at = builder.call(aten.clamp.default, whole, 0, last)
+        self.keys = builder.call(aten.unsqueeze.default, self.at, 1)  # [B,1,S,k]
+        none = builder.call(aten.ne.Tensor, whole, self.at)
+        self.none = builder.call(aten.unsqueeze.default, none, 1)
+        self._taken: dict[fx.Node, fx.Node] = {}
+
+    def rows(self, of: fx.Node) -> fx.Node:
+        """[B,S,k,width] of rows [B,T,width]."""
+        if of not in self._taken:
+            call = self.builder.call
+            batch = call(aten.arange.default, self.builder.size(of, 0), device=val(of).device)
+            for dim in (1, 2):
+                batch = call(aten.unsqueeze.default, batch, dim)
+            self._taken[of] = call(aten.index.Tensor, of, [batch, self.at])
+        return self._taken[of]
+
+    def mask(self, mask: fx.Node) -> fx.Node:
+        """The mask [B|1,H|1,S|1,T|1] at those keys."""
+        if same(shape(mask)[3], 1):
+            return mask
+        call, heads = self.builder.call, self.builder.size(mask, 1)
+        wide = call(aten.expand.default, mask, [self.builder.size(self.at, 0), heads, self.S, -1])
+        return call(aten.gather.default, wide, 3, call(aten.expand.default, self.keys, [-1, heads, -1, -1]))

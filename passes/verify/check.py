@@ -24,7 +24,7 @@ from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_
 from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import depends_on, reachable
-from mla_compile.passes.verify.evaluate import Evaluation, draw, number, of_sizes, symbols
+from mla_compile.passes.verify.evaluate import Evaluation, Listed, draw, number, of_sizes, symbols
 
 EXACT = 1e-8
 """Largest relative difference in float64 that rounding can explain.
@@ -76,6 +76,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         *(length.const for length in seen.lengths),
         len(seen.counts),
         len(seen.masks),
+        seen.chosen is not None,
         seen.causal,
         seen.window,
     )
@@ -188,12 +189,16 @@ def compare(
             continue
         keys = number(axis_size(plan.site.keys), sizes)
         counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts if ORIGIN in n.meta}
+        lists = _lists(plan, keys)
         ours: list[torch.Tensor] = []
         theirs: list[torch.Tensor] = []
         for trial in range(TRIALS):
             generator = torch.Generator().manual_seed(seed + trial)
             scale = _SCALES[trial % len(_SCALES)]
-            given = {name: draw(node, sizes, scale, generator, counts.get(name)) for name, node in boundary.items()}
+            given = {
+                name: draw(node, sizes, scale, generator, counts.get(name), lists.get(name))
+                for name, node in boundary.items()
+            }
             runs = [Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
             truth, reference = (run.value(old) for run in runs)
             exact, result = (run.value(new) for run in runs)
@@ -214,6 +219,17 @@ def compare(
             return Check(ratio, problem)
         ratios += [] if ratio is None else [ratio]
     return Check(max(ratios, default=None), note=note)
+
+
+def _lists(plan: AbsorbPlan, keys: int) -> dict[str, Listed]:
+    """The input that lists the keys of each query, if one does, by its name in the untouched graph."""
+    chosen = plan.visible.chosen
+    if chosen is None or chosen.scores is not None or ORIGIN not in chosen.indices.node.meta:
+        return {}
+    axes = chosen.indices.axes
+    # Of one key there is no axis, and any that is as short will do.
+    along = axes.index(chosen.count) if chosen.count in axes else len(axes) - 1
+    return {chosen.indices.node.meta[ORIGIN]: Listed(keys, along, chosen.distinct)}
 
 
 def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -48,22 +49,42 @@ def draw(
     sizes: Mapping[sympy.Symbol, int],
     scale: float,
     generator: torch.Generator,
-    keys: int | None = None,
+    counts: int | None = None,
+    lists: Listed | None = None,
 ) -> torch.Tensor:
     """A random value for one input of a site: rows and queries normal, masks with some tokens hidden.
 
-    ``keys``: the input is how many of so many keys there are, give or take a few.
+    ``counts``: the input is how many of so many keys there are, give or take a few. ``lists``: it names keys.
     """
     fake = val(node)
     shape = [number(size(d), sizes) for d in fake.shape]
     if fake.dtype == torch.bool:
         return _mask(shape, generator).to(fake.device)
-    if keys is not None:
-        return torch.randint(-2, keys + 2, shape, generator=generator).to(fake.dtype).to(fake.device)
+    if counts is not None:
+        return torch.randint(-2, counts + 2, shape, generator=generator).to(fake.dtype).to(fake.device)
+    if lists is not None:
+        return _named(shape, lists, generator).to(fake.dtype).to(fake.device)
     # Zero and one are valid as an index, a flag or a count of anything.
     if not fake.dtype.is_floating_point:
         return torch.randint(0, 2, shape, generator=generator).to(fake.dtype).to(fake.device)
     return (torch.randn(shape, generator=generator) * scale).to(fake.dtype).to(fake.device)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What an input that names keys holds: how many there are, along which axis they are named, and whether once."""
+
+    keys: int
+    axis: int
+    once: bool
+
+
+def _named(shape: list[int], of: Listed, generator: torch.Generator) -> torch.Tensor:
+    if not of.once:
+        return torch.randint(0, max(1, of.keys), shape, generator=generator)
+    rows = [n for k, n in enumerate(shape) if k != of.axis]
+    orders = torch.rand([*rows, of.keys], generator=generator).argsort(-1)
+    return orders[..., : shape[of.axis]].movedim(-1, of.axis)
 
 
 def _mask(shape: list[int], generator: torch.Generator) -> torch.Tensor:

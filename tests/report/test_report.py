@@ -163,6 +163,9 @@ def test_json_schema():
         "break_even_S": None,
         "precision_ratio": None,
         "fold_error": None,
+        "chosen": None,
+        "choosing_flops": None,
+        "choosing_bytes": None,
         "notes": [],
     }
 

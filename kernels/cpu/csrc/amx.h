@@ -58,7 +58,7 @@ class Amx {
     first_key = start, given = n, keys = round_up(n, 64), sees = seen;
     // Rows of bfloat16 in whole chunks serve as left factors in place.
     const bool in_place =
-        ROW_PLANES == 1 && !seen && n == keys && c.L % CHUNK == 0 && c.R % CHUNK == 0 && n <= c.adjacent(start);
+        ROW_PLANES == 1 && !seen && n == keys && c.L % CHUNK == 0 && c.R % CHUNK == 0 && n <= piece.adjacent(c, start);
     for (int64_t i = 0; i < keys && !in_place; ++i) {
       copy_key(row_of(c.latent, i), visible(i) ? c.L : 0, i, 0, latent_chunks);
       if (c.R) copy_key(row_of(c.rope, i), visible(i) ? c.R : 0, i, latent_chunks, chunks);
@@ -73,11 +73,7 @@ class Amx {
       part[0] = {all, CHUNK * 2, copied, 0, chunks};
       part[1] = {all, CHUNK * 2, copied, chunks, chunks};
     }
-    const int64_t next = start + n;
-    ahead = {};
-    if (next < piece.hi)
-      ahead = {c.latent.data + c.at(c.latent, piece.b, next) * int64_t(sizeof(Row)), c.latent.t * int64_t(sizeof(Row)),
-               c.L * int64_t(sizeof(Row)), std::min(c.adjacent(next), std::min(TILE, piece.hi - next))};
+    ahead = Ahead::of(c, piece, start + n, TILE, sizeof(Row));
   }
 
   void scores(float* to) {
@@ -123,7 +119,7 @@ class Amx {
 
   // Row i of the tile; the last one for those that fill it up, of which nothing is read.
   const Row* row_of(const Rows& rows, int64_t i) const {
-    return reinterpret_cast<const Row*>(rows.data) + c.at(rows, piece.b, first_key + std::min(i, given - 1));
+    return reinterpret_cast<const Row*>(rows.data) + piece.at(c, rows, first_key + std::min(i, given - 1));
   }
 
   template <class T>

@@ -31,6 +31,8 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t causal, window, threads, amx;
   const int32_t* table;  // [B,T/page], or null where rows lie in one piece for each batch entry
   int64_t table_b, page_bits;  // a page has 2^page_bits rows
+  const int32_t* indices;      // [B,S,k], the last axis contiguous: the keys that a query sees
+  int64_t indices_b, indices_s, k;  // k is -1 where a query sees all keys
   double scale;
 
   // Where row t of batch entry b is, in elements; t < length(b), as no other entry of the table is to be read.
@@ -38,6 +40,7 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
     if (!table) return b * rows.b + t * rows.t;
     return table[b * table_b + (t >> page_bits)] * rows.b + (t & ((int64_t{1} << page_bits) - 1)) * rows.t;
   }
+  bool picks() const { return k >= 0; }  // whether each query sees keys of its own; of no keys there is no address
   // How many rows from t on lie one behind the other.
   int64_t adjacent(int64_t t) const {
     if (!table) return T - t;
@@ -59,10 +62,15 @@ constexpr int64_t MAX_ROWS = 128;  // query rows carried through one walk over t
 // One walk: some query rows of a batch entry over some of its keys.
 struct Piece {
   int64_t b, first, rows;  // query rows [first, first + rows) of the S*H of batch entry b
-  int64_t lo, hi;          // keys
+  int64_t lo, hi;          // keys; with picks, places in them
   int64_t part, parts;     // its place among the pieces of the same query rows, which lie one after the other
   const uint8_t* seen;     // [T], 0 where no query of the batch entry sees the key; null where all are seen
+  const int32_t* picks;    // the keys that the one query of this piece sees; null: each key is in its own place
   int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
+  int64_t key(int64_t i) const { return picks ? picks[i] : i; }
+  // Where the row of the i-th key is, in elements, and how many rows from there on lie one behind the other.
+  int64_t at(const Call& c, const Rows& of, int64_t i) const { return c.at(of, b, key(i)); }
+  int64_t adjacent(const Call& c, int64_t i) const { return picks ? 1 : c.adjacent(i); }
 };
 
 // Hands out aligned pieces of one block; with a null block it only counts.
@@ -100,11 +108,25 @@ class Scratch {
 struct Ahead {
   const char* row = nullptr;
   int64_t stride = 0, width = 0, left = 0, at = 0;  // bytes, and rows that are left
+  const Call* call = nullptr;                       // where rows are picked: they lie anywhere
+  const Piece* piece = nullptr;
+  int64_t next = 0;
+  // The `most` rows of the latent from the i-th key of a piece on.
+  static Ahead of(const Call& c, const Piece& p, int64_t i, int64_t most, int64_t bytes) {
+    if (i >= p.hi) return {};
+    most = std::min(most, p.hi - i);
+    const char* first = c.latent.data + p.at(c, c.latent, i) * bytes;
+    if (p.picks) return {first, bytes, c.L * bytes, most, 0, &c, &p, i};
+    return {first, c.latent.t * bytes, c.L * bytes, std::min(c.adjacent(i), most)};
+  }
   void step(int lines) {
     for (int i = 0; i < lines && left > 0; ++i) {
       __builtin_prefetch(row + at, 0, 2);
       at += 64;
-      if (at >= width) at = 0, row += stride, --left;
+      if (at < width) continue;
+      at = 0, --left;
+      if (!piece) row += stride;
+      else if (left > 0) row = call->latent.data + piece->at(*call, call->latent, ++next) * stride;
     }
   }
 };

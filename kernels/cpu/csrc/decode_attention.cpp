@@ -89,20 +89,46 @@ void finish_row(const Call& c, const State* states, int64_t parts, int64_t m, in
   });
 }
 
-std::vector<Piece> cut_call(const Call& c, const std::vector<Seen>& seen, int64_t& threads) {
-  const int64_t M = c.S * c.H, groups = (M + MAX_ROWS - 1) / MAX_ROWS;
-  const int64_t rows = std::min(M, round_up((M + groups - 1) / groups, PANEL));
+// What the queries of a call see: by batch entry, or by query where each has picked its keys.
+struct Sight {
+  std::vector<Seen> seen;
+  std::vector<std::vector<int32_t>> picks;
+};
+
+Sight look(const Call& c) {
+  Sight sight;
+  if (!c.picks()) {
+    for (int64_t b = 0; b < (c.mask_b || c.lengths ? c.B : 1); ++b) sight.seen.push_back(find_seen(c, b));
+    return sight;
+  }
+  for (int64_t b = 0; b < c.B; ++b)
+    for (int64_t s = 0; s < c.S; ++s) sight.picks.push_back(find_picks(c, b, s));
+  return sight;
+}
+
+std::vector<Piece> cut_call(const Call& c, const Sight& sight, int64_t& threads) {
+  // Rows that walk together look at the same keys: all of a batch entry, or with picks those of one query.
+  const int64_t M = c.S * c.H, span = c.picks() ? c.H : M, groups = (span + MAX_ROWS - 1) / MAX_ROWS;
+  const int64_t rows = std::min(span, round_up((span + groups - 1) / groups, PANEL));
   std::vector<Piece> whole;
   int64_t keys = 0;
   for (int64_t b = 0; b < c.B; ++b)
-    for (int64_t first = 0; first < M; first += rows) {
-      const Seen& s = seen[seen.size() > 1 ? b : 0];
-      Piece piece{b, first, std::min(rows, M - first), s.lo, s.hi, 0, 1, s.keys.empty() ? nullptr : s.keys.data()};
-      piece.lo = std::max(piece.lo, c.first(b, first / c.H));
-      piece.hi = std::max(piece.lo, std::min(piece.hi, c.stop(b, (first + piece.rows - 1) / c.H)));
-      keys += piece.hi - piece.lo;
-      whole.push_back(piece);
-    }
+    for (int64_t base = 0; base < M; base += span)
+      for (int64_t first = base; first < base + span; first += rows) {
+        Piece piece{b, first, std::min(rows, base + span - first), 0, 0, 0, 1, nullptr, nullptr};
+        if (c.picks()) {
+          const std::vector<int32_t>& picks = sight.picks[b * c.S + base / c.H];
+          piece.hi = int64_t(picks.size());
+          piece.picks = picks.data();
+        } else {
+          const Seen& s = sight.seen[sight.seen.size() > 1 ? b : 0];
+          piece.seen = s.keys.empty() ? nullptr : s.keys.data();
+          piece.lo = std::max(s.lo, c.first(b, first / c.H));
+          piece.hi = std::max(piece.lo, std::min(s.hi, c.stop(b, (first + piece.rows - 1) / c.H)));
+        }
+        keys += piece.hi - piece.lo;
+        whole.push_back(piece);
+      }
   if (keys * rows * (c.L + c.R + c.Lv) <= ALONE) threads = 1;
   if (threads == 1) return whole;
   const int64_t each = std::max(SHORT, round_up(keys / (whole.size() == 1 ? threads : 4 * threads) + 1, 32));
@@ -124,9 +150,8 @@ template <class Product>
 bool run(const Call& c) {
   static thread_local Scratch shared_block;
   int64_t threads = std::max<int64_t>(1, c.threads);
-  std::vector<Seen> seen;
-  for (int64_t b = 0; b < (c.mask_b || c.lengths ? c.B : 1); ++b) seen.push_back(find_seen(c, b));
-  const std::vector<Piece> pieces = cut_call(c, seen, threads);
+  const Sight sight = look(c);
+  const std::vector<Piece> pieces = cut_call(c, sight, threads);
   if (pieces.empty()) return true;
   threads = std::min<int64_t>(threads, pieces.size());
   int64_t panels = 0;

@@ -48,11 +48,7 @@ class Fma {
     latent = rows_of(c.latent, c.L, wide_latent, start, seen, latent_copy, !c.values.data && c.L % VL);
     rope = c.R ? rows_of(c.rope, c.R, c.R, start, seen, rope_copy, false) : Tile{};
     values = c.values.data ? rows_of(c.values, c.Lv, wide_values, start, seen, values_copy, c.Lv % VL) : latent;
-    const int64_t next = start + n, bytes = size_of(c.row_kind);
-    ahead = {};
-    if (next < piece.hi)
-      ahead = {c.latent.data + c.at(c.latent, piece.b, next) * bytes, c.latent.t * bytes, c.L * bytes,
-               std::min(c.adjacent(next), std::min(TILE, piece.hi - next))};
+    ahead = Ahead::of(c, piece, start + n, TILE, size_of(c.row_kind));
   }
 
   void scores(float* to) {
@@ -84,12 +80,12 @@ class Fma {
   // The rows where they lie, or a copy in float32: padded with zeros to `wide`, and zero where no query sees them.
   Tile rows_of(const Rows& rows, int64_t width, int64_t wide, int64_t start, const uint8_t* seen, float* copy,
                bool pad) {
-    if (c.row_kind == FLOAT32 && !seen && !pad && keys <= c.adjacent(start))
-      return {reinterpret_cast<const float*>(rows.data) + c.at(rows, piece.b, start), rows.t};
+    if (c.row_kind == FLOAT32 && !seen && !pad && keys <= piece.adjacent(c, start))
+      return {reinterpret_cast<const float*>(rows.data) + piece.at(c, rows, start), rows.t};
     with_row_type(c.row_kind, [&](auto type) {
       using T = decltype(type);
       for (int64_t i = 0; i < keys; ++i) {
-        const T* from = reinterpret_cast<const T*>(rows.data) + c.at(rows, piece.b, start + i);
+        const T* from = reinterpret_cast<const T*>(rows.data) + piece.at(c, rows, start + i);
         float* to = copy + i * wide;
         const int64_t filled = seen && !seen[start + i] ? 0 : width;
         for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]);

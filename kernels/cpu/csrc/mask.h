@@ -83,22 +83,62 @@ inline Seen find_seen(const Call& c, int64_t b) {
   return seen;
 }
 
+// Takes the keys of which a mask lets some head see; false where some head then sees none.
+template <class T>
+bool take_visible(const Call& c, const T* mask, bool low_is_hidden, const std::vector<int32_t>& keys,
+                  std::vector<int32_t>& taken) {
+  const int64_t H = c.mask_h ? c.H : 1;
+  std::vector<uint8_t> some(H, 0);
+  for (const int32_t t : keys) {
+    uint8_t any = 0;
+    for (int64_t h = 0; h < H; ++h) {
+      const T x = mask[h * c.mask_h + t * c.mask_t];
+      const uint8_t visible = low_is_hidden ? !is_low(x) : bias_of(x) != -INF;
+      some[h] |= visible, any |= visible;
+    }
+    if (any) taken.push_back(t);
+  }
+  return !std::memchr(some.data(), 0, H);
+}
+
+// The keys that a query sees, of those that its indices name.
+inline std::vector<int32_t> find_picks(const Call& c, int64_t b, int64_t s) {
+  const int32_t* named = c.indices + b * c.indices_b + s * c.indices_s;
+  const int64_t first = c.first(b, s), stop = c.stop(b, s);
+  std::vector<int32_t> keys;
+  keys.reserve(c.k);
+  for (int64_t i = 0; i < c.k; ++i)
+    if (named[i] >= first && named[i] < stop) keys.push_back(named[i]);
+  if (!c.mask) return keys;
+  std::vector<int32_t> taken;
+  with_mask_type(c.mask_kind, [&](auto type) {
+    using T = decltype(type);
+    const T* mask = reinterpret_cast<const T*>(c.mask) + b * c.mask_b + s * c.mask_s;
+    if (!take_visible(c, mask, true, keys, taken) && c.mask_kind != BOOL) {
+      taken.clear();
+      take_visible(c, mask, false, keys, taken);
+    }
+  });
+  return taken;
+}
+
 // Applies mask, causality, window and unseen keys to the scores [n, panels * PANEL] of keys [start, start + n).
 inline void hide(const Call& c, const Piece& piece, int64_t start, int64_t n, float* scores) {
   const int64_t stride = piece.panels() * PANEL, M = piece.rows;
   if (c.mask)
     with_mask_type(c.mask_kind, [&](auto type) {
       using T = decltype(type);
-      const T* mask = reinterpret_cast<const T*>(c.mask) + piece.b * c.mask_b + start * c.mask_t;
+      const T* of_batch = reinterpret_cast<const T*>(c.mask) + piece.b * c.mask_b;
       int64_t offset[MAX_ROWS];
       for (int64_t m = 0; m < M; ++m) {
         const int64_t row = piece.first + m;
         offset[m] = row / c.H * c.mask_s + row % c.H * c.mask_h;
       }
-      const bool uniform = !c.mask_h && (!c.mask_s || c.S == 1);
-      for (int64_t i = 0; i < n; ++i, mask += c.mask_t, scores += stride) {
+      const bool uniform = !c.mask_h && (!c.mask_s || c.S == 1 || piece.picks);
+      for (int64_t i = 0; i < n; ++i, scores += stride) {
+        const T* mask = of_batch + piece.key(start + i) * c.mask_t;
         if (uniform) {
-          const float bias = bias_of(*mask);
+          const float bias = bias_of(mask[offset[0]]);
           if (bias == 0.f) continue;
           for (int64_t m = 0; m < M; ++m) scores[m] = bias == -INF ? -INF : scores[m] + bias;
         } else {
@@ -110,6 +150,7 @@ inline void hide(const Call& c, const Piece& piece, int64_t start, int64_t n, fl
       }
       scores -= n * stride;
     });
+  if (piece.picks) return;  // only keys within the bounds, and seen, are picked
   const int64_t s = piece.first / c.H, last = (piece.first + M - 1) / c.H;
   if (start < c.first(piece.b, last) || start + n > c.stop(piece.b, s))
     for (int64_t m = 0; m < M; ++m) {

@@ -21,7 +21,8 @@ MINICPM3 = Dims(H=40, L=256, R=32, N=64, V=64, Q=768, D=2560)
 REAL = [pytest.param(V3, id="v3"), pytest.param(V2_LITE, id="v2-lite"), pytest.param(MINICPM3, id="minicpm3")]
 ODD = Dims(H=3, L=10, R=2, N=4, V=5, Q=7, D=11)
 NO_ROPE = Dims(H=2, L=6, R=0, N=3, V=4, Q=5, D=9)
-ABSORBED = [form for form in FORMS if form != "expanded"]
+ABSORBED = [form for form in FORMS if form not in ("expanded", "sparse")]
+LISTED = 2  # keys that each query has chosen in the sparse form
 DEVICE_LIST = list(DEVICES.values())
 # A machine that is limited by arithmetic alone: the choice must fall exactly where the FLOPs say.
 ARITHMETIC = Device("arithmetic", flops_per_s=1e9, bytes_per_s=1e18, launch_s=0.0)
@@ -47,10 +48,14 @@ def run_call(form: str, dims: Dims, B: int, S: int, T: int) -> None:
         scores = torch.cat([q_BHSN, q_rope_BHSR], -1) @ k.transpose(-1, -2)
         (scores @ v_BHTV).transpose(1, 2).reshape(B, S, H * V) @ W_o
         return
-    if form in ("chained", "folded_output"):
+    if form in ("chained", "sparse", "folded_output"):
         q_BHSL = torch.einsum("bhsn,hnl->bhsl", q_BHSN, W_kc)
     rows = torch.cat([latent_BTL, rope_BTR], -1)[:, None]
+    if form == "sparse":
+        latent_BTL, rows = torch.zeros(B * S, LISTED, L), torch.zeros(B * S, 1, LISTED, L + R)
+        q_BHSL, q_rope_BHSR = torch.zeros(B * S, H, 1, L), torch.zeros(B * S, H, 1, R)
     out_BHSL = torch.cat([q_BHSL, q_rope_BHSR], -1) @ rows.transpose(-1, -2) @ latent_BTL[:, None]
+    out_BHSL = out_BHSL.view(B, S, H, L).transpose(1, 2)
     if form in ("folded", "folded_output"):
         out_BHSL.transpose(1, 2).reshape(B, S, H * L) @ W_vo
     else:
@@ -63,14 +68,15 @@ def run_call(form: str, dims: Dims, B: int, S: int, T: int) -> None:
 def test_flops_equal_what_torch_counts(form, B, S, T, dims):
     with FlopCounterMode(display=False) as counter:
         run_call(form, dims, B, S, T)
-    assert evaluate(formulas.flops(form, projections=True), dims, B=B, S=S, T=T) == counter.get_total_flops()
+    letters = {"B": B, "S": S, "T": T, "J": LISTED}
+    assert evaluate(formulas.flops(form, projections=True), dims, **letters) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_projections_are_what_the_core_leaves_out(form):
-    B, S, T = 2, 3, 5
-    core = evaluate(formulas.flops(form), ODD, B=B, S=S, T=T)
-    whole = evaluate(formulas.flops(form, projections=True), ODD, B=B, S=S, T=T)
+    B, S, letters = 2, 3, {"B": 2, "S": 3, "T": 5, "J": LISTED}
+    core = evaluate(formulas.flops(form), ODD, **letters)
+    whole = evaluate(formulas.flops(form, projections=True), ODD, **letters)
     query = {"folded_query": 7 * 3 * 10, "folded": 7 * 3 * 10}.get(form, 7 * 3 * 4)
     output = {"folded_output": 3 * 10 * 11, "folded": 3 * 10 * 11}.get(form, 3 * 5 * 11)
     assert whole - core == 2 * B * S * (query + output)
@@ -88,6 +94,36 @@ def test_bytes_of_the_chained_form():
     attend = 2 * 5 * (10 + 2) + 2 * 3 * 3 * (10 + 2) + 2 * 3 * 3 * 10
     values = 3 * 10 * 5 + 2 * 3 * 3 * (10 + 5)
     assert evaluate(formulas.moved_bytes("chained"), ODD, B=2, S=3, T=5, E=2) == 2 * (absorb + attend + values)
+
+
+def test_the_sparse_form_is_the_chained_one_over_a_list():
+    """As many keys as there are: the same FLOPs; the rows are read by each query, and no more of them with T."""
+    of_all = {"B": 2, "S": 3, "T": 5, "J": 5}
+    assert evaluate(formulas.flops("sparse"), ODD, **of_all) == evaluate(formulas.flops("chained"), ODD, **of_all)
+    one = {**of_all, "S": 1, "E": 2}
+    assert evaluate(formulas.moved_bytes("sparse"), ODD, **one) == evaluate(formulas.moved_bytes("chained"), ODD, **one)
+    assert formulas.marginal_flops("sparse") == formulas.marginal_bytes("sparse") == 0
+
+
+def test_prompts_from_which_the_sparse_form_pays():
+    """2,048 of V3's keys: 2048 (2 * 512 + 64) / (128 + 64 + 128) tokens."""
+    assert cost.sparse_prompt(V3, 2048) == pytest.approx(6963.2)
+    at, below, above = (
+        evaluate(formulas.absorption_gain("sparse"), V3, S=n, T=n, J=2048) for n in (6963.2, 6900, 7000)
+    )
+    assert below < 0 < above
+    assert abs(at) < 1e-6 * above
+
+
+def test_a_list_of_keys_is_read_where_that_is_less():
+    def chosen(S, T, k):
+        return cost.choose(V3, B=1, S=S, T=T, element_bytes=2, device=DEVICES["cpu"], forms="absorbed", chosen=k)
+
+    assert chosen(1, 32768, 2048).sparse
+    assert "1 query against 2,048 chosen ones of 32,768" in chosen(1, 32768, 2048).reason
+    assert chosen(1, 32768, 2048).seconds["chained"] < 0.5 * chosen(1, 32768, None).seconds["chained"]
+    assert not chosen(8, 2048, 2048).sparse
+    assert not chosen(8, 32768, None).sparse
 
 
 def test_folded_weights_of_v3():

@@ -1,0 +1,264 @@
+"""Masks that show each query the keys of a list: the operator gets the list, or the mask stays and the numbers too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mla_compile.codes import Code
+from tests.support.programs import OP, codes, error, optimized, seeded, trace
+
+B, H, T, L, N, V, K = 3, 4, 9, 8, 6, 5, 3
+INF = float("-inf")
+NAMES = ("query", "latent", "rope", "values", "mask", "seq_lens", "sinks", "kv_scale", "indices")
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
+
+
+def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, **options):
+    """The tensors that the operator is given besides rows, and its numbers; ``make(S, *given)`` makes the mask.
+
+    ``other``: further values of ``given`` for which the rewritten attention has to be what the original is.
+    """
+
+    def fn(q, c, *rest):
+        *given, w_k, w_v = rest
+        k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+        return attend(q, k, v, make(S, *given))
+
+    q, c = seeded(B, H, S, N), seeded(B, T, L)
+    weights = [seeded(H * N, L, seed=3), seeded(H * V, L, seed=4)]
+    program = trace(fn, [q, c, *given], weights)
+    options = {"forms": "absorbed", "verify": True, "strict": True} | options
+    outcome = optimized(program, lowering="op", **options)
+    assert codes(outcome) == [expect]
+    plain = optimized(program, **options | {"lowering": "aten"})
+    for values in (given, *other):
+        want = fn(q, c, *values, *weights)
+        for one in (outcome, plain):
+            (result,) = one.program.gm(q, c, *values, *weights)
+            assert torch.equal(result.isnan(), want.isnan())
+            assert error(result.nan_to_num(), want.nan_to_num()) < 1e-10
+    (node,) = (n for n in outcome.program.gm.graph.nodes if str(n.target) == OP)
+    arguments = {**dict(zip(NAMES, node.args, strict=False)), **node.kwargs}
+    found = {k: tuple(arguments[k].meta["val"].shape) for k in NAMES[4:] if arguments.get(k) is not None}
+    targets = {str(n.target) for n in outcome.program.gm.graph.nodes}
+    return found | {"causal": arguments["causal"]}, targets
+
+
+def ranks(S: int, seed: int = 7, heads: int = 0) -> Tensor:
+    return seeded(B, *([heads] if heads else []), S, T, seed=seed)
+
+
+def best(scores: Tensor, k: int = K) -> Tensor:
+    return scores.topk(k, dim=-1).indices
+
+
+def causal(S: int) -> Tensor:
+    return torch.arange(T) <= torch.arange(T - S, T)[:, None]
+
+
+def hides(index: Tensor, S: int) -> Tensor:
+    return torch.ones(B, S, T, dtype=torch.bool).scatter(-1, index, False).unsqueeze(1)
+
+
+def shows(index: Tensor, S: int) -> Tensor:
+    return torch.zeros(B, S, T, dtype=torch.bool).scatter(-1, index, True)[:, None]
+
+
+MASKS = {
+    "scattered False, negated": lambda S, x: ~hides(best(x), S),
+    "scattered True": lambda S, x: shows(best(x), S),
+    "through int32": lambda S, x: ~hides(best(x).to(torch.int32).long(), S),
+    "of a sort": lambda S, x: shows(x.sort(dim=-1, descending=True).indices[..., :K], S),
+    "of a stable sort": lambda S, x: shows(x.sort(dim=-1, descending=True, stable=True)[1][..., :K], S),
+    "of an argsort": lambda S, x: shows(x.argsort(dim=-1)[..., :K], S),
+    "the worst": lambda S, x: shows(x.topk(K, largest=False).indices, S),
+    "along another axis first": lambda S, x: shows(best(x.mT.contiguous().mT), S),
+    "transposed": lambda S, x: shows(x.mT.topk(K, dim=1).indices.mT, S),
+    "by a tensor": lambda S, x: (
+        torch.zeros(B, S, T, dtype=torch.bool).scatter(-1, best(x), torch.ones(B, S, K, dtype=torch.bool))[:, None]
+    ),
+    "counted": lambda S, x: torch.zeros(B, S, T).scatter_add(-1, best(x), torch.ones(B, S, K))[:, None] > 0,
+    "counted, and not 0": lambda S, x: (
+        torch.zeros(B, S, T, dtype=torch.int32)
+        .scatter_add(-1, best(x), torch.ones(B, S, K, dtype=torch.int32)).ne(0)[:, None]
+    ),
+    "minus infinity": lambda S, x: torch.full((B, S, T), INF).scatter(-1, best(x), 0.0)[:, None],
+    "filled": lambda S, x: torch.zeros(B, 1, S, T).masked_fill(hides(best(x), S), INF),
+    "where": lambda S, x: torch.where(shows(best(x), S), 0.0, INF),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("S", [1, 2])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_operator_is_told_the_list(name, S):
+    found, targets = told(MASKS[name], S, ranks(S), other=[[ranks(S, seed=8)]])
+    assert found == {"indices": (B, S, K), "causal": False}
+    assert not any("scatter" in t for t in targets)  # the mask over all keys is not made any more
+    assert "aten.sort.default" not in targets or "sort" in name  # nor are distinct indices compared
+
+
+@pytest.mark.parametrize("S", [1, 2])
+def test_other_masks_stay_beside_it(S):
+    padding = torch.rand(B, 1, 1, T, generator=torch.Generator().manual_seed(0)) < 0.7
+    one = ranks(S)
+    found, _ = told(lambda S, x, p: ~hides(best(x), S) & causal(S) & p, S, one, padding)
+    assert found == {"indices": (B, S, K), "causal": S > 1, "mask": (B, 1, 1, T)}
+    found, _ = told(lambda S, x, bias: bias.masked_fill(hides(best(x), S), INF), S, one, seeded(B, H, S, T, seed=9))
+    assert "indices" not in found  # a bias is no mask: which of its numbers is hidden is not told apart
+    found, _ = told(lambda S, x, y: shows(best(x), S) & shows(best(y), S), S, one, ranks(S, seed=5))
+    assert found["indices"] == (B, S, K)
+    assert found["mask"] == (B, 1, S, T)  # of two lists one stays a mask
+
+
+def test_indices_that_come_in_may_name_a_key_twice():
+    S = 2
+    twice = torch.tensor([[[3, 3, 1], [0, 8, 8]], [[2, 2, 2], [7, 6, 5]], [[0, 1, 2], [4, 4, 0]]])
+    found, targets = told(lambda S, i: ~hides(i, S), S, twice, other=[[torch.zeros(B, S, K, dtype=torch.int64)]])
+    assert found == {"indices": (B, S, K), "causal": False}
+    assert "aten.sort.default" in targets
+
+
+def test_an_entry_counts_where_its_flag_is_set():
+    """-1 for no key, as in glm5_next: cut to a key, and counted as none."""
+    S = 2
+    index = torch.tensor([[[3, -1, 1], [0, 8, -1]], [[2, -1, -1], [7, 6, 5]], [[0, 1, 2], [4, 4, 0]]])
+
+    def mask(S, i):
+        valid = i.ge(0) & i.lt(T)
+        counts = torch.zeros(B, S, T, dtype=torch.int32).scatter_add(-1, i.clamp(0, T - 1), valid.to(torch.int32))
+        return counts.ne(0).unsqueeze(1)
+
+    found, _ = told(mask, S, index, other=[[torch.full((B, S, K), -1)]])
+    assert found == {"indices": (B, S, K), "causal": False}
+
+
+def test_a_list_for_all_of_a_batch():
+    found, _ = told(lambda S, x: torch.zeros(S, T, dtype=torch.bool).scatter(-1, best(x), True), 2, ranks(2)[0])
+    assert found["indices"] == (B, 2, K)
+
+
+@pytest.mark.parametrize("attend", [sdpa, eager], ids=["sdpa", "eager"])
+def test_a_row_whose_chosen_keys_are_hidden(attend):
+    """Zero in the fused attention, NaN in a plain softmax, in both forms."""
+    padding = torch.ones(B, 1, 1, T, dtype=torch.bool)
+    padding[0] = False
+
+    def mask(S, x, p):
+        return torch.zeros(B, 1, S, T).masked_fill(hides(best(x), S), INF).masked_fill(~p, INF)
+
+    found, _ = told(mask, 1, ranks(1), padding, attend=attend)
+    assert found == {"indices": (B, 1, K), "causal": False, "mask": (B, 1, 1, T)}
+
+
+LOW = torch.finfo(torch.float32).min
+
+
+def low(S: int, x: Tensor, *, same: bool = True, fill: float = LOW) -> Tensor:
+    """As transformers has it for eager attention: the same mask hides scores and keys, with a finite number."""
+    mask = torch.where(causal(S), 0.0, LOW).expand(B, 1, S, T)
+    index = best(x + mask[:, 0] if same else x)
+    return mask.masked_fill(hides(index, S), fill)
+
+
+def test_a_finite_number_where_the_best_of_the_visible_keys_are_chosen():
+    found, _ = told(low, 2, ranks(2), attend=eager)
+    assert found == {"indices": (B, 2, K), "causal": True}
+    found, _ = told(low, 3, ranks(3), attend=eager)  # as many rows as there are: not worth it
+    assert found == {"mask": (B, 1, 3, T), "causal": False}
+
+
+KEPT = {
+    "finite, and hidden keys may be chosen": (lambda S, x: low(S, x, same=False), eager, [ranks(3)]),
+    "two finite numbers": (lambda S, x: low(S, x, fill=LOW / 2), eager, [ranks(3)]),
+    "finite, and the padding hides": (
+        lambda S, x, p: torch.where(p, 0.0, LOW).expand(B, 1, S, T).masked_fill(hides(best(x), S), LOW),
+        eager, [ranks(3), torch.ones(B, 1, 1, T, dtype=torch.bool)],
+    ),
+    "the listed keys are hidden": (lambda S, x: hides(best(x), S), sdpa, [ranks(3)]),
+    "others are let through": (lambda S, x: shows(best(x), S) | causal(S), sdpa, [ranks(3)]),
+    "a list for each head": (
+        lambda S, x: torch.zeros(B, H, S, T, dtype=torch.bool).scatter(-1, best(x), True), sdpa,
+        [ranks(3, heads=H)],
+    ),
+    "heads are chosen": (
+        lambda S, x: torch.zeros(B, H, S, T, dtype=torch.bool).scatter(1, x.topk(2, dim=1).indices, True), sdpa,
+        [ranks(3, heads=H)],
+    ),
+    "queries are chosen": (
+        lambda S, x: torch.zeros(B, S, T, dtype=torch.bool).scatter(1, x.topk(2, dim=1).indices, True)[:, None], sdpa,
+        [ranks(3)],
+    ),
+    "a soft mask": (lambda S, x: torch.full((B, S, T), -5.0).scatter(-1, best(x), 0.0)[:, None], sdpa, [ranks(3)]),
+    "not quite minus infinity": (
+        lambda S, x: torch.full((B, S, T), -1e9).scatter(-1, best(x), 0.0)[:, None], eager, [ranks(3)],
+    ),
+    "a bonus": (lambda S, x: torch.full((B, S, T), INF).scatter(-1, best(x), 0.5)[:, None], sdpa, [ranks(3)]),
+    "some rows are not written": (
+        lambda S, x: torch.ones(B, S, T, dtype=torch.bool).scatter(-1, best(x)[:, :2], False).logical_not()[:, None],
+        sdpa, [ranks(3)],
+    ),
+    "counts that cancel": (
+        lambda S, x, y: (torch.zeros(B, S, T, dtype=y.dtype).scatter_add(-1, best(x), y) != 0)[:, None], sdpa,
+        [ranks(3), seeded(B, 3, K)],
+    ),
+    "changed after it was made": (
+        lambda S, x: shows(best(x), S).logical_xor(causal(S)), sdpa, [ranks(3)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_mask_stays(name):
+    make, attend, given = KEPT[name]
+    found, _ = told(make, 3, *given, attend=attend)
+    assert "indices" not in found
+    assert "mask" in found
+
+
+def test_indices_that_are_changed_are_followed_as_they_are():
+    """Not those of the top k any more: two of them may be equal now."""
+    found, targets = told(lambda S, x: shows((best(x) + 1).clamp(max=T - 1), S), 2, ranks(2))
+    assert found["indices"] == (B, 2, K)
+    assert "aten.sort.default" in targets
+
+
+def test_rounded_indices_may_be_equal():
+    _, targets = told(lambda S, x: shows(best(x).to(torch.bfloat16).long().clamp(0, T - 1), S), 1, ranks(1))
+    assert "aten.sort.default" in targets
+
+
+def test_off_where_it_is_switched_off_or_does_not_pay():
+    mask = MASKS["scattered True"]
+    assert "mask" in told(mask, 1, ranks(1), sparse="never")[0]
+    # Five queries of eight out of nine keys each: their rows one by one are more than all rows once.
+    found, _ = told(lambda S, x: shows(best(x, 8), S), 5, ranks(5))
+    assert "mask" in found
+
+
+def test_what_the_report_says():
+    def fn(q, c, keys, w_k, w_v):
+        k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+        scores = (q[:, :2] @ keys.mT[:, None]).relu().sum(1)
+        return sdpa(q, k, v, ~hides(best(scores), 1))
+
+    given = [seeded(B, H, 1, N), seeded(B, T, L), seeded(B, T, N, seed=5)]
+    outcome = optimized(trace(fn, given, [seeded(H * N, L, seed=3), seeded(H * V, L, seed=4)]), forms="absorbed")
+    (site,) = outcome.report.sites
+    assert site.chosen == K
+    assert site.choosing_flops == 2 * 2 * N  # two heads of N
+    assert site.choosing_bytes == 8 * N
+    assert site.decode_flops_after == 0
+    assert not math.isnan(site.precision_ratio or 0)
+    assert "list of keys" in str(outcome.report)
