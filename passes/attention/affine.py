@@ -131,6 +131,15 @@ def constant(given: object) -> float | None:
     return constant(how.value) if isinstance(how, Fill) else None
 
 
+def scattered(node: fx.Node) -> tuple[float, float] | None:
+    """Of ``scatter(a, dim, index, b)`` with numbers a and b: the two."""
+    if packet(node) is not aten.scatter or argument(node, 4, "reduce") is not None:
+        return None
+    given = argument(node, 3, "value", argument(node, 3, "src"))
+    rest, there = constant(argument(node, 0, "self")), constant(given)
+    return None if rest is None or there is None else (rest, there)
+
+
 class Reader:
     """Reads whole numbers; ``numbers`` are the nodes of sizes that were met, by their values, to be written again."""
 

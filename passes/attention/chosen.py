@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from mla_compile.passes.attention.affine import OpaqueError, Place, constant, moved, operand_at, place_of
+from mla_compile.passes.attention.affine import OpaqueError, Place, constant, moved, operand_at, place_of, scattered
 from mla_compile.passes.attention.site import Chosen, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
@@ -33,15 +33,6 @@ aten = torch.ops.aten
 _WHOLE = (torch.int64, torch.int32)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
 """Operators whose second result names places along an axis, each at most once, and where they are told the axis."""
-
-
-def scattered(node: fx.Node) -> tuple[float, float] | None:
-    """Of ``scatter(a, dim, index, b)`` with numbers a and b: the two."""
-    if packet(node) is not aten.scatter or argument(node, 4, "reduce") is not None:
-        return None
-    given = argument(node, 3, "value", argument(node, 3, "src"))
-    rest, there = constant(argument(node, 0, "self")), constant(given)
-    return None if rest is None or there is None else (rest, there)
 
 
 def chosen(

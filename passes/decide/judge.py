@@ -107,7 +107,8 @@ class _Judge:
             refused.site,
             Code.ABSORBED,
             reason if found.by_call else found.choice.reason,
-            plan=found.plan,
+            # The scores of what stays are made for all keys in any case.
+            plan=replace(found.plan, visible=found.plan.visible.dense),
             choice=found.choice,
             by_call=found.by_call,
             parts=found.parts,

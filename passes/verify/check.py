@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from mla_compile.passes.attention.site import Chosen
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.expr import Factor
@@ -76,7 +77,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         *(length.const for length in seen.lengths),
         len(seen.counts),
         len(seen.masks),
-        seen.chosen is not None,
+        _list_key(seen.chosen),
         seen.causal,
         seen.window,
     )
@@ -219,6 +220,13 @@ def compare(
             return Check(ratio, problem)
         ratios += [] if ratio is None else [ratio]
     return Check(max(ratios, default=None), note=note)
+
+
+def _list_key(chosen: Chosen | None) -> tuple[object, ...]:
+    if chosen is None:
+        return ()
+    known = chosen.distinct, chosen.flags is None, chosen.scores is None
+    return *known, *((val(n).dtype, shape(n)) for n in chosen.decides)
 
 
 def _lists(plan: AbsorbPlan, keys: int) -> dict[str, Listed]:

@@ -181,6 +181,9 @@ def test_a_finite_number_where_the_best_of_the_visible_keys_are_chosen():
 
 KEPT = {
     "finite, and hidden keys may be chosen": (lambda S, x: low(S, x, same=False), eager, [ranks(3)]),
+    "finite, and scores are minus infinity": (
+        lambda S, x: low(S, torch.where(x > 0, x, INF)), eager, [ranks(3)],
+    ),
     "two finite numbers": (lambda S, x: low(S, x, fill=LOW / 2), eager, [ranks(3)]),
     "finite, and the padding hides": (
         lambda S, x, p: torch.where(p, 0.0, LOW).expand(B, 1, S, T).masked_fill(hides(best(x), S), LOW),

@@ -1,0 +1,261 @@
+"""Masks read as parts that all have to hold for a key to be seen: comparisons of positions, lists, and what is neither.
+
+A part is a boolean read at a place, with the number that it compares with 0 where it is arithmetic on positions. Masks
+that are added are read alike: zeros where their parts hold, one number (minus infinity, or a very low one) elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.affine import (
+    OpaqueError,
+    Place,
+    Reader,
+    broadcast,
+    constant,
+    moved,
+    operand_at,
+    place_of,
+    scattered,
+)
+from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, MaskTerm
+from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
+from mla_compile.passes.ir.labels import LABELLED
+from mla_compile.passes.ir.operators import Broadcast, Copy, Join, Permute, Regroup, Select, Slice, decode
+from mla_compile.passes.ir.walk import reachable
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """A boolean that has to be True (``negated``: False) for a key to be seen: ``bound`` >= 0, where it is read."""
+
+    node: fx.Node
+    place: Place
+    negated: bool
+    bound: Affine | None = None
+
+    def mask(self) -> MaskTerm:
+        """What is left of a mask of which only this part was not explained. Raises :class:`OpaqueError`."""
+        return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place))
+
+    @property
+    def why(self) -> str:
+        """Why it is left over."""
+        if self.bound is None:
+            return said(self.node)
+        return f"{operator_name(self.node)} is no length, and no diagonal that ends at the last key"
+
+    @property
+    def named(self) -> bool:
+        """Whether it is a boolean tensor read along the axes of the attention, which can be a mask by itself."""
+        try:
+            return val(self.mask().operand.node).dtype == torch.bool
+        except OpaqueError:
+            return False
+
+
+class Masks(Reader):
+    """Reads masks as parts that all have to hold."""
+
+    def term(self, term: MaskTerm) -> tuple[list[Part], float]:
+        """The parts of a mask, and what it adds or fills in elsewhere."""
+        node, place = term.operand.node, place_of(term.operand.axes)
+        if term.kind != "add":
+            return self.parts(node, place, term.kind == "drop"), term.fill
+        parts, fill = self.added(node, place)
+        fill *= term.scale
+        # What is added to a score is a fill where no score shows beside it, in no dtype that it goes through.
+        if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
+            raise OpaqueError
+        return parts, fill
+
+    def parts(self, given: object, place: Place, negated: bool) -> list[Part]:
+        """``given``, a boolean tensor at ``place``, as parts. Raises :class:`OpaqueError` where it is none."""
+        if not is_tensor(given) or val(given).dtype != torch.bool:
+            raise OpaqueError
+        try:
+            return self._inside(given, place, negated)
+        except OpaqueError:
+            return [Part(given, place, negated)]
+
+    def _inside(self, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+        rule = _BOOLEAN.get(packet(node))
+        if rule is not None:
+            return rule(self, node, place, negated)
+        found = moved(node, place)
+        if found is not None:
+            return self.parts(*found, negated)
+        number = constant(node)
+        if number is None or bool(number) == negated:
+            raise OpaqueError
+        return []
+
+    def added(self, node: fx.Node, place: Place) -> tuple[list[Part], float]:
+        """A mask that is added: its parts, and the number that it is where they do not hold; it is 0 where they do."""
+        if packet(node) is aten.where:
+            condition, yes, no = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
+            negated = constant(yes) not in (None, 0)
+            shown, value = (no, yes) if negated else (yes, no)
+            return self._filled(shown, condition, value, place, negated)
+        if packet(node) is aten.masked_fill:
+            shown, condition, value = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
+            return self._filled(shown, condition, value, place, negated=True)
+        if packet(node) is aten.add and argument(node, 2, "alpha", 1) == 1:
+            return self._summed([argument(node, k, name) for k, name in enumerate(("self", "other"))], place)
+        if packet(node) is aten.triu and (fill := constant(argument(node, 0, "self"))) is not None:
+            return [Part(node, place, False, Affine(-1) - _beyond(node, place))], fill
+        if (numbers := scattered(node)) is not None and numbers[1] == 0:
+            return [Part(node, place, False)], numbers[0]
+        if (found := moved(node, place)) is not None:
+            return self.added(*found)
+        raise OpaqueError
+
+    def _filled(
+        self, shown: object, condition: object, value: object, place: Place, negated: bool
+    ) -> tuple[list[Part], float]:
+        """``shown``, 0 or itself a mask, where the condition holds (``negated``: does not), ``value`` elsewhere."""
+        fill = constant(value)
+        if fill is None or not is_tensor(condition):
+            raise OpaqueError
+        parts = self.parts(condition, broadcast(shape(condition), place), negated)
+        if constant(shown) == 0:
+            return parts, fill
+        if not is_tensor(shown):
+            raise OpaqueError
+        more, other = self.added(shown, broadcast(shape(shown), place))
+        # Which of two numbers stands where shows in a row of nothing else.
+        if other != fill:
+            raise OpaqueError
+        return [*more, *parts], fill
+
+    def _summed(self, masks: Sequence[object], place: Place) -> tuple[list[Part], float]:
+        """Masks that are added up, all of them of minus infinity."""
+        parts: list[Part] = []
+        for one in masks:
+            if not is_tensor(one):
+                raise OpaqueError
+            more, fill = self.added(one, broadcast(shape(one), place))
+            if fill != float("-inf"):
+                raise OpaqueError
+            parts += more
+        return parts, float("-inf")
+
+    def hidden(self, scores: fx.Node, place: Place) -> tuple[list[Part], fx.Node]:
+        """The parts that have to hold for a number of ``scores`` not to be hidden beside all others, and the numbers.
+
+        Only those that are known.
+        """
+        how = decode(scores)
+        if isinstance(how, Copy):
+            return self.hidden(how.x, place)
+        if packet(scores) is aten.add:
+            for mask, rest in (scores.args[:2], scores.args[1::-1]):
+                if not is_tensor(mask) or not is_tensor(rest):
+                    continue
+                try:
+                    parts, fill = self.added(mask, broadcast(shape(mask), place))
+                except OpaqueError:
+                    continue
+                return self._also(parts, rest, place) if fill < NEGLIGIBLE else ([], scores)
+        if packet(scores) is aten.masked_fill and (constant(argument(scores, 2, "value")) or 0) < NEGLIGIBLE:
+            rest, condition = argument(scores, 0, "self"), argument(scores, 1, "mask")
+            parts = self.parts(condition, broadcast(shape(condition), place), negated=True)
+            return self._also(parts, rest, place)
+        return [], scores
+
+    def _also(self, parts: list[Part], rest: fx.Node, place: Place) -> tuple[list[Part], fx.Node]:
+        more, scores = self.hidden(rest, broadcast(shape(rest), place))
+        return [*parts, *more], scores
+
+
+def _beyond(node: fx.Node, place: Place) -> Affine:
+    """``column - row - diagonal`` of ``tril`` and ``triu``."""
+    diagonal = argument(node, 1, "diagonal", 0)
+    return place[-1] - place[-2] - Reader().read(diagonal, ())
+
+
+def _both(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    """``a and b``; under a ``not``, ``a or b``."""
+    # `a or b`, and a negated `and`, hold in too many ways for parts that all have to hold.
+    if negated != (packet(node) in _OR):
+        raise OpaqueError
+    return [
+        part
+        for k, name in enumerate(("self", "other"))
+        for x in (argument(node, k, name),)
+        for part in masks.parts(x, broadcast(shape(x), place), negated)
+    ]
+
+
+def _not(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    return masks.parts(argument(node, 0, "self"), place, not negated)
+
+
+def _compared(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    """``a <= b`` is ``b - a >= 0``, and ``a < b`` is ``b - a - 1 >= 0``; its negation is ``a - b >= 0``."""
+    a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
+    op = packet(node)
+    if op in (aten.gt, aten.ge):
+        a, b = b, a
+    strict = op in (aten.lt, aten.gt)
+    if negated:
+        a, b, strict = b, a, not strict
+    return [Part(node, place, negated, b - a - Affine(int(strict)))]
+
+
+def _triangle(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    """``tril`` and ``triu`` of a boolean: what it says on one side of a diagonal, False on the other."""
+    inner = masks.parts(argument(node, 0, "self"), place, negated=False)
+    beyond = _beyond(node, place)
+    bound = beyond if packet(node) is aten.triu else beyond * -1
+    if not negated:
+        return [*inner, Part(node, place, False, bound)]
+    if inner:
+        raise OpaqueError
+    return [Part(node, place, True, Affine(-1) - bound)]
+
+
+_OR = {aten.logical_or, aten.bitwise_or, aten.__or__}
+_BOOLEAN: dict[object, Callable[[Masks, fx.Node, Place, bool], list[Part]]] = {
+    **dict.fromkeys((aten.logical_and, aten.bitwise_and, aten.__and__, aten.mul, *_OR), _both),
+    **dict.fromkeys((aten.logical_not, aten.bitwise_not), _not),
+    **dict.fromkeys((aten.le, aten.lt, aten.ge, aten.gt), _compared),
+    **dict.fromkeys((aten.tril, aten.triu), _triangle),
+}
+
+
+def said(node: fx.Node) -> str:
+    """What a mask is that is no comparison of positions."""
+    if node.op == "call_function":
+        return f"{operator_name(node)} compares no positions"
+    return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
+
+
+def equal(a: Part, b: Part) -> bool:
+    """Whether two parts say the same."""
+    if a.bound is not None and b.bound is not None:
+        return a.bound == b.bound
+    return (a.node, a.negated, list(a.place)) == (b.node, b.negated, list(b.place))
+
+
+_PLAIN = {aten.relu, aten.mul, aten.div, aten.add, aten.sub, aten.neg, aten.sigmoid, aten.tanh}
+"""Operators that make no infinity of numbers that are none."""
+_MOVES = (Copy, Regroup, Permute, Broadcast, Slice, Select, Join)
+
+
+def hides_nothing(scores: fx.Node) -> bool:
+    """Whether nothing is filled into ``scores`` that a hidden key could be chosen before."""
+
+    def behind(node: fx.Node) -> Iterable[fx.Node]:
+        made = packet(node) in LABELLED or node.op == "placeholder"
+        return () if made else node.all_input_nodes
+
+    steps = (n for n in reachable([scores], behind) if n.op == "call_function" and is_tensor(n))
+    return all(packet(n) in _PLAIN or packet(n) in LABELLED or isinstance(decode(n), _MOVES) for n in steps)
