@@ -67,7 +67,8 @@ class _Judge:
         operands = (*(p.k for p in site.products), site.v)
         cuts, wide = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
         plan = make_plan(site, maps.with_sources({*cuts, *computed}))
-        if isinstance(plan, AbsorbPlan) and not self.sparse:
+        # Products that are rewritten one by one meet all keys, and the mask between them.
+        if isinstance(plan, AbsorbPlan) and not (self.sparse and plan.whole):
             plan = replace(plan, visible=plan.visible.dense)
         if isinstance(plan, Stop):
             stop = explain_refusal(site, plan, maps, wide)

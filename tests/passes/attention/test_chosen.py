@@ -265,3 +265,16 @@ def test_what_the_report_says():
     assert site.decode_flops_after == 0
     assert not math.isnan(site.precision_ratio or 0)
     assert "list of keys" in str(outcome.report)
+
+
+def test_an_attention_with_an_open_core_is_not_said_to_be_sparse():
+    def fn(q, c, ranks, w_k, w_v):
+        k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))
+        scores = torch.tanh(q @ k.mT * 0.3).masked_fill(hides(best(ranks), 1), INF)
+        return scores.softmax(-1) @ v
+
+    given = [seeded(B, H, 1, N), seeded(B, T, L), ranks(1)]
+    outcome = optimized(trace(fn, given, [seeded(H * N, L, seed=3), seeded(H * V, L, seed=4)]), forms="absorbed")
+    (site,) = outcome.report.sites
+    assert (site.verdict, site.chosen) == ("absorbed", None)
+    assert site.decode_flops_after
