@@ -34,6 +34,8 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_INDEX: dict[str, Any] = {"index_topk": 8, "index_head_dim": 24, "index_n_heads": 8}
+_SHARED: dict[str, Any] = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
 _MOE: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "n_routed_experts": 4,
@@ -96,7 +98,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": Family(
         "DeepseekV32Config",
         "DeepseekV32ForCausalLM",
-        _BASE | _MOE | {"index_topk": 8, "index_head_dim": 24, "index_n_heads": 8},
+        _BASE | _MOE | _INDEX,
         "deepseek_v3 with an indexer that keeps the best 8 keys of each query",
         traits=frozenset({"indexer"}),
     ),
@@ -151,15 +153,71 @@ FAMILIES: dict[str, Family] = {
     "youtu": Family("YoutuConfig", "YoutuForCausalLM", _BASE, "deepseek_v3's attention, dense MLP, tied embeddings"),
 }
 
+# More models with an indexer, for the tests of sparse attention alone.
+SPARSE: dict[str, Family] = {
+    "glm_moe_dsa": Family(
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        _BASE | _MOE | _INDEX | _SHARED,
+        "a layer that takes the keys of the layer before it",
+        mla_sites=3,
+    ),
+    "axk2": Family("AXK2Config", "AXK2ForCausalLM", _BASE | _MOE | _INDEX | {"gated_norm_rank": 8}, "gated norms"),
+    "mistral_large4": Family(
+        "MistralLarge4Config",
+        "MistralLarge4ForConditionalGeneration",
+        {
+            "text_config": _BASE | _MOE | _INDEX | _SHARED | {"no_rope_layers": [1, 1, 1]},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 16,
+                "patch_size": 14,
+                "image_size": 28,
+                "hidden_act": "silu",
+            },
+            "image_token_index": 198,
+        },
+        "shared keys, in a model that also takes images",
+        mla_sites=3,
+    ),
+    "dots3_note": Family(
+        "Dots3NoteTextConfig",
+        "Dots3NoteForCausalLM",
+        _BASE
+        | _MOE
+        | _INDEX
+        | {
+            "shared_experts_intermediate_size": 40,
+            "head_dim": 48,
+            "num_hidden_layers": 3,
+            "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+            "sliding_window": 10,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_q_lora_rank": 48,
+            "swa_kv_lora_rank": 64,
+            "swa_head_dim": 48,
+            "swa_qk_nope_head_dim": 32,
+            "swa_v_head_dim": 24,
+        },
+        "a layer with a sliding window between two with an indexer",
+        mla_sites=3,
+    ),
+}
+
 
 def build(
     name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attn: str | None = None, **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """The tiny model ``name`` of :data:`FAMILIES`, in eval mode, weights without gradients.
+    """The tiny model ``name`` of :data:`FAMILIES` or :data:`SPARSE`, in eval mode, weights without gradients.
 
     ``attn`` is the attention implementation (``"sdpa"`` or ``"eager"``); ``overrides`` replace entries of the config.
     """
-    family = FAMILIES[name]
+    family = (FAMILIES | SPARSE)[name]
     config = getattr(transformers, family.config)(**{**family.kwargs, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, family.model)(config).eval().requires_grad_(False)

@@ -1,0 +1,27 @@
+"""Models whose indexer chooses the keys of each query: decode steps read the chosen rows, and tokens stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_compile
+from tests.support import models
+
+INDEXED = {"deepseek_v32": 2, "glm_moe_dsa": 3, "axk2": 2, "mistral_large4": 3, "dots3_note": 2}
+"""How many attentions of each model have lists of keys."""
+
+
+@pytest.mark.parametrize(("family", "lists"), INDEXED.items())
+def test_steps_read_the_listed_rows_and_tokens_stay(family, lists):
+    torch.compiler.reset()
+    model = models.build(family, attn="sdpa")
+    inputs = models.prompt(length=13, pad=5)
+    with torch.no_grad():
+        expected, _ = models.greedy(model, inputs, steps=64)
+        fast = mla_compile.optimize(model, codegen="eager", strict=True)
+        got, _ = models.greedy(fast, inputs, steps=64)
+    assert torch.equal(got, expected)
+    sites = [site for site in fast.mla_report.sites if site.chosen is not None]
+    assert len({site.where.module for site in sites}) == lists, sites
+    assert all(site.verdict == "absorbed" for site in sites)
