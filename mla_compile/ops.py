@@ -6,6 +6,8 @@ H query heads over one shared row per token, ``[latent, rope]``; what is summed 
 pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
 ``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
 launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
+``mla_compile::weigh_alike(out, lse, values) -> out``: queries of which a list names no visible key
+(:mod:`mla_compile.kernels.alike`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mla_compile.kernels import checks, decode, reference, shared
-from mla_compile.kernels.call import DENSE, PAGED, SCHEDULE, DecodeCall
+from mla_compile.kernels import alike, checks, decode, reference, shared
+from mla_compile.kernels.call import ALIKE, DENSE, PAGED, SCHEDULE, DecodeCall
 
 # Tensors stand before the star: torch.library.register_autograd takes no others.
 _DENSE_TENSORS = (
@@ -39,6 +41,7 @@ _NUMBERS = (
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
+_ALIKE_SCHEMA = "(Tensor out, Tensor lse, Tensor values) -> Tensor"
 
 
 def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -51,6 +54,11 @@ def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def _fake_schedule(call: DecodeCall) -> Tensor:
     checks.check(call)
     return call.query.new_empty(shared.elements(call), dtype=torch.int64)
+
+
+def _fake_alike(out: Tensor, lse: Tensor, values: Tensor) -> Tensor:
+    alike.check(out, lse, values)
+    return torch.empty_like(out)
 
 
 def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest: Any, **named: Any) -> int:
@@ -77,43 +85,41 @@ def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("mla_compile", "FRAGMENT")
-    _register_attention(library, DENSE, _DENSE_TENSORS, DecodeCall, _flops)
-    _register_attention(library, PAGED, _PAGED_TENSORS, DecodeCall.paged, _paged_flops)
+    for name, tensors, call, flops in (
+        (DENSE, _DENSE_TENSORS, DecodeCall, _flops),
+        (PAGED, _PAGED_TENSORS, DecodeCall.paged, _paged_flops),
+    ):
+        _register_op(library, name, _ATTENTION.format(tensors), _of(call, decode.run), _of(call, _fake))
+        _refuse_gradient(library, name)
+        register_flop_formula(getattr(torch.ops.mla_compile, name.split("::")[1]))(flops)
     # It has no autograd formula and needs none: integers have no gradient.
-    _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, DecodeCall, decode.schedule, _fake_schedule)
+    _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, _of(DecodeCall, decode.schedule), _of(DecodeCall, _fake_schedule))
+    _register_op(library, ALIKE, _ALIKE_SCHEMA, alike.weigh_alike, _fake_alike)
+    _refuse_gradient(library, ALIKE)
     return library
 
 
-def _register_attention(
-    library: torch.library.Library,
-    name: str,
-    tensors: str,
-    call: Callable[..., DecodeCall],
-    flops: Callable[..., int],
-) -> None:
-    def no_gradient(*_: Any, **__: Any) -> NoReturn:
-        checks.refuse_gradient(name)
-
-    _register_op(library, name, _ATTENTION.format(tensors), call, decode.run, _fake)
-    torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
-    register_flop_formula(getattr(torch.ops.mla_compile, name.split("::")[1]))(flops)
+def _of(call: Callable[..., DecodeCall], run: Callable[[DecodeCall], Any]) -> Callable[..., Any]:
+    """``run`` on the record that ``call`` makes from the arguments of a schema."""
+    return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 
 
 def _register_op(
-    library: torch.library.Library,
-    name: str,
-    schema: str,
-    call: Callable[..., DecodeCall],
-    run: Callable[[DecodeCall], Any],
-    fake: Callable[[DecodeCall], Any],
+    library: torch.library.Library, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """``call`` makes the record of a call from the arguments of the schema."""
     short = name.split("::")[1]
     # flexible_layout: the kernels take any strides, so Inductor need not copy a strided cache before the call.
     library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     for key in ("CompositeExplicitAutograd", "CPU", "CUDA"):
-        library.impl(short, lambda *tensors, **numbers: run(call(*tensors, **numbers)), key)
-    torch.library.register_fake(name, lambda *tensors, **numbers: fake(call(*tensors, **numbers)), lib=library)
+        library.impl(short, run, key)
+    torch.library.register_fake(name, fake, lib=library)
+
+
+def _refuse_gradient(library: torch.library.Library, name: str) -> None:
+    def no_gradient(*_: Any, **__: Any) -> NoReturn:
+        checks.refuse_gradient(name)
+
+    torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
 
 
 if not hasattr(torch.ops.mla_compile, "decode_schedule"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import fx
@@ -73,20 +74,23 @@ def _counted(node: fx.Node, place: Place) -> Chosen | None:
     if constant(argument(node, 1, "other")) != 0 or packet(counts) is not aten.scatter_add:
         return None
     flags = argument(counts, 3, "src")
-    if constant(argument(counts, 0, "self")) != 0 or not _is_flag(flags):
+    flag = _flag(flags)
+    if constant(argument(counts, 0, "self")) != 0 or flag is None:
         return None
     found = _listed(counts, place)
     if found is None or not same_sizes(shape(flags), shape(argument(counts, 2, "index"))):
         return None
-    return replace(found, flags=Operand(flags, found.indices.axes))
+    return found if flag is True else replace(found, flags=Operand(flag, found.indices.axes))
 
 
-def _is_flag(node: object) -> bool:
-    """Whether it is a number of 0 or 1, so that counts of it never cancel."""
+def _flag(node: object) -> fx.Node | Literal[True] | None:
+    """The boolean that ``node`` is as a number of 0 or 1, so that counts of it never cancel; None where it is none."""
     if (number := constant(node)) is not None:
-        return number > 0
+        return True if number > 0 else None
+    if is_tensor(node) and val(node).dtype == torch.bool:
+        return node
     how = decode(node)
-    return is_tensor(node) and (val(node).dtype == torch.bool or (isinstance(how, Copy) and _is_flag(how.x)))
+    return _flag(how.x) if isinstance(how, Copy) else None
 
 
 def _listed(node: fx.Node, place: Place) -> Chosen | None:

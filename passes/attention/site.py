@@ -153,6 +153,7 @@ class Visible:
         chosen: t is in a list, where there is one.
         masked: the same without a list, where there is one.
         always: every query sees a key, whatever the tensors hold.
+        alike: a query that sees no key weighs all of them alike.
         left: why each of ``masks`` is left over, where masks were looked at.
     """
 
@@ -164,6 +165,7 @@ class Visible:
     chosen: Chosen | None = None
     masked: Visible | None = None
     always: bool = True
+    alike: bool = False
     left: tuple[str, ...] = ()
 
     @property

@@ -14,7 +14,7 @@ With ``p`` and ``f`` whole numbers that do not depend on query ``s`` and key ``t
     t is in a list              the list (:mod:`mla_compile.passes.attention.chosen`)
 
 A mask that fills in a finite number instead of minus infinity makes a query that sees no key weigh all keys alike. It
-is only explained where every query is known to see a key.
+is only explained where every query is known to see a key, or, beside a list, where that is made up for afterwards.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import replace
 import sympy
 from torch import fx
 
+from mla_compile.kernels.call import LOWEST
 from mla_compile.passes.attention.affine import OpaqueError
 from mla_compile.passes.attention.chosen import chosen, ranked
 from mla_compile.passes.attention.masks import Masks, Part, equal, hides_nothing, said
@@ -43,7 +44,7 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
     reader = Masks()
     read: list[tuple[MaskTerm, list[Part]]] = []
     left: list[tuple[MaskTerm, str]] = []
-    finite = False
+    fills: list[float] = []
     for term in site.masks:
         try:
             parts, fill = reader.term(term)
@@ -51,7 +52,7 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
             left.append((term, said(term.operand.node)))
             continue
         read.append((term, parts))
-        finite = finite or fill > float("-inf")
+        fills.append(fill)
     explained = _Explained(site, batch, reader.numbers)
     every = [part for _, parts in read for part in parts]
     rest = explained.take(every)
@@ -66,7 +67,10 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
         named = all(p.named for p in unexplained)
         left += [(part.mask() if named else term, part.why) for part in unexplained[: None if named else 1]]
     found = explained.visible(left)
-    if finite and not found.always:
+    if any(fill > float("-inf") for fill in fills) and not found.always:
+        # Several masks that each fill in a number could add up to others, and beside is_causal some keys weigh nothing.
+        if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < LOWEST:
+            return replace(found, alike=True)
         why = "fills in a finite number, and a query may see no key"
         return Visible(site.masks, causal=site.causal, always=False, left=(why,))
     if len(rest) == len(every):
@@ -116,7 +120,8 @@ class _Explained:
         assert self.chosen is not None
         self.sees_one = False
         best = ranked(self.chosen)
-        if best is None or not _some(self.chosen.size):
+        # Of flags all may be off.
+        if best is None or self.chosen.flags is not None or not _some(self.chosen.size):
             return
         hidden, scores = masks.hidden(*best)
         alike = all(any(equal(a, b) for b in hidden) for a in others)
@@ -130,7 +135,8 @@ class _Explained:
         numbers = tuple(self.numbers.items())
         masks = tuple(mask for mask, _ in left)
         why = tuple(dict.fromkeys(why for _, why in left))
-        return Visible(masks, tuple(self.lengths), numbers, self.causal, self.window, self.chosen, None, always, why)
+        lengths = tuple(self.lengths)
+        return Visible(masks, lengths, numbers, self.causal, self.window, self.chosen, always=always, left=why)
 
     def _within(self, bound: Affine) -> bool:
         """Whether it is of this query, this key and this batch entry only."""

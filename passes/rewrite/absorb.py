@@ -96,8 +96,12 @@ class Whole(Sides):
         )
         out = self.builder.call(operator.getitem, result, 0)
         axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
+        if visible.alike:
+            rows = self._rows(plan.values or plan.latent)
+            lse = self.builder.call(operator.getitem, result, 1)
+            out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows)
         # The operator gives zero for a row without a visible key. Two things can make that wrong.
-        if not visible.always and (site.empty == "nan" or self._value_bias()):
+        elif not visible.always and (site.empty == "nan" or self._value_bias()):
             lse = self.builder.call(operator.getitem, result, 1)
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
             if site.empty == "nan":  # a plain softmax gives NaN

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mla_compile.kernels.call import LOWEST
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
 from mla_compile.passes.ir.sizes import at_least, same
@@ -28,7 +29,19 @@ def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     nodes = [n for n in graph.nodes if packet(n) is torch.ops.mla_compile.decode_attention]
     for node in nodes:
         _expand(node, Builder(node, fake_mode))
+    for node in [n for n in graph.nodes if packet(n) is torch.ops.mla_compile.weigh_alike]:
+        node.replace_all_uses_with(_alike(Builder(node, fake_mode), *args_of(node)))
+        graph.erase_node(node)
     return len(nodes)
+
+
+def _alike(builder: Builder, out: fx.Node, lse: fx.Node, rows: fx.Node) -> fx.Node:
+    """``weigh_alike`` as :mod:`mla_compile.kernels.alike` defines it."""
+    mean = builder.call(aten.mean.dim, builder.cast(rows, wide(val(rows).dtype)), [1])
+    for dim in (1, 2):
+        mean = builder.call(aten.unsqueeze.default, mean, dim)
+    hidden = builder.call(aten.unsqueeze.default, builder.call(aten.le.Scalar, lse, LOWEST), -1)
+    return builder.call(aten.where.self, hidden, builder.cast(mean, val(out).dtype), out)
 
 
 def _expand(node: fx.Node, builder: Builder) -> None:

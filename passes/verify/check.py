@@ -80,6 +80,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         _list_key(seen.chosen),
         seen.causal,
         seen.window,
+        seen.alike,
     )
     key = plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told
     return _renamed(key, symbols([*(o.node for o in operands), *plan.sources]))
@@ -285,6 +286,8 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     if len(context) != 1 or len(context[0].free_symbols) != 1:
         return [seen]
     (symbol,) = context[0].free_symbols
+    if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
+        return [seen]  # a guard has since replaced it by another
     longer = {**seen, symbol: LONG}
     sizes: dict[object, int] = {}
     for operand in operands:

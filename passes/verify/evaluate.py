@@ -29,14 +29,17 @@ def symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
     found: dict[sympy.Symbol, int] = {}
     for dim in dims:
-        expr = size(dim)
-        if isinstance(expr, int) or isinstance(dim, int):
+        if isinstance(dim, int):
             continue
         env = dim.node.shape_env
         seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
+        expr = sympy.sympify(size(dim))
         # Those it was written in too: an axis may have been read before a guard replaced them.
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
+        for symbol, instead in env.replacements.items():
+            if instead.free_symbols <= found.keys():
+                found.setdefault(symbol, int(instead.subs(found)))
     return found
 
 
@@ -185,7 +188,10 @@ class Evaluation:
         assert callable(node.target)
         if self.dtype is not None and is_foreign(node.target):
             return self._in_own_precision(node)
-        return node.target(*_promoted(node.target, args, self.dtype), **kwargs)
+        value = node.target(*_promoted(node.target, args, self.dtype), **kwargs)
+        # What is made of no tensor, and told no dtype, is of torch's default one.
+        made = isinstance(value, torch.Tensor) and not any(map(is_tensor, node.all_input_nodes))
+        return self._cast(value) if made else value
 
     def _in_own_precision(self, node: fx.Node) -> object:
         """What an operator of a library computes from the dtypes it knows, in the precision of the evaluation."""

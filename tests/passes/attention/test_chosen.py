@@ -179,16 +179,53 @@ def test_a_finite_number_where_the_best_of_the_visible_keys_are_chosen():
     assert found == {"mask": (B, 1, 3, T), "causal": False}
 
 
+PADDING = torch.ones(B, 1, 1, T, dtype=torch.bool)
+NOTHING = PADDING.clone()
+NOTHING[1] = False  # one batch entry sees no key at all
+NOTHING[2, ..., ::2] = False
+ALIKE = {
+    "hidden keys may be chosen": (lambda S, x, p: low(S, x, same=False), True),
+    "scores are minus infinity": (lambda S, x, p: low(S, torch.where(x > 0, x, INF)), True),
+    "padding hides": (
+        lambda S, x, p: torch.where(p, 0.0, LOW).expand(B, 1, S, T).masked_fill(hides(best(x), S), LOW), False
+    ),
+    "padding and a diagonal": (
+        lambda S, x, p: torch.where(p & causal(S), 0.0, LOW).masked_fill(hides(best(x), S), LOW), False
+    ),
+    "flags": (lambda S, x, p: torch.where(
+        torch.zeros(B, S, T).scatter_add(-1, best(x), (best(x) < 2).float()).ne(0)[:, None], 0.0, LOW
+    ), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", [sdpa, eager], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("S", [1, 2])
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_finite_number_in_rows_that_see_no_key(name, S, attend):
+    """They weigh all keys alike, those too that the list does not name."""
+    make, unmasked = ALIKE[name]
+    found, targets = told(make, S, ranks(S), PADDING, attend=attend, other=[[ranks(S, seed=8), NOTHING]])
+    assert found["indices"] == (B, S, K)
+    assert "mask" not in found or not unmasked
+    assert "mla_compile.weigh_alike.default" in targets
+
+
+def test_a_number_that_scores_show_beside_does_not_weigh_all_alike():
+    """In float64, beside -1e9, the scores decide; and two masks may add up to two numbers."""
+    for fill in (-1e9, -1e28):
+        make = lambda S, x, p, fill=fill: torch.where(p & shows(best(x), S), 0.0, fill)  # noqa: E731
+        found, _ = told(make, 1, ranks(1), PADDING, attend=eager, other=[[ranks(1), NOTHING]])
+        assert "indices" not in found
+
+    def twice(q, k, v, mask):
+        return (q @ k.mT * 0.3 + mask + torch.where(torch.arange(T) < 7, 0.0, -1e30)).softmax(-1) @ v
+
+    found, _ = told(lambda S, x: torch.where(shows(best(x), S), 0.0, -1e30), 1, ranks(1), attend=twice)
+    assert "indices" not in found
+
+
 KEPT = {
-    "finite, and hidden keys may be chosen": (lambda S, x: low(S, x, same=False), eager, [ranks(3)]),
-    "finite, and scores are minus infinity": (
-        lambda S, x: low(S, torch.where(x > 0, x, INF)), eager, [ranks(3)],
-    ),
     "two finite numbers": (lambda S, x: low(S, x, fill=LOW / 2), eager, [ranks(3)]),
-    "finite, and the padding hides": (
-        lambda S, x, p: torch.where(p, 0.0, LOW).expand(B, 1, S, T).masked_fill(hides(best(x), S), LOW),
-        eager, [ranks(3), torch.ones(B, 1, 1, T, dtype=torch.bool)],
-    ),
     "the listed keys are hidden": (lambda S, x: hides(best(x), S), sdpa, [ranks(3)]),
     "others are let through": (lambda S, x: shows(best(x), S) | causal(S), sdpa, [ranks(3)]),
     "a list for each head": (
