@@ -4,7 +4,7 @@ A model that hides keys with its dtype's lowest number, and not with minus infin
 is left: all scores are one number. An attention that is told a list of keys does not read the others, so what it gives
 there is put right afterwards, with ``v`` [B,T,Lv] the rows that are summed:
 
-    out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= -1e29, which no score of a visible key comes near
+    out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= lowest, which no score of a visible key is
 
 Such rows are padding in most calls, and most calls have none. So the rows ``v`` are read only where one is found: on a
 CPU that is looked up first, on a GPU the kernel does it, and nothing waits for the device.
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from mla_compile.errors import InputError
 from mla_compile.kernels import launch
-from mla_compile.kernels.call import ALIKE, LOWEST
+from mla_compile.kernels.call import ALIKE
 from mla_compile.kernels.reference import compute_dtype
 
 
-def weigh_alike(out: Tensor, lse: Tensor, values: Tensor) -> Tensor:
-    """A copy of ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most -1e29.
+def weigh_alike(out: Tensor, lse: Tensor, values: Tensor, lowest: float) -> Tensor:
+    """A copy of ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most ``lowest``.
 
     ``out`` and ``values`` may have different floating dtypes; the mean is taken in float32 (float64 of float64).
 
     Raises :class:`InputError`: shapes that do not fit together, or a row width of ``values`` that is not ``out``'s.
     """
     check(out, lse, values)
-    hidden = lse <= LOWEST
+    hidden = lse <= lowest
     wanted = hidden.flatten(1).any(1)  # [B]
     if out.is_cuda and launch.available() and values.dtype != torch.float64:
         mean = _means(values, wanted)

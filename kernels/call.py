@@ -11,8 +11,6 @@ DENSE = "mla_compile::decode_attention"
 PAGED = "mla_compile::paged_decode_attention"
 SCHEDULE = "mla_compile::decode_schedule"
 ALIKE = "mla_compile::weigh_alike"
-LOWEST = -1e29
-"""Scores up to here are those of hidden keys (minus infinity is the sum over none); any other vanishes beside them."""
 
 
 class Sizes(NamedTuple):

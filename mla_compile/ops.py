@@ -6,7 +6,7 @@ H query heads over one shared row per token, ``[latent, rope]``; what is summed 
 pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
 ``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
 launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
-``mla_compile::weigh_alike(out, lse, values) -> out``: queries of which a list names no visible key
+``mla_compile::weigh_alike(out, lse, values, lowest) -> out``: queries of which a list names no visible key
 (:mod:`mla_compile.kernels.alike`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
@@ -41,7 +41,7 @@ _NUMBERS = (
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
-_ALIKE_SCHEMA = "(Tensor out, Tensor lse, Tensor values) -> Tensor"
+_ALIKE_SCHEMA = "(Tensor out, Tensor lse, Tensor values, float lowest) -> Tensor"
 
 
 def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -56,7 +56,7 @@ def _fake_schedule(call: DecodeCall) -> Tensor:
     return call.query.new_empty(shared.elements(call), dtype=torch.int64)
 
 
-def _fake_alike(out: Tensor, lse: Tensor, values: Tensor) -> Tensor:
+def _fake_alike(out: Tensor, lse: Tensor, values: Tensor, lowest: float) -> Tensor:
     alike.check(out, lse, values)
     return torch.empty_like(out)
 

@@ -173,6 +173,7 @@ ROOMS = {
     "kernels.tuned": "",
     "kernels.reference": "kernels.call",
     "kernels.checks": "errors kernels.call kernels.shared",
+    "kernels.alike": "errors kernels.call kernels.launch kernels.reference kernels.triton",
     "kernels.chosen": "kernels.call",
     "kernels.merge": "errors kernels.checks kernels.reference",
     "kernels.tiles": "errors kernels.devices kernels.tuned",
@@ -186,7 +187,7 @@ ROOMS = {
         kernels.plan kernels.reference kernels.shared kernels.triton""",
     "kernels.decode": """errors kernels.call kernels.checks kernels.chosen kernels.cpu kernels.launch kernels.merge
         kernels.plan kernels.reference kernels.shared""",
-    "ops": "kernels.call kernels.checks kernels.decode kernels.reference kernels.shared",
+    "ops": "kernels.alike kernels.call kernels.checks kernels.decode kernels.reference kernels.shared",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",

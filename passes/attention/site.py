@@ -15,6 +15,8 @@ from mla_compile.passes.ir.stop import Stop
 
 NEGLIGIBLE = -1e8
 """A fill below this leaves no weight to a score in float32; above, it is a number like any other."""
+VANISHING = -1e29
+"""Beside a fill below this any score vanishes, in float64 too: a row of such fills weighs all its keys alike."""
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,10 @@ from dataclasses import replace
 import sympy
 from torch import fx
 
-from mla_compile.kernels.call import LOWEST
 from mla_compile.passes.attention.affine import OpaqueError
 from mla_compile.passes.attention.chosen import chosen, ranked
 from mla_compile.passes.attention.masks import Masks, Part, equal, hides_nothing, said
-from mla_compile.passes.attention.site import Affine, AttentionSite, Chosen, MaskTerm, Visible
+from mla_compile.passes.attention.site import VANISHING, Affine, AttentionSite, Chosen, MaskTerm, Visible
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.sizes import Size, at_least, same
 
@@ -69,7 +68,7 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
     found = explained.visible(left)
     if any(fill > float("-inf") for fill in fills) and not found.always:
         # Several masks that each fill in a number could add up to others, and beside is_causal some keys weigh nothing.
-        if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < LOWEST:
+        if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:
             return replace(found, alike=True)
         why = "fills in a finite number, and a query may see no key"
         return Visible(site.masks, causal=site.causal, always=False, left=(why,))

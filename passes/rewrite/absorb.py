@@ -29,7 +29,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mla_compile.ops  # noqa: F401  registers the operator
-from mla_compile.passes.attention.site import Chosen, MaskTerm, Operand
+from mla_compile.passes.attention.site import VANISHING, Chosen, MaskTerm, Operand
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
 from mla_compile.passes.ir.axes import flatten
@@ -99,7 +99,7 @@ class Whole(Sides):
         if visible.alike:
             rows = self._rows(plan.values or plan.latent)
             lse = self.builder.call(operator.getitem, result, 1)
-            out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows)
+            out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING)
         # The operator gives zero for a row without a visible key. Two things can make that wrong.
         elif not visible.always and (site.empty == "nan" or self._value_bias()):
             lse = self.builder.call(operator.getitem, result, 1)

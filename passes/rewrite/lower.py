@@ -14,7 +14,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.kernels.call import LOWEST
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
 from mla_compile.passes.ir.sizes import at_least, same
@@ -35,12 +34,12 @@ def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     return len(nodes)
 
 
-def _alike(builder: Builder, out: fx.Node, lse: fx.Node, rows: fx.Node) -> fx.Node:
+def _alike(builder: Builder, out: fx.Node, lse: fx.Node, rows: fx.Node, lowest: float) -> fx.Node:
     """``weigh_alike`` as :mod:`mla_compile.kernels.alike` defines it."""
     mean = builder.call(aten.mean.dim, builder.cast(rows, wide(val(rows).dtype)), [1])
     for dim in (1, 2):
         mean = builder.call(aten.unsqueeze.default, mean, dim)
-    hidden = builder.call(aten.unsqueeze.default, builder.call(aten.le.Scalar, lse, LOWEST), -1)
+    hidden = builder.call(aten.unsqueeze.default, builder.call(aten.le.Scalar, lse, lowest), -1)
     return builder.call(aten.where.self, hidden, builder.cast(mean, val(out).dtype), out)
 
 

@@ -25,7 +25,7 @@ def test_hidden_rows_get_the_mean_of_all(dtype):
     lse[0, 1, 2], lse[2, :, 0], lse[2, 0, 1] = LOW, -torch.inf, -1e28
     hidden = torch.zeros(out.shape[:3], dtype=torch.bool)
     hidden[0, 1, 2] = hidden[2, :, 0] = True
-    found, kept = OP(out, lse, values), out.clone()
+    found, kept = OP(out, lse, values, -1e29), out.clone()
     assert found.dtype == dtype
     assert torch.equal(found[~hidden], out[~hidden])
     want = values.double().mean(1)[:, None, None].expand(out.shape)[hidden]
@@ -40,7 +40,7 @@ def test_hidden_rows_get_the_mean_of_all(dtype):
 
 def test_without_a_hidden_row_the_values_are_not_looked_at():
     out, lse, values = given()
-    found = OP(out, lse, torch.full_like(values, torch.nan))
+    found = OP(out, lse, torch.full_like(values, torch.nan), -1e29)
     assert torch.equal(found, out)
     assert found.data_ptr() != out.data_ptr()
 
@@ -48,7 +48,7 @@ def test_without_a_hidden_row_the_values_are_not_looked_at():
 @pytest.mark.parametrize("sizes", [{"T": 0}, {"S": 0}, {"B": 0}, {"T": 1}], ids=str)
 def test_empty_sizes(sizes):
     out, lse, values = given(**sizes)
-    found = OP(out, torch.full_like(lse, -torch.inf), values)
+    found = OP(out, torch.full_like(lse, -torch.inf), values, -1e29)
     assert torch.equal(found, mean_of(values)[:, None, None].expand(out.shape))
 
 
@@ -57,8 +57,8 @@ def test_in_a_compiled_graph_with_sizes_that_grow():
     for T in (7, 9):
         out, lse, values = given(T=T)
         lse[1, 0] = LOW
-        torch.testing.assert_close(fn(out, lse, values), 2 * weigh_alike(out, lse, values))
-    torch.library.opcheck(OP.default, given())
+        torch.testing.assert_close(fn(out, lse, values, -1e29), 2 * weigh_alike(out, lse, values, -1e29))
+    torch.library.opcheck(OP.default, (*given(), -1e29))
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
@@ -66,4 +66,4 @@ def test_what_does_not_fit_is_refused(wrong):
     arguments = list(given())
     arguments[wrong] = arguments[wrong][..., :1]
     with pytest.raises(InputError, match=r"weigh_alike: got out \[3, 2, 4, .*expected out \[B,S,H,Lv\]"):
-        OP(*arguments)
+        OP(*arguments, -1e29)
