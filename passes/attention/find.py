@@ -3,8 +3,8 @@
 Two kinds are found: PyTorch's fused operators (``scaled_dot_product_attention``, ``flex_attention``), and a softmax
 between two products of activations (matmul, bmm, einsum) with scaling, masks, casts and reshapes in any order in
 between. Axes are followed as atoms, so heads may be anywhere and batch and heads may be merged. An attention in which
-something else happens between the products (a sink, a soft cap, probabilities returned to the caller, exponentials that
-are divided by their sum after they met the values) is found too and marked ``open_core``.
+something else happens between the products (a soft cap, several sinks, probabilities returned to the caller,
+exponentials that are divided by their sum after they met the values) is found too and marked ``open_core``.
 """
 
 from __future__ import annotations
@@ -176,6 +176,7 @@ def _close(
         keys=keys,
         masks=scores.masks,
         scale=scores.scale,
+        sinks=scores.sinks,
         empty="nan",
         probs=Operand(p, scores.axes),
         open_core=scores.open_core or _core_is_shared(node, p, scores),
@@ -193,6 +194,8 @@ def _core_is_shared(node: fx.Node, p: fx.Node, scores: Scores) -> str | None:
     if len(set(finite)) > 1 or 0 < len(finite) < len(scores.masks):
         return "masks of several kinds, whose order shows in rows without a visible key"
     products = {q.node for q in scores.products if q.node is not None}
+    if scores.sinks is not None and depends_on(scores.sinks.node, products):
+        return "a sink is made of the scores"
     inside = {p}
     queue = [p]
     masks = {m.operand.node for m in scores.masks}

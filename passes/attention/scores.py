@@ -7,7 +7,8 @@ does not end the walk: it is noted (``open_core``), because the products can sti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import operator
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -27,9 +28,9 @@ from mla_compile.passes.ir.axes import (
     regroup,
     substitute,
 )
-from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
+from mla_compile.passes.ir.operators import Broadcast, Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 
@@ -38,18 +39,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Padded:
-    """An axis of scores to which a sink was joined: ``longer`` is the axis now, ``own`` what it was, from ``start``."""
+    """An axis of scores to which a sink was joined: ``longer`` is the axis now, ``own`` what it was, from ``start``.
+
+    ``sink`` is one column that was joined, where it was one.
+    """
 
     longer: Atom
     own: Axis
     start: int
+    sink: Operand | None = None
+
+    def split(self, split: Split) -> Padded:
+        sink = None if self.sink is None else self.sink.split(split)
+        return replace(self, own=substitute(self.own, split), sink=sink)
 
 
 @dataclass(frozen=True)
 class Scores:
     """``scale * sum(products)`` with masks, possibly ``normalized`` by a softmax over the atoms ``softmax``.
 
-    ``exponential``: an exponential was taken of the scores without a softmax that is known as one.
+    ``exponential``: an exponential was taken of the scores without a softmax that is known as one. ``below_top``: the
+    axis of which the greatest score was taken off all others. ``sinks``: a score besides, which has no value.
     """
 
     axes: Axes
@@ -62,6 +72,13 @@ class Scores:
     open_core: str | None = None
     problem: Stop | None = None
     padded: tuple[Padded, ...] = ()
+    below_top: Axis | None = None
+    sinks: Operand | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether a softmax is all that may come now."""
+        return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
     def opened(self, why: str) -> Scores:
         return self if self.open_core else replace(self, open_core=why)
@@ -75,7 +92,9 @@ class Scores:
             products=tuple(p.split(split) for p in self.products),
             masks=tuple(m.split(split) for m in self.masks),
             softmax=substitute(self.softmax, split),
-            padded=tuple(replace(p, own=substitute(p.own, split)) for p in self.padded),
+            padded=tuple(p.split(split) for p in self.padded),
+            below_top=None if self.below_top is None else substitute(self.below_top, split),
+            sinks=None if self.sinks is None else self.sinks.split(split),
         )
 
 
@@ -195,7 +214,7 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(a) if isinstance(a, fx.Node) else None
     if scores is None or not isinstance(a, fx.Node) or not _keeps_shape(node, a):
         return None
-    if not isinstance(b, (int, float)) or scores.normalized:
+    if not isinstance(b, (int, float)) or scores.normalized or scores.settled:
         return scores.opened("scores or probabilities are multiplied by a tensor")
     # Masks that were added before are scaled with the scores, and fills too, in the dtype that they were written in.
     by = 1.0 / b if packet(node) is aten.div else float(b)
@@ -222,14 +241,14 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     if scores is None or not _keeps_shape(node, x):
         return None
     # What is added after the softmax is no mask, and one that is multiplied first is not followed.
-    if scores.normalized or alpha != 1 or not is_tensor(other):
+    if scores.normalized or scores.settled or alpha != 1 or not is_tensor(other):
         return scores.opened("something is added to the probabilities")
     return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
 
 
 def _sum(a: Scores, b: Scores) -> Scores | None:
     """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
-    if a.normalized or b.normalized or a.padded or b.padded or len(a.axes) != len(b.axes):
+    if a.normalized or b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
         return None
     for k in range(len(a.axes)):
         splits = common_factors(a.axes[k], b.axes[k])
@@ -267,7 +286,7 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     if scores is None or not isinstance(x, fx.Node) or not is_tensor(mask) or not _keeps_shape(node, x):
         return None
     number = _constant(value)
-    if number is None or scores.normalized:
+    if number is None or scores.normalized or scores.settled:
         return scores.opened("scores are replaced by a tensor")
     operand = Operand(mask, align_right(mask, scores.axes))
     return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=_rounded(number, val(node).dtype))))
@@ -291,15 +310,20 @@ def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     # `softmax(x, dtype=float32)` converts before it exponentiates.
     scores = _converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
     over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
-    # A sink takes part in the sum, so the probabilities of the keys do not add up to 1.
-    scores = scores.opened("the softmax runs over more than the keys") if scores.padded else scores
+    # It takes any number off that is the same for all it runs over, and no other.
+    if scores.below_top not in (None, over):
+        scores = scores.opened("the maximum along another axis is taken off")
+    joined = next((p for p in scores.padded if over == (p.longer,)), None)
+    if joined is not None and joined.sink is None:
+        scores = scores.opened("the softmax runs over more than the keys")
     # The keys are what remains when the sink is cut off again.
     shorter = {p.longer: p.own for p in scores.padded}
     over = tuple(b for a in over for b in shorter.get(a, (a,)))
     products = tuple(oriented(p, over) for p in scores.products)
     if packet(node) is aten._safe_softmax:
         scores = scores.opened("a softmax that gives zeros for empty rows")
-    return replace(scores, products=products, softmax=over, normalized=True)
+    sinks = None if joined is None else joined.sink
+    return replace(scores, products=products, softmax=over, normalized=True, sinks=sinks)
 
 
 def oriented(product: Product, keys: Axis) -> Product:
@@ -316,12 +340,33 @@ def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
 
 
 def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """An operator that keeps the axes but is not part of the plain formula (soft cap, subtracting the maximum)."""
+    """An operator that keeps the axes but is not part of the plain formula (soft cap)."""
     for x in args_of(node):
         scores = tracer.trace(x) if is_tensor(x) else None
         if scores is not None and _keeps_shape(node, x):
             return scores.opened(f"{packet(node).__name__} between the products")
     return None
+
+
+def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """``x - x.max(dim, keepdim=True)``, which a softmax along ``dim`` takes off by itself."""
+    x = args_of(node)[0]
+    scores = tracer.trace(x) if is_tensor(x) and args_of(node)[2:] == () and not node.kwargs else None
+    along = None if scores is None or scores.normalized else _top_of(x, args_of(node)[1])
+    if scores is None or along is None or scores.below_top is not None:
+        return _elementwise(tracer, node)
+    return replace(scores, below_top=scores.axes[along])
+
+
+def _top_of(x: fx.Node, top: object) -> int | None:
+    """The dimension along which ``top`` is the greatest of ``x``, and 1 long."""
+    if packet(top) is operator.getitem and isinstance(top, fx.Node) and top.args[1] == 0:
+        top = top.args[0]
+    if packet(top) not in (aten.max, aten.amax) or not isinstance(top, fx.Node) or args_of(top)[0] is not x:
+        return None
+    dims, keeps = argument(top, 1, "dim", ()), argument(top, 2, "keepdim", False)
+    dims = dims if isinstance(dims, (list, tuple)) else [dims]
+    return axis(dims[0], len(shape(x))) if len(dims) == 1 and isinstance(dims[0], int) and keeps is True else None
 
 
 def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
@@ -334,9 +379,23 @@ def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
         if scores is not None and not scores.normalized and isinstance(start, int):
             longer = Atom(shape(node)[dim])
             axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
-            padded = (*scores.padded, Padded(longer, scores.axes[dim], start))
-            return replace(scores, axes=axes, padded=padded).opened("columns are appended to the scores")
+            others = [part for j, part in enumerate(how.parts) if j != k]
+            sink = _sink(scores, others, dim) if not scores.settled and val(x).dtype == val(node).dtype else None
+            padded = (*scores.padded, Padded(longer, scores.axes[dim], start, sink))
+            scores = replace(scores, axes=axes, padded=padded)
+            return scores if sink is not None else scores.opened("columns are appended to the scores")
     return None
+
+
+def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
+    """The one column that ``parts`` are, as it was before it was repeated for batch entries and queries."""
+    if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
+        return None
+    node = parts[0]
+    while isinstance(how := decode(node), Broadcast):
+        node = how.x
+    axes = tuple(() if k == dim else a for k, a in enumerate(scores.axes))
+    return Operand(node, align_right(node, axes))
 
 
 def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
@@ -371,6 +430,7 @@ _RULES: dict[object, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys(SOFTMAX, _softmax),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     aten.exp: _exponential,
+    aten.sub: _subtracted,
 }
 
 

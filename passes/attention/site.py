@@ -201,6 +201,7 @@ class AttentionSite:
         masks: terms added to the scaled scores or cut out of them, in the order they apply.
         causal: additionally query s sees key t only if t <= s (square, top-left aligned).
         scale: factor of the products.
+        sinks: one score more for each query, in the softmax's sum only: it has no value.
         empty: what a row without a visible key gives: "zero" in PyTorch's fused attention, "nan" in a plain softmax.
         probs: the second operand of the value product, where the attention is written out.
         open_core: why the part between the products is not the plain formula above (then only the products are
@@ -218,6 +219,7 @@ class AttentionSite:
     masks: tuple[MaskTerm, ...] = ()
     causal: bool = False
     scale: float = 1.0
+    sinks: Operand | None = None
     empty: Literal["zero", "nan"] = "zero"
     probs: Operand | None = None
     open_core: str | None = None
@@ -227,6 +229,11 @@ class AttentionSite:
     @property
     def node(self) -> fx.Node:
         return self.out.node
+
+    @property
+    def between(self) -> tuple[Operand, ...]:
+        """What stands between the products besides numbers."""
+        return (*(m.operand for m in self.masks), *(() if self.sinks is None else (self.sinks,)))
 
     @property
     def operator(self) -> fx.Node:
@@ -244,5 +251,6 @@ class AttentionSite:
             queries=substitute(self.queries, split),
             keys=substitute(self.keys, split),
             masks=tuple(m.split(split) for m in self.masks),
+            sinks=None if self.sinks is None else self.sinks.split(split),
             probs=None if self.probs is None else self.probs.split(split),
         )

@@ -263,7 +263,7 @@ def _reads(plan: AbsorbPlan) -> dict[fx.Node, list[fx.Node]]:
     values = [site.v.node] if not plan.vals else _sources(plan.vals)
     if (site.open_core is None and plan.fits_op) or site.probs is None:
         queries = [p.q.node for p in site.products]
-        return {site.node: [*keys, *values, *queries, *(m.operand.node for m in site.masks)]}
+        return {site.node: [*keys, *values, *queries, *(o.node for o in site.between)]}
     reads: dict[fx.Node, list[fx.Node]] = {}
     for index, product in enumerate(site.products if plan.keys else ()):
         assert product.node is not None

@@ -32,7 +32,7 @@ import mla_compile.ops  # noqa: F401  registers the operator
 from mla_compile.passes.attention.site import VANISHING, Chosen, MaskTerm, Operand
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
-from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.axes import Axis, flatten
 from mla_compile.passes.ir.expr import wide
 from mla_compile.passes.ir.graph import val
 from mla_compile.passes.rewrite.lengths import Lengths
@@ -100,8 +100,14 @@ class Whole(Sides):
             rows = self._rows(plan.values or plan.latent)
             lse = self.builder.call(operator.getitem, result, 1)
             out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING)
+        if site.sinks is not None:
+            lse = self.builder.call(operator.getitem, result, 1)
+            share = self._share(lse, site.sinks)
+            wide_out = self.builder.cast(out, val(share).dtype)
+            out = self.builder.call(aten.mul.Tensor, wide_out, self.builder.call(aten.unsqueeze.default, share, -1))
+            self.mass = arrange(self.builder, self.sizes, share, axes[:3], [(a,) for axis in axes[:3] for a in axis])
         # The operator gives zero for a row without a visible key. Two things can make that wrong.
-        elif not visible.always and (site.empty == "nan" or self._value_bias()):
+        elif not visible.alike and not visible.always and (site.empty == "nan" or self._value_bias()):
             lse = self.builder.call(operator.getitem, result, 1)
             nothing = self.builder.call(aten.eq.Scalar, lse, float("-inf"))
             if site.empty == "nan":  # a plain softmax gives NaN
@@ -112,6 +118,26 @@ class Whole(Sides):
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         return self._values({plan.value_rows.node: (out, axes)})
+
+    def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
+        """``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], what a sink leaves to the keys.
+
+        1 where there is no sink (minus infinity), 0 in a row without a visible key.
+        """
+        target = (self.plan.batch, self.site.queries, self.plan.heads)
+        # A bias on the keys is the same for all of them, and left out of the scores; to a sink it is a difference.
+        biases = [
+            self._bias_scores(self.site.products[t.product], t, self.outer)
+            for t in self.plan.keys
+            if t.piece.bias is not None and t.product is not None
+        ]
+        if biases:
+            more = spread(self.builder, self.sizes, self._total(biases), self.outer)
+            more = arrange(self.builder, self.sizes, more, tuple((a,) for a in self.outer), target)
+            more = self.builder.call(aten.mul.Tensor, more, self.site.scale)
+            lse = self.builder.call(aten.add.Tensor, lse, self.builder.cast(more, val(lse).dtype))
+        sink = self.builder.cast(self._laid_out(sinks, target), val(lse).dtype)
+        return self.builder.call(aten.sigmoid.default, self.builder.call(aten.sub.Tensor, lse, sink))
 
     def _lengths(self) -> list[fx.Node]:
         lengths = self.lengths.write(self.plan, self.builder, self.sizes)
@@ -202,12 +228,15 @@ class Whole(Sides):
         return self.builder.call(aten.masked_fill.Scalar, zeros, cut, value)
 
     def _mask_axes(self, term: MaskTerm) -> fx.Node:
-        target = (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys)
-        own = set(flatten(term.operand.axes))
+        return self._laid_out(term.operand, (self.plan.batch, self.plan.heads, self.site.queries, self.site.keys))
+
+    def _laid_out(self, operand: Operand, target: tuple[Axis, ...]) -> fx.Node:
+        """``operand`` with the axes ``target``, 1 long where it does not have them."""
+        own = set(flatten(operand.axes))
         atoms = flatten(axis for axis in target if own & set(axis))
         each = tuple((a,) for a in atoms)
-        node = self.builder.on_device(term.operand.node, val(self.plan.latent.node).device)
-        node = arrange(self.builder, self.sizes, node, term.operand.axes, each)
-        # The heads may be a product of atoms of which the mask has one: it is repeated along the others.
+        node = self.builder.on_device(operand.node, val(self.plan.latent.node).device)
+        node = arrange(self.builder, self.sizes, node, operand.axes, each)
+        # The heads may be a product of atoms of which the operand has one: it is repeated along the others.
         node = spread(self.builder, self.sizes, node, atoms)
         return arrange(self.builder, self.sizes, node, each, target)

@@ -64,7 +64,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
 
     Each layer's cache has symbols of its own: they count by the place where they appear, and by the size seen.
     """
-    operands = [plan.site.out, plan.site.v, *(m.operand for m in plan.site.masks)]
+    operands = [plan.site.out, plan.site.v, *plan.site.between]
     terms = tuple(
         (t.start, t.stop, t.product, t.piece.scale, _factor_key(t.piece.weight), _factor_key(t.piece.bias))
         for t in (*plan.keys, *plan.vals)
@@ -81,6 +81,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         seen.causal,
         seen.window,
         seen.alike,
+        site.sinks is None,
     )
     key = plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told
     return _renamed(key, symbols([*(o.node for o in operands), *plan.sources]))
@@ -275,7 +276,7 @@ def _row_errors(result: torch.Tensor, truth: torch.Tensor, where: torch.Tensor) 
 
 def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
-    operands = [plan.site.v, *(p.k for p in plan.site.products), *(m.operand for m in plan.site.masks)]
+    operands = [plan.site.v, *(p.k for p in plan.site.products), *plan.site.between]
     operands += [p.q for p in plan.site.products]
     # What decides a mask or a slice of rows need not have the symbols of what it decides.
     nodes = [*boundary, plan.site.node, *(o.node for o in operands), *(whole_rows(n) for n in plan.sources)]

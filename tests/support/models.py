@@ -162,6 +162,13 @@ SPARSE: dict[str, Family] = {
         "a layer that takes the keys of the layer before it",
         mla_sites=3,
     ),
+    "hy_v4": Family(
+        "HYV4Config",
+        "HYV4ForCausalLM",
+        _without(_BASE | _MOE, "first_k_dense_replace") | _INDEX | _SHARED | {"hc_mult": 2},
+        "sinks, the greatest score taken off by hand",
+        mla_sites=3,
+    ),
     "axk2": Family("AXK2Config", "AXK2ForCausalLM", _BASE | _MOE | _INDEX | {"gated_norm_rank": 8}, "gated norms"),
     "mistral_large4": Family(
         "MistralLarge4Config",
@@ -270,5 +277,7 @@ def _seed_weights(model: nn.Module, seed: int) -> None:
             weight.copy_(normal(weight) / math.sqrt(weight.shape[-1]))
             if name.endswith(("q_proj.weight", "q_b_proj.weight")):
                 weight.mul_(1.7)
+        elif leaf == "sinks":
+            weight.copy_(normal(weight))
         elif weight.dim() == 1 and leaf == "weight":
             weight.copy_(1 + 0.2 * normal(weight))

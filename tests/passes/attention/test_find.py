@@ -286,8 +286,8 @@ def test_sizes_that_are_one_or_equal(core, sizes_):
 
 OPEN = {
     "soft cap": lambda q, k, v: (q @ k.mT).tanh().softmax(-1) @ v,
-    "a sink": lambda q, k, v: torch.cat([q @ k.mT, q.new_zeros(B, H, S, 1)], -1).softmax(-1)[..., :-1] @ v,
-    "a sink in front": lambda q, k, v: torch.cat([q.new_zeros(B, H, S, 2), q @ k.mT], -1).softmax(-1)[..., 2:] @ v,
+    "two sinks": lambda q, k, v: torch.cat([q @ k.mT, q.new_zeros(B, H, S, 2)], -1).softmax(-1)[..., :-2] @ v,
+    "two sinks in front": lambda q, k, v: torch.cat([q.new_zeros(B, H, S, 2), q @ k.mT], -1).softmax(-1)[..., 2:] @ v,
     "one product of two capped": lambda q, k, v: (q @ k.mT + (q @ k.mT).tanh()).softmax(-1) @ v,
     "one product of two capped, first": lambda q, k, v: ((q @ k.mT).tanh() + q @ k.mT).softmax(-1) @ v,
     "unequal scales": lambda q, k, v: (q @ k.mT + 2 * (q @ k.mT)).softmax(-1) @ v,

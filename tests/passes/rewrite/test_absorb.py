@@ -264,11 +264,7 @@ def test_queries_that_see_no_key(name, bias):
     absorbed(Core(bias=bias), [*inputs(S=7), mask])
 
 
-# Open cores: something else happens between the products, which are then rewritten one by one.
-
-
-def softcap(q, k, v, mask, scale):
-    return ((q @ k.mT * scale / 5).tanh() * 5 + additive(mask, lowest=float("-inf"))).softmax(-1) @ v
+# What a softmax does by itself, or what its result tells, leaves the attention one operator.
 
 
 def sink(q, k, v, mask, scale):
@@ -277,14 +273,82 @@ def sink(q, k, v, mask, scale):
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
 
 
+def maximum_subtracted(q, k, v, mask, scale):
+    scores = q @ k.mT * scale + additive(mask, lowest=float("-inf"))
+    return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+def sink_and_maximum(q, k, v, mask, scale):
+    """As hy_v4 of transformers writes it, with a finite mask."""
+    scores = q @ k.mT * scale + additive(mask)
+    sinks = torch.linspace(-1, 1, q.shape[1], dtype=q.dtype).reshape(1, -1, 1, 1)
+    scores = torch.cat([scores, sinks.expand(q.shape[0], -1, q.shape[-2], -1)], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+def sink_for_some_heads(q, k, v, mask, scale):
+    scores = q @ k.mT * scale + additive(mask, lowest=float("-inf"))
+    sinks = torch.tensor([0.5, float("-inf"), -2.0, 1e3], dtype=q.dtype)[: q.shape[1]].view(1, -1, 1, 1)
+    return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v
+
+
+def sink_for_each_query(q, k, v, mask, scale):
+    scores = q @ k.mT * scale + additive(mask, lowest=float("-inf"))
+    return torch.cat([scores, q.mean(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ v
+
+
+CLOSED = [sink, maximum_subtracted, sink_and_maximum, sink_for_some_heads, sink_for_each_query]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fn", CLOSED, ids=lambda f: f.__name__)
+def test_what_leaves_the_attention_one_operator(fn, bias, hidden):
+    """``hidden``: some queries see no key."""
+    mask = padded(2, 3, 7) if hidden else causal(3, 7)
+    program = absorbed(Core(fn, bias=bias), [*inputs(S=3), mask], lowering="op")
+    assert OP in calls(program)
+    assert not any("softmax" in c or "max" in c for c in calls(program))
+    absorbed(Core(fn, bias=bias), [*inputs(S=3), mask])
+
+
+# Open cores: something else happens between the products, which are then rewritten one by one.
+
+
+def softcap(q, k, v, mask, scale):
+    return ((q @ k.mT * scale / 5).tanh() * 5 + additive(mask, lowest=float("-inf"))).softmax(-1) @ v
+
+
 def sink_first(q, k, v, mask, scale):
+    # As long as the scores are, and so made of them.
     scores = q @ k.mT * scale + additive(mask, lowest=float("-inf"))
     return torch.cat([scores.new_zeros(*scores.shape[:-1], 1), scores], -1).softmax(-1)[..., 1:] @ v
 
 
-def maximum_subtracted(q, k, v, mask, scale):
+def two_sinks(q, k, v, mask, scale):
     scores = q @ k.mT * scale + additive(mask, lowest=float("-inf"))
-    return (scores - scores.amax(-1, keepdim=True)).softmax(-1) @ v
+    return torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 2)], -1).softmax(-1)[..., :-2] @ v
+
+
+def sink_scaled(q, k, v, mask, scale):
+    scores = torch.cat([q @ k.mT, q.new_ones(*q.shape[:-1], 1)], -1) * scale
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+def sink_of_scores(q, k, v, mask, scale):
+    scores = q @ k.mT * scale
+    return torch.cat([scores, scores.mean(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ v
+
+
+def maximum_of_others(q, k, v, mask, scale):
+    scores = q @ k.mT * scale
+    return (scores - scores.amax(-2, keepdim=True)).softmax(-1) @ v
+
+
+def maximum_then_mask(q, k, v, mask, scale):
+    scores = q @ k.mT * scale
+    return (scores - scores.amax(-1, keepdim=True)).masked_fill(~mask, -1e9).softmax(-1) @ v
 
 
 def scaled_per_query(q, k, v, mask, scale):
@@ -315,8 +379,8 @@ def added_with_alpha(q, k, v, mask, scale):
 
 
 OPEN = [
-    softcap, sink, sink_first, maximum_subtracted, scaled_per_query, probabilities_times_mask, with_a_constant,
-    unequal_scales, masked_then_added, added_with_alpha,
+    softcap, sink_first, two_sinks, sink_scaled, sink_of_scores, maximum_of_others, maximum_then_mask,
+    scaled_per_query, probabilities_times_mask, with_a_constant, unequal_scales, masked_then_added, added_with_alpha,
 ]  # fmt: skip
 
 
@@ -343,7 +407,7 @@ def test_an_open_core_says_so_in_the_report():
     assert "tanh" in " ".join(site.notes)
 
 
-@pytest.mark.parametrize("fn", [softcap, sink, modules.matmul], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fn", [softcap, two_sinks, modules.matmul], ids=lambda f: f.__name__)
 def test_open_cores_symbolic(fn):
     class Returns(Core):
         def finish(self, out, x):
