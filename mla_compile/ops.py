@@ -6,6 +6,8 @@ H query heads over one shared row per token, ``[latent, rope]``; what is summed 
 pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
 ``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
 launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
+``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
+attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -16,15 +18,16 @@ registered once per process, however often and under whatever name this module i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mla_compile.kernels import checks, decode, reference, shared
-from mla_compile.kernels.call import DENSE, PAGED, SCHEDULE, DecodeCall
+from mla_compile.kernels import checks, decode, index, reference, shared
+from mla_compile.kernels.call import DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
+_Call = TypeVar("_Call", DecodeCall, IndexCall)
 # Tensors stand before the star: torch.library.register_autograd takes no others.
 _DENSE_TENSORS = (
     "Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
@@ -38,6 +41,7 @@ _NUMBERS = (
     "*, float scale, bool causal=False, float softcap=0.0, int window=0, int num_splits=0, bool deterministic=False"
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
+_INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 
 
@@ -51,6 +55,12 @@ def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def _fake_schedule(call: DecodeCall) -> Tensor:
     checks.check(call)
     return call.query.new_empty(shared.elements(call), dtype=torch.int64)
+
+
+def _fake_index(call: IndexCall) -> Tensor:
+    checks.check_index(call)
+    dtype = reference.compute_dtype(call.keys)
+    return call.query.new_empty(*call.query.shape[:2], call.keys.shape[1], dtype=dtype)
 
 
 def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest: Any, **named: Any) -> int:
@@ -69,6 +79,12 @@ def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: An
     return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
 
 
+def _index_flops(query: Any, keys: Any, *rest: Any, **named: Any) -> int:
+    """2BSJTD for the products and 2BSJT for their weighted sum."""
+    B, S, J, D = query
+    return int(2 * B * S * J * keys[1] * (D + 1))
+
+
 def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
     """How many keys a query is compared with; ``rest``: the positional arguments from ``indices`` on."""
     indices = rest[0] if rest else named.get("indices")
@@ -77,24 +93,30 @@ def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("mla_compile", "FRAGMENT")
-    _register_attention(library, DENSE, _DENSE_TENSORS, DecodeCall, _flops)
-    _register_attention(library, PAGED, _PAGED_TENSORS, DecodeCall.paged, _paged_flops)
+    attention, paged = _ATTENTION.format(_DENSE_TENSORS), _ATTENTION.format(_PAGED_TENSORS)
+    _register_products(library, DENSE, attention, DecodeCall, decode.run, _fake, _flops)
+    _register_products(library, PAGED, paged, DecodeCall.paged, decode.run, _fake, _paged_flops)
+    _register_products(library, INDEX, _INDEX_SCHEMA, IndexCall, index.run, _fake_index, _index_flops)
     # It has no autograd formula and needs none: integers have no gradient.
     _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, DecodeCall, decode.schedule, _fake_schedule)
     return library
 
 
-def _register_attention(
+def _register_products(
     library: torch.library.Library,
     name: str,
-    tensors: str,
-    call: Callable[..., DecodeCall],
+    schema: str,
+    call: Callable[..., _Call],
+    run: Callable[[_Call], Any],
+    fake: Callable[[_Call], Any],
     flops: Callable[..., int],
 ) -> None:
+    """An op that refuses gradients, with the formula of its FLOPs."""
+
     def no_gradient(*_: Any, **__: Any) -> NoReturn:
         checks.refuse_gradient(name)
 
-    _register_op(library, name, _ATTENTION.format(tensors), call, decode.run, _fake)
+    _register_op(library, name, schema, call, run, fake)
     torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
     register_flop_formula(getattr(torch.ops.mla_compile, name.split("::")[1]))(flops)
 
@@ -103,9 +125,9 @@ def _register_op(
     library: torch.library.Library,
     name: str,
     schema: str,
-    call: Callable[..., DecodeCall],
-    run: Callable[[DecodeCall], Any],
-    fake: Callable[[DecodeCall], Any],
+    call: Callable[..., _Call],
+    run: Callable[[_Call], Any],
+    fake: Callable[[_Call], Any],
 ) -> None:
     """``call`` makes the record of a call from the arguments of the schema."""
     short = name.split("::")[1]
@@ -122,3 +144,4 @@ if not hasattr(torch.ops.mla_compile, "decode_schedule"):
 decode_attention = torch.ops.mla_compile.decode_attention.default
 paged_decode_attention = torch.ops.mla_compile.paged_decode_attention.default
 decode_schedule = torch.ops.mla_compile.decode_schedule.default
+index_scores = torch.ops.mla_compile.index_scores.default
