@@ -18,7 +18,7 @@ from torch import fx
 from mla_compile.passes.attention.chosen import ranked
 from mla_compile.passes.attention.scores import ScoreTracer
 from mla_compile.passes.attention.site import Chosen, Operand, Product
-from mla_compile.passes.ir.axes import Axes, Axis, axis_size, flatten, fresh_axis, regroup, substitute
+from mla_compile.passes.ir.axes import Axes, Axis, axis_size, flatten, fresh_axis, regroup
 from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
 from mla_compile.passes.ir.operators import Broadcast, Copy, Permute, Regroup, decode
@@ -148,9 +148,7 @@ def _moved(inner: _Rectified, node: fx.Node, how: Copy | Permute | Regroup) -> _
     return replace(inner, axes=axes, product=inner.product.split(split))
 
 
-def _close(
-    node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Node, str], out: str
-) -> Indexer | None:
+def _close(node: fx.Node, inner: _Rectified, labels: str, weighted: tuple[fx.Node, str], out: str) -> Indexer | None:
     """The indexer, where each tensor has the axes that it should have."""
     axis_of = dict(zip(labels, inner.axes, strict=True))
     other, own = weighted
@@ -229,6 +227,6 @@ def _is_as_precise(found: Indexer, inner: _Rectified) -> bool:
     """Whether sums in float32 (float64 for keys of float64) are no less precise than those of the model."""
     q, k, w, out = (val(o.node).dtype for o in (found.query, found.keys, found.weights, found.out))
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if not all(d in floats for d in (q, k, w)) or torch.float64 in (w, out) and k != torch.float64:
+    if not all(d in floats for d in (q, k, w)) or (torch.float64 in (w, out) and k != torch.float64):
         return False
     return val(inner.product.q.node).dtype == val(inner.product.k.node).dtype

@@ -25,9 +25,7 @@ def index_key(found: Indexer) -> tuple[object, ...]:
     return renamed(key, symbols([o.node for o in operands]))
 
 
-def check_index(
-    found: Indexer, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None]
-) -> Check:
+def check_index(found: Indexer, new: fx.Node, original: fx.Graph, weights: Mapping[str, torch.Tensor | None]) -> Check:
     """Compares ``new`` with the same scores in ``original``, at the sizes of the trace and with a longer context."""
     before = {n.name: n for n in original.nodes}
     operands = (found.query, found.keys, found.weights)
