@@ -46,6 +46,5 @@ def index_step(call: IndexCall, most: int = 0) -> Step:
         "PRECISION": "ieee" if whole else "tf32",
     }
     # Queries along the first axis of the grid, which is the one that may be long.
-    return to.step(
-        "index_scores", kernels.index_scores, (B * S, -(-max(T, most) // block), 1), {"num_warps": 4, "num_stages": 3}
-    )
+    grid = (B * S, -(-max(T, most) // block), 1)
+    return to.step("index_scores", kernels.index_scores, grid, {"num_warps": 4, "num_stages": 3})

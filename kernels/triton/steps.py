@@ -123,6 +123,7 @@ class Arguments:
                     self.aligned.add(name)
 
     def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
+        """The launch of ``fn`` with what was collected."""
         return Step(
             name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options
         )
