@@ -122,6 +122,18 @@ def op_alone() -> str:
     return table(head, rows) + f"\n\n{about['threads']} threads, torch {about['torch']}."
 
 
+def index_scores() -> str:
+    """The scores of an indexer: as the model writes them, compiled, and as one operator."""
+    about = data("index_scores")
+    rows = []
+    for r in about["rows"]:
+        times = (f"{t['median']:.1f} [{t['low']:.1f}-{t['high']:.1f}]" for t in r["ms"].values())
+        ratios = (f"{x:.1f}x" for x in r["over_op"].values())
+        rows.append((r["dtype"], r["tokens"], *times, f"{max(r['floor_ms'].values()):.1f}", *ratios))
+    head = ("dtype", "keys", "eager", "Inductor", "op", "floor", "eager / op", "Inductor / op")
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
 def onnx() -> str:
     """The exported attention core in ONNX Runtime; median [quartiles]."""
     about = data("onnx_cpu")
@@ -315,6 +327,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode short": decode_some,
     "decode static": decode_static,
     "op": op_alone,
+    "index_scores": index_scores,
     "onnx": onnx,
     "folds": folds,
     "sites": sites,

@@ -1,4 +1,4 @@
-"""The arguments of one decode attention call: the record that ops, checks, reference, CPU and GPU kernels share."""
+"""The arguments of one call of an op: the records that ops, checks, reference, CPU and GPU kernels share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ DENSE = "mla_compile::decode_attention"
 PAGED = "mla_compile::paged_decode_attention"
 SCHEDULE = "mla_compile::decode_schedule"
 ALIKE = "mla_compile::weigh_alike"
+INDEX = "mla_compile::index_scores"
 
 
 class Sizes(NamedTuple):
@@ -129,6 +130,34 @@ class DecodeCall(NamedTuple):
             page, T = T, self.block_table.shape[1] * T
         R = 0 if self.rope is None else self.rope.shape[2]
         return Sizes(B, S, H, T, L, R, self.summed.shape[2], page)
+
+
+class IndexCall(NamedTuple):
+    """Scores of keys by the indexer of a sparse attention: how much J small heads want a query to see each key.
+
+        score[b,s,t] = sum_j weights[b,s,j] max(0, scale * sum_d query[b,s,j,d] keys[b,t,d])
+
+    =============  ==================================================================================================
+    query          [B,S,J,D], any strides: float16, bfloat16, float32 or float64
+    keys           [B,T,D], any strides (never copied where rows are dense): query's dtype, or half precision beside a
+                   float32 query
+    weights        [B,S,J]: float16, bfloat16 or float32, beside float64 keys float64 too; of either sign
+    scale          a factor of either sign
+    =============  ==================================================================================================
+
+    The result is [B,S,T], contiguous, float32 (float64 for float64 keys). NaN stays NaN. Masks are added by the caller.
+    (DeepSeek-V3.2, arXiv 2512.02556, equation 1.)
+    """
+
+    query: Tensor
+    keys: Tensor
+    weights: Tensor
+    scale: float
+
+    @property
+    def op(self) -> str:
+        """The name of the op that this is a call of."""
+        return INDEX
 
 
 TENSORS = DecodeCall._fields.index("scale")  # how many fields, the first ones, are tensors; the others are numbers

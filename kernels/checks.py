@@ -1,6 +1,6 @@
-"""What the arguments of a decode attention call have to satisfy.
+"""What the arguments of a decode attention call have to satisfy, and those of a call of the indexer.
 
-:func:`check` reads shapes, dtypes and devices, never a value, so it never waits for a device.
+:func:`check` and :func:`check_index` read shapes, dtypes and devices, never a value, so they never wait for a device.
 Every failure is an :class:`InputError` that names the letter, what was got, what was expected and what to do. Sizes may
 be symbolic: a comparison that cannot be decided becomes a runtime assertion, not a specialisation.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_compile.errors import InputError
 from mla_compile.kernels import shared
-from mla_compile.kernels.call import PAGED, SCHEDULE, DecodeCall
+from mla_compile.kernels.call import PAGED, SCHEDULE, DecodeCall, IndexCall
 
 FP8 = torch.float8_e4m3fn
 HALF = (torch.float16, torch.bfloat16)
@@ -51,7 +51,29 @@ def check(call: DecodeCall) -> None:
         _check_schedule(call, call.schedule)
 
 
-def _need(call: DecodeCall, ok: Any, message: str) -> None:
+def check_index(call: IndexCall) -> None:
+    """Raises :class:`InputError` where the arguments of a call of the indexer do not fit together."""
+    query, keys, weights, _ = call
+    forms = {"query": (query, "BSJD"), "keys": (keys, "BTD"), "weights": (weights, "BSJ")}
+    for name, (x, letters) in forms.items():
+        if x.dim() != len(letters):
+            _need(call, False, f"{name} is {_shape(x)}, expected [{','.join(letters)}]; add or merge axes")
+        if x.device != query.device:
+            _need(call, False, f"{name} is on {x.device}, expected {query.device} as query; move one of them")
+        if x.dtype not in FLOATS:
+            _need(call, False, f"{name} is {x.dtype}, expected one of {FLOATS}; dequantize or cast it")
+        for letter, got in zip(letters, x.shape, strict=True):
+            want = got if letter == "T" else query.shape["BSJD".index(letter)]
+            if (same := got == want) is not True:
+                _need(call, same, f"{letter} of {name} is {got}, expected {want} as in query; expand or slice it")
+    if query.dtype != keys.dtype and not (query.dtype == torch.float32 and keys.dtype in HALF):
+        expected = f"{keys.dtype} as keys" + (" (or float32)" if keys.dtype in HALF else "")
+        _need(call, False, f"query is {query.dtype}, expected {expected}; cast one of them")
+    if weights.dtype == torch.float64 and keys.dtype != torch.float64:
+        _need(call, False, f"weights is {weights.dtype} beside {keys.dtype} keys, expected float32; cast it")
+
+
+def _need(call: DecodeCall | IndexCall, ok: Any, message: str) -> None:
     """Raises InputError where ``ok`` is False. A symbolic ``ok`` becomes a runtime assertion, not a specialisation."""
     message = f"{call.op}: {message}"
     if isinstance(ok, bool):

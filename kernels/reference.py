@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.call import DecodeCall, IndexCall
 
 
 def compute_dtype(latent: Tensor) -> torch.dtype:
@@ -76,6 +76,13 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     if call.sinks is not None:
         out = out * sink_share(lse, call.sinks)[..., None]
     return out.to(call.query.dtype).contiguous(), lse.contiguous()
+
+
+def index_scores(call: IndexCall) -> Tensor:
+    """[B,S,T], the equation of :class:`mla_compile.kernels.call.IndexCall`; shapes are not checked here."""
+    dtype = compute_dtype(call.keys)
+    products = torch.einsum("bsjd,btd->bsjt", call.query.to(dtype), call.keys.to(dtype))
+    return torch.einsum("bsj,bsjt->bst", call.weights.to(dtype), torch.relu(products * call.scale)).contiguous()
 
 
 def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCa
 launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
 ``mla_compile::weigh_alike(out, lse, values, lowest) -> out``: queries of which a list names no visible key
 (:mod:`mla_compile.kernels.alike`).
+``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
+attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -18,15 +20,16 @@ registered once per process, however often and under whatever name this module i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mla_compile.kernels import alike, checks, decode, reference, shared
-from mla_compile.kernels.call import ALIKE, DENSE, PAGED, SCHEDULE, DecodeCall
+from mla_compile.kernels import alike, checks, decode, index, reference, shared
+from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
+_Call = TypeVar("_Call", DecodeCall, IndexCall)
 # Tensors stand before the star: torch.library.register_autograd takes no others.
 _DENSE_TENSORS = (
     "Tensor query, Tensor latent, Tensor? rope=None, Tensor? values=None, Tensor? mask=None, Tensor? seq_lens=None, "
@@ -40,6 +43,7 @@ _NUMBERS = (
     "*, float scale, bool causal=False, float softcap=0.0, int window=0, int num_splits=0, bool deterministic=False"
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
+_INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = "(Tensor out, Tensor lse, Tensor values, float lowest) -> Tensor"
 
@@ -61,6 +65,12 @@ def _fake_alike(out: Tensor, lse: Tensor, values: Tensor, lowest: float) -> Tens
     return torch.empty_like(out)
 
 
+def _fake_index(call: IndexCall) -> Tensor:
+    checks.check_index(call)
+    dtype = reference.compute_dtype(call.keys)
+    return call.query.new_empty(*call.query.shape[:2], call.keys.shape[1], dtype=dtype)
+
+
 def _flops(query: Any, latent: Any, rope: Any = None, values: Any = None, *rest: Any, **named: Any) -> int:
     """2BSHT(L+R) for the scores and 2BSHT*Lv for the sum, with k for T where indices choose k keys.
 
@@ -77,6 +87,12 @@ def _paged_flops(query: Any, latent_pages: Any, rope_pages: Any, block_table: An
     return int(2 * B * S * H * _looked_at(block_table[1] * latent_pages[1], rest[3:], named) * (K + latent_pages[2]))
 
 
+def _index_flops(query: Any, keys: Any, *rest: Any, **named: Any) -> int:
+    """2BSJTD for the products and 2BSJT for their weighted sum."""
+    B, S, J, D = query
+    return int(2 * B * S * J * keys[1] * (D + 1))
+
+
 def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
     """How many keys a query is compared with; ``rest``: the positional arguments from ``indices`` on."""
     indices = rest[0] if rest else named.get("indices")
@@ -85,11 +101,13 @@ def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("mla_compile", "FRAGMENT")
-    for name, tensors, call, flops in (
-        (DENSE, _DENSE_TENSORS, DecodeCall, _flops),
-        (PAGED, _PAGED_TENSORS, DecodeCall.paged, _paged_flops),
+    attention, paged = _ATTENTION.format(_DENSE_TENSORS), _ATTENTION.format(_PAGED_TENSORS)
+    for name, schema, run, fake, flops in (
+        (DENSE, attention, _of(DecodeCall, decode.run), _of(DecodeCall, _fake), _flops),
+        (PAGED, paged, _of(DecodeCall.paged, decode.run), _of(DecodeCall.paged, _fake), _paged_flops),
+        (INDEX, _INDEX_SCHEMA, _of(IndexCall, index.run), _of(IndexCall, _fake_index), _index_flops),
     ):
-        _register_op(library, name, _ATTENTION.format(tensors), _of(call, decode.run), _of(call, _fake))
+        _register_op(library, name, schema, run, fake)
         _refuse_gradient(library, name)
         register_flop_formula(getattr(torch.ops.mla_compile, name.split("::")[1]))(flops)
     # It has no autograd formula and needs none: integers have no gradient.
@@ -99,7 +117,7 @@ def _register() -> torch.library.Library:
     return library
 
 
-def _of(call: Callable[..., DecodeCall], run: Callable[[DecodeCall], Any]) -> Callable[..., Any]:
+def _of(call: Callable[..., _Call], run: Callable[[_Call], Any]) -> Callable[..., Any]:
     """``run`` on the record that ``call`` makes from the arguments of a schema."""
     return lambda *tensors, **numbers: run(call(*tensors, **numbers))
 
@@ -128,3 +146,4 @@ if not hasattr(torch.ops.mla_compile, "decode_schedule"):
 decode_attention = torch.ops.mla_compile.decode_attention.default
 paged_decode_attention = torch.ops.mla_compile.paged_decode_attention.default
 decode_schedule = torch.ops.mla_compile.decode_schedule.default
+index_scores = torch.ops.mla_compile.index_scores.default

@@ -30,6 +30,7 @@ from mla_compile.core.program import Program, copy_graph
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
 from mla_compile.options import Options
+from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
@@ -46,6 +47,7 @@ from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.columns import read_parts
 from mla_compile.passes.rewrite.dequantize import dequantize_once
 from mla_compile.passes.rewrite.fold import fold
+from mla_compile.passes.rewrite.index import index_scores
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
@@ -55,6 +57,7 @@ from mla_compile.passes.rewrite.records import Absorbed, Folded
 from mla_compile.passes.rewrite.schedule import share_schedules
 from mla_compile.passes.rewrite.split_heads import SplitSite, split_heads
 from mla_compile.passes.verify.check import Check, check_site, key_of
+from mla_compile.passes.verify.index import check_index, index_key
 from mla_compile.passes.verify.split import check_split
 from mla_compile.report.report import Report
 from mla_compile.stand_ins import settled, with_stand_ins
@@ -95,6 +98,7 @@ class Outcome:
 
 
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
+_INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
 
 
 class PassError(MlaCompileError, RuntimeError):
@@ -167,6 +171,7 @@ class _State:
         self.checks: dict[str, Check] = {}
         self.folded: dict[str, list[Folded]] = {}
         self.records: list[PassRecord] = []
+        self.messages: tuple[str, ...] = ()
         self._analysis: Analysis | None = None
 
     @property
@@ -204,7 +209,7 @@ class _State:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
         appended = sum(one.input is not None for one in self.program.appends)
-        messages: tuple[str, ...] = (_APPENDED.format(count=appended),) if appended else ()
+        messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)
         report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
@@ -336,6 +341,30 @@ def _verify(state: _State) -> int:
     return len(state.checks)
 
 
+def _index(state: _State) -> int:
+    """One operator for the scores of each indexer whose list of keys an attention reads."""
+    if state.options.lowering == "aten":
+        return 0
+    lists = [v.plan.visible.chosen for v in state.chosen if v.plan is not None]
+    done: dict[tuple[object, ...], Check] = {}
+    written = 0
+    for found in indexers((one for one in lists if one is not None), state.analysis.weights):
+        new = index_scores(found, state.program.fake_mode)
+        if state.untouched is not None:
+            key = index_key(found)
+            if key not in done:
+                done[key] = check_index(found, new, state.untouched.gm.graph, state.program.weights)
+            if (problem := done[key].problem) is not None:
+                if state.options.strict:
+                    raise VerificationError(f"an indexer in one operator {problem}; it was not used")
+                state.messages += (_INDEX_STAYS.format(problem=problem),)
+                continue
+        found.out.node.replace_all_uses_with(new)
+        written += 1
+    remove_dead_code(state.graph)
+    return written
+
+
 def _folds(verdict: Verdict) -> bool:
     return verdict.choice is not None and (verdict.choice.fold_query or verdict.choice.fold_output)
 
@@ -405,6 +434,7 @@ PASSES = (
     Pass("unfollowed", "softmaxes that are no attention", "", _unfollowed),
     Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
     Pass("verify", "the rewritten and the untouched graph", "", _verify),
+    Pass("index", "lists of keys", "scores that they were chosen by, to one operator", _index),
     Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
     Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),

@@ -1,4 +1,4 @@
-"""The two ops' place in torch: schemas, fake functions, FLOPs, compilation, export, gradients."""
+"""The ops' place in torch: schemas, fake functions, FLOPs, compilation, export, gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mla_compile import ops
 from mla_compile.errors import InputError
-from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.call import DecodeCall, IndexCall
 from mla_compile.kernels.cpu import decode as cpu
 from tests.support.cpu_cases import Case, check
+from tests.support.index_cases import IndexCase, close
 from tests.support.paged_calls import FEATURES, PAGE, B, H, L, R, S, pages
 
 
@@ -194,3 +195,38 @@ def test_a_second_import_is_harmless():
     spec.loader.exec_module(module)
     assert module.decode_attention is before
     check(Case())
+
+
+INDEXERS = [
+    IndexCase(T=9).call(torch.float32),
+    IndexCase(T=9, strided=True).call(torch.bfloat16),
+    IndexCase(T=9, query=torch.float32).call(torch.float16),
+    IndexCase(T=1, S=1, B=1).call(torch.float64),
+    IndexCase(T=0).call(torch.float32),
+]
+
+
+@pytest.mark.parametrize("call", INDEXERS, ids=lambda call: f"{call.keys.dtype}, {call.keys.shape[1]} keys")
+def test_opcheck_of_the_indexer(call: IndexCall):
+    assert set(torch.library.opcheck(ops.index_scores, tuple(call)).values()) == {"SUCCESS"}
+
+
+def test_flops_of_the_indexer():
+    call = IndexCase(B=2, S=3, J=5, T=301, D=37).call(torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        ops.index_scores(*call)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 5 * 301 * (37 + 1)
+
+
+def test_the_indexer_has_no_gradient():
+    call = IndexCase(T=9).call(torch.float32)
+    with pytest.raises(InputError, match="mla_compile::index_scores has no gradient"):
+        ops.index_scores(call.query.requires_grad_(), *call[1:])
+
+
+@torch.no_grad()
+def test_the_indexer_compiled_for_any_context():
+    step = torch.compile(lambda q, k, w: torch.ops.mla_compile.index_scores(q, k, w, 0.3) + 1, dynamic=True)
+    for T in (9, 301, 40):
+        call = IndexCase(T=T).call(torch.float32)
+        close(step(*call[:3]) - 1, call)

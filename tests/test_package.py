@@ -187,7 +187,9 @@ ROOMS = {
         kernels.plan kernels.reference kernels.shared kernels.triton""",
     "kernels.decode": """errors kernels.call kernels.checks kernels.chosen kernels.cpu kernels.launch kernels.merge
         kernels.plan kernels.reference kernels.shared""",
-    "ops": "kernels.alike kernels.call kernels.checks kernels.decode kernels.reference kernels.shared",
+    "kernels.index": """kernels.call kernels.checks kernels.cpu kernels.devices kernels.kinds kernels.launch
+        kernels.plan kernels.reference kernels.triton""",
+    "ops": "kernels.alike kernels.call kernels.checks kernels.decode kernels.index kernels.reference kernels.shared",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",

@@ -36,13 +36,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import ptx
-from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.call import DecodeCall, IndexCall
 from mla_compile.kernels.devices import PRESETS, Device
 from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
 from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import NoPlanError, Plan
+from mla_compile.kernels.triton.index_steps import index_step
 from mla_compile.kernels.triton.steps import Step, steps
 from mla_compile.kernels.tuned import table
 
@@ -115,13 +116,21 @@ class Case:
             num_splits=self.splits,
         )
 
+    def indexer(self) -> IndexCall:
+        """A decode step of an indexer of as many heads as there are rows, on meta tensors."""
+        shapes, dtype = ((B, 1, self.rows, 128), (B, T, 128)), CACHES[self.cache]
+        query, keys = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        return IndexCall(query, keys, torch.empty(B, 1, self.rows, device="meta"), 0.1)
+
     @property
     def device(self) -> Device:
         """What is compiled for."""
         return DEVICES[self.arch]
 
     def step(self) -> tuple[Step, Plan]:
-        """The launch that this case is about."""
+        """The launch that this case is about. That of an indexer has no plan, and beside it stands an attention's."""
+        if self.kernel == "index_scores":
+            return index_step(self.indexer()), chosen_plan(replace(self, cache="half").call(), self.device)
         call, device = self.call(), self.device
         found = chosen_plan(call, device, gluon=self.hopper)
         every = hopper_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
@@ -142,6 +151,8 @@ def cases() -> Iterator[Case]:
         yield Case(arch, "bf16, 128 rows, added mask", "attend", 128, mask=torch.bfloat16)
         yield Case(arch, "bf16, 128 rows, fp32 query", "attend", 128, query="float32")
         yield Case(arch, "combine", "combine")
+        yield Case(arch, "indexer, bf16, 64 heads", "index_scores", 64)
+        yield Case(arch, "indexer, fp32, 64 heads", "index_scores", 64, "float32")
     yield Case("sm_90", "mask: scan", "scan_mask", mask=torch.bool)
     yield Case("sm_90", "mask: list", "list_tiles", mask=torch.bool)
     hopper = Case("sm_90", "", "mla_seesaw", 128, hopper=True)
@@ -269,9 +280,9 @@ def _amd(kernel: Any) -> dict[str, Any]:
 
 def expected_mma(case: Case, chosen: Plan) -> str | None:
     """The tensor core instruction that a tile of this size can have on this architecture."""
-    if case.kernel not in ("attend", "mla_seesaw") or case.cache == "float32":
+    if case.kernel not in ("attend", "mla_seesaw", "index_scores") or case.cache == "float32":
         return None  # float32 products have no tensor core instruction
-    warpgroup = chosen.block_m >= 64 and chosen.num_warps >= 4
+    warpgroup = case.kernel == "index_scores" or (chosen.block_m >= 64 and chosen.num_warps >= 4)
     return {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(case.arch, "mma.sync") if warpgroup else "mma.sync"
 
 

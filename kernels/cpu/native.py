@@ -1,4 +1,4 @@
-"""The native kernel for decode attention on CPU: built on first use from csrc/, called through ctypes.
+"""The native kernels for CPU, decode attention and the indexer: built on first use from csrc/, called through ctypes.
 
 Inductor's own machinery compiles it (compiler, OpenMP, instruction set, a cache on disk with its locks), so it exists
 wherever ``torch.compile`` works on CPU; a machine's first use takes 3 to 15 s. Where it cannot be built, :func:`load`
@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.call import DecodeCall, IndexCall
 
 log = logging.getLogger(__name__)
 
@@ -46,19 +46,22 @@ SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4}
 CALL = struct.Struct("@42qd")  # struct Call in csrc/call.h
+INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
 
 
 @dataclass(frozen=True)
 class Library:
-    """The compiled kernel.
+    """The compiled kernels.
 
     Attributes:
         run: takes a packed ``Call`` and returns 0, or 1 where there is no memory.
+        index: the same of a packed ``IndexCall``.
         float16: whether the compiler knows the type.
         amx: 0 never uses the tile registers, 1 where that is faster, 2 wherever it is possible (for tests).
     """
 
     run: Callable[[bytes], int]
+    index: Callable[[bytes], int]
     float16: bool
     amx: int
 
@@ -78,9 +81,9 @@ def _load_once() -> Library | None:
         reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
         return None
-    library.mla_decode_attention.argtypes = [ctypes.c_char_p]
+    library.mla_decode_attention.argtypes = library.mla_index_scores.argtypes = [ctypes.c_char_p]
     features = library.mla_features()
-    return Library(library.mla_decode_attention, bool(features & 1), int(bool(features & 2)))
+    return Library(library.mla_decode_attention, library.mla_index_scores, bool(features & 1), int(bool(features & 2)))
 
 
 def load() -> Library | None:
@@ -174,6 +177,28 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
     if library.run(packed):
         raise MemoryError("mla_compile::decode_attention: no memory for the scratch space of the CPU kernel")
     return out, lse
+
+
+def index_scores(library: Library, call: IndexCall) -> Tensor:
+    """As :func:`mla_compile.kernels.cpu.index.index_scores`, for keys that :func:`takes` accepts and T above 0.
+
+    Raises :class:`MemoryError` where there is none for the scratch space.
+    """
+    query, keys = _dense_rows(call.query), _dense_rows(call.keys)
+    (B, S, J, D), T = query.shape, keys.shape[1]
+    weights = call.weights.to(torch.float32).contiguous()
+    out = torch.empty((B, S, T), dtype=torch.float32)
+    packed = INDEX_CALL.pack(
+        *(B, S, J, T, D),
+        *(query.data_ptr(), *query.stride()[:3]),
+        *(keys.data_ptr(), *keys.stride()[:2]),
+        *(weights.data_ptr(), out.data_ptr()),
+        *(KINDS[query.dtype], KINDS[keys.dtype], torch.get_num_threads(), library.amx),
+        call.scale,
+    )
+    if library.index(packed):
+        raise MemoryError("mla_compile::index_scores: no memory for the scratch space of the CPU kernel")
+    return out
 
 
 def _dense_rows(rows: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Step:
         return given
 
 
-class _Arguments:
+class Arguments:
     """Collects the arguments of a step: what is None or 0 wide becomes a constant that compiles to nothing."""
 
     def __init__(self) -> None:
@@ -123,6 +123,7 @@ class _Arguments:
                     self.aligned.add(name)
 
     def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
+        """The launch of ``fn`` with what was collected."""
         return Step(
             name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options
         )
@@ -220,7 +221,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
         )
     z, mask = call.sizes, call.mask
     _, lists, capacity = list_shape(call, plan)
-    scan = _Arguments()
+    scan = Arguments()
     scan.pointer("mask", mask)
     scan.pointer("lengths", call.seq_lens)
     scan.scratch("work", "work", "*i64")
@@ -241,7 +242,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
         "GROUP": GROUP,
         "HIDDEN": torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else 0.0,
     }
-    listing = _Arguments()
+    listing = Arguments()
     listing.scratch("work", "work", "*i64")
     listing.scalars["capacity"] = capacity
     listing.constants["BLOCK"] = LIST_BLOCK
@@ -251,7 +252,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
     )
 
 
-def _rows(call: DecodeCall, into: _Arguments, bits: bool) -> bool:
+def _rows(call: DecodeCall, into: Arguments, bits: bool) -> bool:
     """Pointers and strides of the cached rows. True where offsets inside a request or a page need 64 bits."""
     wide = False
     z = call.sizes
@@ -273,7 +274,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     z, dot = call.sizes, dot_dtype(call)
     direct = plan.splits == 1
     bits = device.capability < (8, 9)
-    to = _Arguments()
+    to = Arguments()
     to.pointer("query", call.query)
     wide = _rows(call, to, bits)
     to.scratch("out", "out" if direct else "part", TYPES[call.query.dtype] if direct else "*fp32")
@@ -348,7 +349,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
 def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:
     """The launch that combines the splits of every request."""
     z = call.sizes
-    to = _Arguments()
+    to = Arguments()
     to.scratch("part", "part", "*fp32")
     to.scratch("part_lse", "part_lse", "*fp32")
     to.pointer("sinks", call.sinks)

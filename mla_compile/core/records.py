@@ -81,7 +81,8 @@ class SiteReport:
         fold_error: relative rounding error of the folded weights.
         chosen: how many keys each query attends to, of a sparse attention, which then costs the same for any context.
         choosing_flops: FLOPs of one decode step per context token to choose them, where what chooses is in the graph.
-        choosing_bytes: bytes of cached rows that it reads, likewise.
+        choosing_bytes: bytes of cached rows that it reads, and of products of heads that it writes and reads, likewise.
+        choosing_fused: whether no such product goes through memory, because one operator makes the scores.
         parts: the sides that are absorbed (``keys``, ``values``), with the heads if not for all (``heads 0-7 of 16``,
             ``values of heads 8-15 of 16``); empty for the whole attention.
         kept: what is not absorbed of an attention that is absorbed in part, and why.
@@ -110,6 +111,7 @@ class SiteReport:
     chosen: int | None = None
     choosing_flops: int | None = None
     choosing_bytes: int | None = None
+    choosing_fused: bool | None = None
     parts: tuple[str, ...] = ()
     kept: tuple[KeptPart, ...] = ()
     notes: tuple[str, ...] = ()

@@ -50,7 +50,8 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     if site.chosen is not None:
         rows.append(("sparse", f"{site.chosen:,} chosen keys of each query, at most, whatever the context"))
     if site.choosing_flops is not None:
-        rows.append(("choosing", f"{site.choosing_flops:,} FLOPs per context token, as the model writes it"))
+        how = "all heads in one operator" if site.choosing_fused else "as the model writes it"
+        rows.append(("choosing", f"{site.choosing_flops:,} FLOPs per context token, {how}"))
         rows.append(("", f"{site.choosing_bytes:,} bytes per context token"))
     if site.break_even_S is not None:
         always = math.isinf(site.break_even_S)

@@ -1,21 +1,23 @@
 """What it takes to choose the keys of a sparse attention: the indexer, which looks at every cached token.
 
-It is left as it is written. Its products over the keys are counted so that a report shows what still grows with the
-context: FLOPs, and the bytes of the rows that they read.
+Its products over the keys are counted so that a report shows what still grows with the context: FLOPs, and bytes of the
+rows that they read and of products of each head, which are written to memory and read again unless one operator makes
+the scores of all heads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from mla_compile.passes.attention.chosen import ranked
+from mla_compile.passes.attention.indexer import with_keys
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import axis_size
-from mla_compile.passes.ir.graph import bytes_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, bytes_hint, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
 from mla_compile.passes.ir.operators import Copy, decode
 from mla_compile.passes.ir.sizes import Size, hint, same, size
@@ -27,6 +29,7 @@ class Choosing(NamedTuple):
 
     flops: int
     bytes: int
+    fused: bool  # no product of a head goes through memory
 
 
 def choosing(plan: AbsorbPlan) -> Choosing | None:
@@ -38,34 +41,37 @@ def choosing(plan: AbsorbPlan) -> Choosing | None:
     T = axis_size(chosen.keys)
     scores = found[0]
     calls = math.prod(_sizes(scores)) // max(1, _length(scores, T))  # sequences and queries
-    flops = 0
+    tokens = max(1, _length(scores, T))
+    flops = moved = 0
     rows: dict[fx.Node, None] = {}
-    for node in reachable([scores], lambda n: _over(n, T)):
+    for node in reachable([scores], lambda n: with_keys(n, T)):
+        if packet(node) is torch.ops.mla_compile.index_scores:
+            query, keys = args_of(node)[:2]
+            B, S, J, D = _sizes(query)
+            flops += 2 * B * S * J * (D + 1) * _length(keys, T)
+            rows[_stored(keys)] = None
         if (labelled := _product(node)) is None:
             continue
+        if math.prod(_sizes(node)) > calls * tokens:
+            moved += 2 * bytes_hint(node)
         left, right, _ = labelled
         sizes: dict[str, int] = {}
         for operand, labels in (left, right):
             sizes |= {c: n for c, n in zip(labels, _sizes(operand), strict=True) if sizes.get(c, 1) == 1}
         flops += 2 * math.prod(sizes.values())
         rows |= {_stored(o): None for o, _ in (left, right) if _length(o, T) and not _made(o, T)}
-    tokens = max(1, _length(scores, T))
     sequences = max((_sizes(n)[0] for n in rows), default=1)
-    return Choosing(flops // calls // tokens, sum(bytes_hint(n) for n in rows) // sequences // tokens)
+    read = sum(bytes_hint(n) for n in rows) // sequences // tokens
+    return Choosing(flops // calls // tokens, read + moved // calls // tokens, not moved)
 
 
 def _product(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:
     return product_labels(node) if packet(node) in LABELLED else None
 
 
-def _over(node: fx.Node, T: Size) -> Iterable[fx.Node]:
-    """The inputs of ``node`` that have an axis of all keys."""
-    return [n for n in node.all_input_nodes if is_tensor(n) and _length(n, T)]
-
-
 def _made(node: fx.Node, T: Size) -> bool:
     """Whether a product over the keys made ``node``; else they are rows that are kept."""
-    return any(_product(n) is not None for n in reachable([node], lambda n: _over(n, T)))
+    return any(_product(n) is not None for n in reachable([node], lambda n: with_keys(n, T)))
 
 
 def _stored(node: fx.Node) -> fx.Node:

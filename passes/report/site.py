@@ -69,6 +69,7 @@ def site_report(
         chosen=listed,
         choosing_flops=None if chooses is None else chooses.flops,
         choosing_bytes=None if chooses is None else chooses.bytes,
+        choosing_fused=None if chooses is None else chooses.fused,
     )
 
 

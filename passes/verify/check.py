@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import sympy
 import torch
@@ -84,7 +85,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         site.sinks is None,
     )
     key = plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told
-    return _renamed(key, symbols([*(o.node for o in operands), *plan.sources]))
+    return renamed(key, symbols([*(o.node for o in operands), *plan.sources]))
 
 
 def _view_key(node: fx.Node) -> tuple[object, ...]:
@@ -96,20 +97,20 @@ def _view_key(node: fx.Node) -> tuple[object, ...]:
     return str(node.target), shape(of), at, _view_key(of)
 
 
-def _renamed(key: tuple[object, ...], seen: Mapping[sympy.Symbol, int]) -> tuple[object, ...]:
+def renamed(key: tuple[object, ...], seen: Mapping[sympy.Symbol, int]) -> tuple[object, ...]:
     """``key`` with the symbols of which a size was ``seen`` numbered, and these sizes."""
     numbered: dict[sympy.Symbol, sympy.Symbol] = {}
 
-    def renamed(part: object) -> object:
+    def of(part: object) -> object:
         if isinstance(part, tuple):
-            return tuple(map(renamed, part))
+            return tuple(map(of, part))
         if not isinstance(part, sympy.Basic):
             return part
         for symbol in sorted(part.free_symbols & seen.keys(), key=str):
             numbered.setdefault(symbol, sympy.Symbol(f"size_{len(numbered)}", **symbol.assumptions0))
         return part.xreplace(numbered)
 
-    return renamed(key), tuple(seen[symbol] for symbol in numbered)
+    return tuple(map(of, key)), tuple(seen[symbol] for symbol in numbered)
 
 
 def _factor_key(factor: Factor | None) -> tuple[object, ...] | None:
@@ -192,36 +193,50 @@ def compare(
             continue
         keys = number(axis_size(plan.site.keys), sizes)
         counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts if ORIGIN in n.meta}
-        lists = _lists(plan, keys)
-        ours: list[torch.Tensor] = []
-        theirs: list[torch.Tensor] = []
-        for trial in range(TRIALS):
-            generator = torch.Generator().manual_seed(seed + trial)
-            scale = _SCALES[trial % len(_SCALES)]
-            given = {
-                name: draw(node, sizes, scale, generator, counts.get(name), lists.get(name))
-                for name, node in boundary.items()
-            }
-            runs = [Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
-            truth, reference = (run.value(old) for run in runs)
-            exact, result = (run.value(new) for run in runs)
-            difference = _distance(exact, truth)
-            # Written so that NaN fails.
-            if not difference <= EXACT:
-                return Check(None, f"differs from the original by {difference:.1e} in float64")
-            if not torch.isfinite(result)[torch.isfinite(reference)].all():
-                return Check(None, "gives inf or nan where the original does not")
-            ours.append(_row_errors(result, truth, reference))
-            theirs.append(_row_errors(reference, truth, reference))
-            if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
-                break
-        if val(plan.site.node).dtype == torch.float64:
-            continue  # the model runs in the precision of the truth: its own error cannot be seen
-        problem, ratio = _judge_errors(torch.cat(ours), torch.cat(theirs), torch.finfo(val(plan.site.node).dtype).eps)
-        if problem is not None:
-            return Check(ratio, problem)
-        ratios += [] if ratio is None else [ratio]
+        found = compare_values(old, new, boundary, weights, sizes, seed, counts, _lists(plan, keys))
+        if found.problem is not None:
+            return found
+        ratios += [] if found.ratio is None else [found.ratio]
     return Check(max(ratios, default=None), note=note)
+
+
+def compare_values(
+    old: fx.Node,
+    new: fx.Node,
+    boundary: Mapping[str, fx.Node],
+    weights: Mapping[str, torch.Tensor | None],
+    sizes: Mapping[sympy.Symbol, int],
+    seed: int = 0,
+    counts: Mapping[str, int] = MappingProxyType({}),
+    lists: Mapping[str, Listed] = MappingProxyType({}),
+) -> Check:
+    """Compares two nodes at ``sizes``; which inputs of ``boundary`` are ``counts`` and ``lists``, see :func:`draw`."""
+    ours: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    for trial in range(TRIALS):
+        generator = torch.Generator().manual_seed(seed + trial)
+        scale = _SCALES[trial % len(_SCALES)]
+        given = {
+            name: draw(node, sizes, scale, generator, counts.get(name), lists.get(name))
+            for name, node in boundary.items()
+        }
+        runs = [Evaluation(weights, given, sizes, seed + trial, dtype) for dtype in (torch.float64, None)]
+        truth, reference = (run.value(old) for run in runs)
+        exact, result = (run.value(new) for run in runs)
+        difference = _distance(exact, truth)
+        # Written so that NaN fails.
+        if not difference <= EXACT:
+            return Check(None, f"differs from the original by {difference:.1e} in float64")
+        if not torch.isfinite(result)[torch.isfinite(reference)].all():
+            return Check(None, "gives inf or nan where the original does not")
+        ours.append(_row_errors(result, truth, reference))
+        theirs.append(_row_errors(reference, truth, reference))
+        if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
+            break
+    if val(old).dtype == torch.float64:
+        return Check(None)  # the model runs in the precision of the truth: its own error cannot be seen
+    problem, ratio = _judge_errors(torch.cat(ours), torch.cat(theirs), torch.finfo(val(old).dtype).eps)
+    return Check(ratio, problem)
 
 
 def _list_key(chosen: Chosen | None) -> tuple[object, ...]:

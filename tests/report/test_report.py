@@ -166,6 +166,7 @@ def test_json_schema():
         "chosen": None,
         "choosing_flops": None,
         "choosing_bytes": None,
+        "choosing_fused": None,
         "notes": [],
     }
 

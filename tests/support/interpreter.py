@@ -168,3 +168,14 @@ def _interpret(described: Any, call: Any, own: dict[str, Tensor], *, anew: bool 
         for argument in step.buffers:
             given[argument] = _as_triton_takes_it(given[argument], step.types[argument])
         step.fn[step.grid](**given)
+
+
+def index_scores(call: Any, most: int = 0) -> Tensor:
+    """The scores of an indexer by the Triton kernel; what it does not write is NaN."""
+    from mla_compile.kernels.triton.index_steps import BUFFERS, index_step
+
+    assert _interpreted(), "this process compiles: send the work to interpreter.worker()"
+    out = torch.full((*call.query.shape[:2], call.keys.shape[1]), torch.nan)
+    step = index_step(call, most)
+    step.fn[step.grid](**step.arguments(dict(zip(BUFFERS, (*call[:3], out), strict=True))))
+    return out

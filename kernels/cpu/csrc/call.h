@@ -56,6 +56,7 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t first(int64_t b, int64_t s) const { return window ? std::max<int64_t>(0, length(b) - S + s - window + 1) : 0; }
 };
 
+constexpr int64_t ALONE = int64_t{1} << 19;  // multiply-adds up to which waking other threads costs more than it saves
 constexpr int64_t PANEL = 16;      // query rows (s, h) side by side in scores and packed queries: one AVX-512 vector
 constexpr int64_t MAX_ROWS = 128;  // query rows carried through one walk over the cache: 512 sums of each are 256 KiB
 

@@ -13,13 +13,13 @@
 #include "amx.h"
 #include "call.h"
 #include "fma.h"
+#include "index.h"
 #include "mask.h"
 #include "simd.h"
 
 namespace mla {
 
 constexpr int64_t SHORT = 64;            // keys: no piece is shorter, so that packing the query pays
-constexpr int64_t ALONE = int64_t{1} << 19;  // multiply-adds up to which waking other threads costs more than it saves
 
 struct State {  // of the softmax, per query row
   float *top, *total, *sums;  // [rows], [rows], [rows, columns]
@@ -243,6 +243,24 @@ int mla_decode_attention(const mla::Call* call) {
     }
 #endif
     return !run<Fma>(*call);
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+// 0; 1 where there is no memory to work in.
+int mla_index_scores(const mla::IndexCall* call) {
+  using namespace mla;
+  try {
+#if defined(MLA_AMX)
+    // Only where planes keep every digit: of bfloat16 the query is one, of float32 three.
+    const bool exact = call->query_kind == call->row_kind && call->row_kind != FLOAT16;
+    if (exact && call->amx && (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->J > 48)) {
+      if (call->row_kind == BFLOAT16) return !index_scores<Amx<bf16, 1, 2>>(*call);
+      return !index_scores<Amx<float, 3, 3>>(*call);
+    }
+#endif
+    return !index_scores<Fma>(*call);
   } catch (const std::bad_alloc&) {
     return 1;
   }

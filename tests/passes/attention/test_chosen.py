@@ -298,7 +298,8 @@ def test_what_the_report_says():
     (site,) = outcome.report.sites
     assert site.chosen == K
     assert site.choosing_flops == 2 * 2 * N  # two heads of N
-    assert site.choosing_bytes == 8 * N
+    assert site.choosing_bytes == 8 * N + 2 * 2 * 8  # a row, and a product of each head, written and read
+    assert site.choosing_fused is False
     assert site.decode_flops_after == 0
     assert not math.isnan(site.precision_ratio or 0)
     assert "list of keys" in str(outcome.report)

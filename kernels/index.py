@@ -1,0 +1,81 @@
+"""Scores of keys by the indexer of a sparse attention: one call on the kernel of its device.
+
+The equation and the arguments are those of :class:`mla_compile.kernels.call.IndexCall`. On a GPU from sm_80 on a Triton
+kernel makes them, elsewhere a CPU kernel or the reference. Nothing reads a tensor or waits for the device, and a
+launch goes to the current stream: after one call of the same kind, a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_compile.kernels import checks, launch, reference
+from mla_compile.kernels.call import IndexCall
+from mla_compile.kernels.cpu import index as cpu
+from mla_compile.kernels.devices import Device
+from mla_compile.kernels.kinds import rounded
+from mla_compile.kernels.plan import MIN_CAPABILITY
+from mla_compile.kernels.triton import runner
+from mla_compile.kernels.triton.index_steps import BUFFERS, index_step
+from mla_compile.kernels.triton.runner import Launch
+
+_PLACES = {name: i for i, name in enumerate((*BUFFERS, "T", "keys_b"))}  # of what a launch is told
+_bound: dict[Any, Launch] = {}
+
+
+def run(call: IndexCall) -> Tensor:
+    """[B,S,T] float32 (float64 for float64 keys).
+
+    Raises :class:`InputError` where the arguments do not fit together.
+    """
+    checks.check_index(call)
+    if call.query.is_cpu:
+        return cpu.index_scores(call)
+    if suits(call):
+        return launched(call)
+    with torch.autocast(call.query.device.type, enabled=False):  # the reference chooses its own precision
+        return reference.index_scores(call)
+
+
+def suits(call: IndexCall) -> bool:
+    """Whether the kernel takes this call: a GPU from sm_80 on, Triton, no float64, something to compute."""
+    query, keys, *_ = call
+    some = query.numel() > 0 and keys.numel() > 0
+    if not (query.is_cuda and keys.dtype != torch.float64 and some and launch.available()):
+        return False
+    return Device.of(query.device).capability >= MIN_CAPABILITY
+
+
+def launched(call: IndexCall) -> Tensor:
+    """The scores, by the Triton kernel."""
+    query, keys, *_ = call
+    index = query.get_device()
+    if torch.cuda.current_device() != index:
+        with torch.cuda.device(index):
+            return launched(call)
+    out = torch.empty(*query.shape[:2], keys.shape[1], dtype=torch.float32, device=query.device)
+    key = (index, call.scale, *map(_form, (query, call.weights)), _grown(keys))
+    if key not in _bound:
+        if len(_bound) >= launch.REMEMBERED:
+            _bound.clear()
+        _bound[key] = runner.launch_of(index_step(call, rounded(keys.shape[1])), _PLACES, index)
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    addresses = [x.data_ptr() for x in (*call[:3], out)]
+    _bound[key](stream, [*addresses, keys.shape[1], keys.stride(0)])
+    return out
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    """What a launch depends on."""
+    return x.dtype, x.shape, x.stride(), x.data_ptr() & 15
+
+
+def _grown(keys: Tensor) -> tuple[Any, ...]:
+    """The same of keys, of which a cache that grows holds more in every call (kernels/kinds.py)."""
+    (B, T, D), (outer, *inner) = keys.shape, keys.stride()
+    # Distances of 0 and 1 are constants to the compiler, which is told of multiples of 16 and of 64 bits.
+    told = outer if outer in (0, 1) else (outer % 16 == 0, outer >= 1 << 31)
+    return keys.dtype, B, D, rounded(T), told, *inner, keys.data_ptr() & 15

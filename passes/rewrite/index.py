@@ -1,0 +1,51 @@
+"""The scores of an indexer as one operator: products of its heads with all keys no longer go through memory.
+
+Before::
+
+    products = relu(q . k * scale)                       # [B, S, J, T], written and read again
+    scores = sum_j weights_j products_j                  # [B, S, T]
+
+After: ``scores = mla_compile.index_scores(q, k, weights, scale)``, in float32, cast to what the sum was in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mla_compile.ops  # noqa: F401  registers the operator
+from mla_compile.passes.attention.indexer import Indexer
+from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout, spread
+from mla_compile.passes.ir.expr import wide
+from mla_compile.passes.ir.graph import Builder, val
+
+aten = torch.ops.aten
+
+
+def index_scores(found: Indexer, fake_mode: FakeTensorMode | None) -> fx.Node:
+    """Adds what computes the value of ``found.out`` by the operator; nothing reads it yet."""
+    builder = Builder(found.out.node, fake_mode)
+    operands = sorted(((o.node, o.axes) for o in (found.query, found.keys, found.weights)), key=lambda pair: pair[0])
+    sizes = Sizes(builder, operands)
+    B, S, J, T, D = found.batch, found.queries, found.heads, found.tokens, found.features
+    query = arrange(builder, sizes, found.query.node, found.query.axes, (B, S, J, D))
+    keys = arrange(builder, sizes, found.keys.node, found.keys.axes, (B, T, D))
+    if val(query).dtype != val(keys).dtype:
+        query = builder.cast(query, torch.float32)
+    scores = builder.call(
+        torch.ops.mla_compile.index_scores.default, query, keys, _weights(builder, sizes, found), found.scale
+    )
+    return same_layout(builder, arrange(builder, sizes, scores, (B, S, T), found.out.axes), found.out.node)
+
+
+def _weights(builder: Builder, sizes: Sizes, found: Indexer) -> fx.Node:
+    """[B,S,J], times what the relus are multiplied by."""
+    atoms = (*found.batch, *found.queries, *found.heads)
+    each = tuple((a,) for a in atoms)
+    node = arrange(builder, sizes, found.weights.node, found.weights.axes, each)
+    node = spread(builder, sizes, node, atoms)
+    node = arrange(builder, sizes, node, each, (found.batch, found.queries, found.heads))
+    if found.factor == 1.0:
+        return node
+    return builder.call(aten.mul.Tensor, builder.cast(node, wide(val(node).dtype)), found.factor)
