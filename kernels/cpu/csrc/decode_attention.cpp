@@ -12,6 +12,7 @@
 
 #include "amx.h"
 #include "call.h"
+#include "dots.h"
 #include "fma.h"
 #include "index.h"
 #include "mask.h"
@@ -259,6 +260,9 @@ int mla_index_scores(const mla::IndexCall* call) {
       if (call->row_kind == BFLOAT16) return !index_scores<Amx<bf16, 1, 2>>(*call);
       return !index_scores<Amx<float, 3, 3>>(*call);
     }
+#endif
+#if defined(MLA_DOTS)
+    if (call->query_kind == BFLOAT16 && call->row_kind == BFLOAT16) return !index_scores<Dots>(*call);
 #endif
     return !index_scores<Fma>(*call);
   } catch (const std::bad_alloc&) {
