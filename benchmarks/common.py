@@ -68,6 +68,13 @@ MODELS = {
         "first_k_dense_replace",
         {"rope_parameters": _YARN},
     ),
+    "v32": Spec(
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        Dims(H=128, L=512, R=64, N=128, V=128, D=7168, Q=1536),
+        "first_k_dense_replace",
+        {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    ),
     "tiny": Spec("MiniCPM3Config", "MiniCPM3ForCausalLM", Dims(H=4, L=64, R=16, N=32, V=24, D=128, Q=48)),
 }
 

@@ -5,7 +5,7 @@
 
 One query of DeepSeek-V3.2's sizes (64 heads of 128 columns) and T keys. All run in turns in one process, after the
 operator's error against float64 was found to be within bounds. ``floor`` is the larger of two times: the FLOPs at the
-rate of a large square product in float32, and the bytes of the keys at the rate at which this process reads memory.
+rate of a large square product in that dtype, and the bytes of the keys at the rate at which this process reads memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def error(got: Tensor, call: IndexCall) -> float:
     return float(((got - reference.index_scores(wide)).abs() / reference.index_scores(terms)).max())
 
 
-def measure(args: argparse.Namespace, dtype: str, tokens: int, rates: tuple[float, float]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, dtype: str, tokens: int, flops_s: float, bytes_s: float) -> dict[str, Any]:
     """One row; raises SystemExit where the operator is wrong."""
     torch._dynamo.reset()
     random = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, dtype: str, tokens: int, rates: tuple[floa
         "dtype": dtype, "tokens": tokens, "heads": args.heads, "width": args.width, "error": wrong,
         "ms": {name: asdict(Times.of(t)) for name, t in times.items()},
         "over_op": {name: common.median_ratio(times[name], times["op"]) for name in ("eager", "inductor")},
-        "floor_ms": {"flops": 1e3 * flops / rates[0], "bytes": 1e3 * read / rates[1]},
+        "floor_ms": {"flops": 1e3 * flops / flops_s, "bytes": 1e3 * read / bytes_s},
     }  # fmt: skip
 
 
@@ -98,15 +98,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    rates = common.matmul_rate(torch.float32), common.read_bandwidth()
+    rates = {dtype: common.matmul_rate(DTYPES[dtype]) for dtype in args.dtypes}
+    bytes_s = common.read_bandwidth()
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for dtype in args.dtypes:
             for tokens in args.tokens:
-                rows.append(measure(args, dtype, tokens, rates))
+                rows.append(measure(args, dtype, tokens, rates[dtype], bytes_s))
                 print("  " + "  ".join(describe(rows[-1])), flush=True)
                 about = {"benchmark": "index_scores", "machine": common.machine()}
-                common.write(args.out, about | {"flops_per_s": rates[0], "bytes_per_s": rates[1]}, rows)
+                common.write(args.out, about | {"flops_per_s": rates, "bytes_per_s": bytes_s}, rows)
     print("\n" + common.table([describe(row) for row in rows], HEAD))
 
 

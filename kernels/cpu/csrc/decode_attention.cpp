@@ -12,6 +12,7 @@
 
 #include "amx.h"
 #include "call.h"
+#include "dots.h"
 #include "fma.h"
 #include "index.h"
 #include "mask.h"
@@ -256,9 +257,12 @@ int mla_index_scores(const mla::IndexCall* call) {
     // Only where planes keep every digit: of bfloat16 the query is one, of float32 three.
     const bool exact = call->query_kind == call->row_kind && call->row_kind != FLOAT16;
     if (exact && call->amx && (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->J > 48)) {
-      if (call->row_kind == BFLOAT16) return !index_scores<Amx<bf16, 1, 2>>(*call);
+      if (call->row_kind == BFLOAT16) return !index_scores<Amx<bf16, 1, 1>>(*call);
       return !index_scores<Amx<float, 3, 3>>(*call);
     }
+#endif
+#if defined(MLA_DOTS)
+    if (call->query_kind == BFLOAT16 && call->row_kind == BFLOAT16) return !index_scores<Dots>(*call);
 #endif
     return !index_scores<Fma>(*call);
   } catch (const std::bad_alloc&) {
