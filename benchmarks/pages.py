@@ -127,11 +127,62 @@ def index_scores() -> str:
     about = data("index_scores")
     rows = []
     for r in about["rows"]:
-        times = (f"{t['median']:.1f} [{t['low']:.1f}-{t['high']:.1f}]" for t in r["ms"].values())
+        times = map(_quartiles, r["ms"].values())
         ratios = (f"{x:.1f}x" for x in r["over_op"].values())
         rows.append((r["dtype"], r["tokens"], *times, f"{max(r['floor_ms'].values()):.1f}", *ratios))
     head = ("dtype", "keys", "eager", "Inductor", "op", "floor", "eager / op", "Inductor / op")
     return table(head, rows) + f"\n\n{where(about)}."
+
+
+def _quartiles(times: Mapping[str, Any]) -> str:
+    return f"{times['median']:.1f} [{times['low']:.1f}-{times['high']:.1f}]"
+
+
+def sparse_steps() -> str:
+    """Decode steps of a sparse attention."""
+    about = data("sparse_steps")
+    names = ("eager", "inductor", "mask", "list")
+    rows = []
+    for r in about["rows"]:
+        times = (_quartiles(r["ms"][v]) if v in r["ms"] else "too large" for v in names)
+        ratios = (f"{r['over_list'][v]:.1f}x" if v in r["over_list"] else "" for v in names[:3])
+        rows.append((r["tokens"], *times, *ratios))
+    head = (
+        "cached tokens",
+        "eager",
+        "Inductor",
+        "mla, mask",
+        "mla, list",
+        "eager / list",
+        "Inductor / list",
+        "mask / list",
+    )
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
+def sparse_attention() -> str:
+    """The operators of such a step alone."""
+    about = data("sparse_steps")
+    names = ("all", "choosing", "listed", "k")
+    rows = (
+        (
+            r["tokens"],
+            *(_quartiles(r["ms"][v]) for v in names),
+            f"{r['listed_over_k']:.2f}",
+            f"{r['all_over_ours']:.1f}x",
+        )
+        for r in about["attention"]
+    )
+    head = (
+        "cached tokens",
+        "all rows",
+        "choosing",
+        "2,048 listed rows",
+        "2,048 rows",
+        "listed / rows",
+        "all / (choosing + listed)",
+    )
+    return table(head, rows)
 
 
 def onnx() -> str:
@@ -328,6 +379,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode static": decode_static,
     "op": op_alone,
     "index_scores": index_scores,
+    "sparse_steps": sparse_steps,
+    "sparse_attention": sparse_attention,
     "onnx": onnx,
     "folds": folds,
     "sites": sites,
