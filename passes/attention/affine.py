@@ -7,13 +7,14 @@ slice or a look-up (``x[index]``) only changes where the next tensor is read.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import Affine, Operand
-from mla_compile.passes.ir.axes import Axis
+from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Broadcast,
@@ -25,7 +26,7 @@ from mla_compile.passes.ir.operators import (
     Slice,
     decode,
 )
-from mla_compile.passes.ir.sizes import Size, same, size
+from mla_compile.passes.ir.sizes import Size, same, same_sizes, size
 
 aten = torch.ops.aten
 
@@ -51,9 +52,12 @@ def operand_at(node: fx.Node, place: Place) -> Operand:
     axes = []
     for at, length in zip(place, shape(node), strict=True):
         axis = () if same(length, 1) else at.axis
-        if axis is None or (not axis and not same(length, 1)):
+        # Of a slice the whole is read, which is longer than the axis.
+        if axis is None or not same(length, axis_size(axis)):
             raise OpaqueError
         axes.append(axis)
+    if len(flatten(axes)) != len({*flatten(axes)}):  # a diagonal of it
+        raise OpaqueError
     return Operand(node, tuple(axes))
 
 
@@ -128,7 +132,20 @@ def constant(given: object) -> float | None:
     if packet(given) in (aten.ones, aten.new_ones, aten.ones_like):
         return 1.0
     how = decode(given)
-    return constant(how.value) if isinstance(how, Fill) else None
+    if isinstance(how, (Copy, Broadcast, Regroup, Permute)):
+        return as_in(given, constant(how.x))
+    return as_in(given, constant(how.value)) if isinstance(how, Fill) else None
+
+
+def as_in(node: fx.Node, number: float | None) -> float | None:
+    """A number in the dtype of ``node``; None where that has nothing like it."""
+    dtype = val(node).dtype
+    if number is None or dtype.is_complex:
+        return None
+    if not dtype.is_floating_point and dtype != torch.bool:
+        limits = torch.iinfo(dtype)
+        return float(int(number)) if limits.min <= number <= limits.max else None
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
 
 
 def scattered(node: fx.Node) -> tuple[float, float] | None:
@@ -136,8 +153,47 @@ def scattered(node: fx.Node) -> tuple[float, float] | None:
     if packet(node) is not aten.scatter or argument(node, 4, "reduce") is not None:
         return None
     given = argument(node, 3, "value", argument(node, 3, "src"))
-    rest, there = constant(argument(node, 0, "self")), constant(given)
+    rest, there = constant(argument(node, 0, "self")), as_in(node, constant(given))
     return None if rest is None or there is None else (rest, there)
+
+
+_COMPARED: dict[object, Callable[[float, float], bool]] = {
+    aten.eq: operator.eq,
+    aten.ne: operator.ne,
+    aten.lt: operator.lt,
+    aten.le: operator.le,
+    aten.gt: operator.gt,
+    aten.ge: operator.ge,
+}
+
+
+def asked(node: fx.Node) -> tuple[fx.Node, Callable[[float], float]] | None:
+    """What ``node`` computes of each number of one tensor at the same place: it compares it, or casts it.
+
+    The function raises :class:`OpaqueError` for a number that it has no result for.
+    """
+    compare = _COMPARED.get(packet(node))
+    if compare is None:
+        how = decode(node)
+        return (how.x, lambda of: _the_one({as_in(node, of)})) if isinstance(how, Copy) else None
+    x, other = argument(node, 0, "self"), argument(node, 1, "other")
+    if not is_tensor(x) or not same_sizes(shape(x), shape(node)) or (number := constant(other)) is None:
+        return None
+    # A comparison rounds the number to a dtype that depends on both operands; of whole numbers it wraps.
+    numbers = {number}
+    if val(x).dtype.is_floating_point:
+        numbers.add(float(torch.tensor(number, dtype=torch.float64).to(val(x).dtype)))
+    elif not (0 <= number < 128 and (2 * number).is_integer()):  # which no dtype has to round
+        return None
+    return x, lambda of: _the_one({compare(of, n) for n in numbers})
+
+
+def _the_one(results: set[float | None]) -> float:
+    """The result, if there is one and no other. Raises :class:`OpaqueError`."""
+    (result, *more) = results
+    if result is None or more:
+        raise OpaqueError
+    return result
 
 
 class Reader:

@@ -5,7 +5,8 @@ choice as a mask over all keys. The forms that are read, with ``index`` [..,k] a
 
     scatter(all True, dim, index, False), negated;  scatter(all False, dim, index, True)
     scatter(all -inf, dim, index, 0), added to the scores
-    scatter_add(zeros, dim, index, flags) != 0 or > 0        an entry counts where its flag is set
+    scatter(all a, dim, index, b) compared with a number that lies between
+    scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry counts where its flag is set
 
 The operators refuse an index outside of the keys, so each entry names one. That no key is named twice follows where the
 entries are the places that a ``topk`` or a sort found; else repeated ones are dropped by the rewrite. A list has to be
@@ -15,14 +16,22 @@ one for each query and batch entry, and the same for all heads.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import fx
 
-from mla_compile.passes.attention.affine import OpaqueError, Place, constant, moved, operand_at, place_of, scattered
+from mla_compile.passes.attention.affine import (
+    OpaqueError,
+    Place,
+    asked,
+    constant,
+    moved,
+    operand_at,
+    place_of,
+    scattered,
+)
 from mla_compile.passes.attention.site import Chosen, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
@@ -31,7 +40,9 @@ from mla_compile.passes.ir.sizes import same, same_sizes
 
 aten = torch.ops.aten
 
+_Shows = Callable[[float], bool]
 _WHOLE = (torch.int64, torch.int32)
+_COUNTS = (*_WHOLE, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ORDERS = {aten.topk: 2, aten.sort: 1}
 """Operators whose second result names places along an axis, each at most once, and where they are told the axis."""
 
@@ -44,7 +55,7 @@ def chosen(
     ``negated``: a key is seen where the boolean is False.
     """
     try:
-        found = _counted(node, place) if packet(node) in (aten.ne, aten.gt) else _scattered(node, place, negated)
+        found = _listed_by(node, place, negated)
     except OpaqueError:
         return None
     if found is None:
@@ -54,39 +65,49 @@ def chosen(
     return found if outer <= {*batch, *queries} and found.keys == keys else None
 
 
-def _scattered(node: fx.Node, place: Place, negated: bool) -> Chosen | None:
-    numbers = scattered(node)
-    if numbers is None:
-        return None
-    rest, there = numbers
-    if val(node).dtype == torch.bool:
-        shows = bool(there) != bool(rest) and bool(there) is not negated
-    else:
-        shows = there == 0 and rest != 0  # whether that number hides a key was asked where the mask was read
-    return _listed(node, place) if shows else None
+def _listed_by(node: fx.Node, place: Place, negated: bool) -> Chosen | None:
+    boolean = val(node).dtype == torch.bool
+    # Whether a number of `node` shows a key. What is added hides one by all other numbers that were let through.
+    shows: _Shows = (lambda number: bool(number) is not negated) if boolean else (lambda number: number == 0)
+    while True:
+        if (numbers := scattered(node)) is not None:
+            rest, there = numbers
+            return _listed(node, place) if shows(there) and not shows(rest) else None
+        if packet(node) is aten.scatter_add:
+            return _counted(node, place, shows)
+        if (step := asked(node)) is not None:
+            node, shows = step[0], _after(step[1], shows)
+        elif (inner := moved(node, place)) is not None:
+            node, place = inner
+        else:
+            return None
 
 
-def _counted(node: fx.Node, place: Place) -> Chosen | None:
-    """``scatter_add(zeros, dim, index, flags)``, of which no count is 0."""
-    counts = argument(node, 0, "self")
-    while is_tensor(counts) and (inner := moved(counts, place)) is not None:
-        counts, place = inner
-    if constant(argument(node, 1, "other")) != 0 or packet(counts) is not aten.scatter_add:
-        return None
-    flags = argument(counts, 3, "src")
+def _after(step: Callable[[float], float], shows: _Shows) -> _Shows:
+    return lambda number: shows(step(number))
+
+
+def _counted(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
+    """``scatter_add(zeros, dim, index, flags)``, of which a count of 0 hides a key, and every other shows it."""
+    flags = argument(node, 3, "src")
     flag = _flag(flags)
-    if constant(argument(counts, 0, "self")) != 0 or flag is None:
+    # In a smaller dtype counts come round to 0 again.
+    if constant(argument(node, 0, "self")) != 0 or flag is None or val(node).dtype not in _COUNTS:
         return None
-    found = _listed(counts, place)
-    if found is None or not same_sizes(shape(flags), shape(argument(counts, 2, "index"))):
+    one = flag if isinstance(flag, float) else 1.0
+    # Of one comparison with a number: what it says of 0, of the least and of the largest count it says of all.
+    if shows(0.0) or not shows(one) or not shows(float("inf")):
         return None
-    return found if flag is True else replace(found, flags=Operand(flag, found.indices.axes))
+    found = _listed(node, place)
+    if found is None or not same_sizes(shape(flags), shape(argument(node, 2, "index"))):
+        return None
+    return found if isinstance(flag, float) else replace(found, flags=Operand(flag, found.indices.axes))
 
 
-def _flag(node: object) -> fx.Node | Literal[True] | None:
-    """The boolean that ``node`` is as a number of 0 or 1, so that counts of it never cancel; None where it is none."""
+def _flag(node: object) -> fx.Node | float | None:
+    """The number that counts, or the boolean of which 1 or 0 does; None for others, of which counts could cancel."""
     if (number := constant(node)) is not None:
-        return True if number > 0 else None
+        return float(number) if number > 0 else None
     if is_tensor(node) and val(node).dtype == torch.bool:
         return node
     how = decode(node)
@@ -95,16 +116,18 @@ def _flag(node: object) -> fx.Node | Literal[True] | None:
 
 def _listed(node: fx.Node, place: Place) -> Chosen | None:
     """The list that a ``scatter`` or ``scatter_add`` at ``place`` is told."""
-    whole = operand_at(node, place)
     dim, index = axis(argument(node, 1, "dim"), len(place)), argument(node, 2, "index")
     if not is_tensor(index) or len(shape(index)) != len(place) or val(index).dtype not in _WHOLE:
         return None
     others = [(own, of) for k, (own, of) in enumerate(zip(shape(index), shape(node), strict=True)) if k != dim]
     if not all(same(own, of) for own, of in others):  # the rest of the rows is not written to
         return None
-    count = fresh_axis(shape(index)[dim])
-    axes = tuple(count if k == dim else one for k, one in enumerate(whole.axes))
-    return Chosen(Operand(index, axes), count, whole.axes[dim], _names_once(index, place_of(axes), count))
+    count, keys = fresh_axis(shape(index)[dim]), place[dim].axis
+    # Of a slice, an entry may name none.
+    if keys is None or not same(shape(node)[dim], axis_size(keys)):
+        return None
+    listed = operand_at(index, [place_of([count])[0] if k == dim else at for k, at in enumerate(place)])
+    return Chosen(listed, count, keys, _names_once(index, place_of(listed.axes), count))
 
 
 def _names_once(index: fx.Node, place: Place, count: Axis) -> bool:

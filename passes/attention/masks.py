@@ -16,6 +16,8 @@ from mla_compile.passes.attention.affine import (
     OpaqueError,
     Place,
     Reader,
+    as_in,
+    asked,
     broadcast,
     constant,
     moved,
@@ -99,6 +101,13 @@ class Masks(Reader):
 
     def added(self, node: fx.Node, place: Place) -> tuple[list[Part], float]:
         """A mask that is added: its parts, and the number that it is where they do not hold; it is 0 where they do."""
+        parts, number = self._added(node, place)
+        fill = as_in(node, number)
+        if fill is None:
+            raise OpaqueError
+        return parts, fill
+
+    def _added(self, node: fx.Node, place: Place) -> tuple[list[Part], float]:
         if packet(node) is aten.where:
             condition, yes, no = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
             negated = constant(yes) not in (None, 0)
@@ -106,6 +115,8 @@ class Masks(Reader):
             return self._filled(shown, condition, value, place, negated)
         if packet(node) is aten.masked_fill:
             shown, condition, value = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
+            if constant(value) == 0:
+                return self._filled(value, condition, shown, place, negated=False)
             return self._filled(shown, condition, value, place, negated=True)
         if packet(node) is aten.add and argument(node, 2, "alpha", 1) == 1:
             return self._summed([argument(node, k, name) for k, name in enumerate(("self", "other"))], place)
@@ -153,9 +164,9 @@ class Masks(Reader):
         Only those that are known.
         """
         how = decode(scores)
-        if isinstance(how, Copy):
+        if isinstance(how, Copy) and val(how.x).dtype.is_floating_point and val(scores).dtype.is_floating_point:
             return self.hidden(how.x, place)
-        if packet(scores) is aten.add:
+        if packet(scores) is aten.add and argument(scores, 2, "alpha", 1) == 1:
             for mask, rest in (scores.args[:2], scores.args[1::-1]):
                 if not is_tensor(mask) or not is_tensor(rest):
                     continue
@@ -182,26 +193,78 @@ def _beyond(node: fx.Node, place: Place) -> Affine:
 
 
 def _both(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
-    """``a and b``; under a ``not``, ``a or b``."""
-    # `a or b`, and a negated `and`, hold in too many ways for parts that all have to hold.
-    if negated != (packet(node) in _OR):
-        raise OpaqueError
-    return [
-        part
-        for k, name in enumerate(("self", "other"))
-        for x in (argument(node, k, name),)
-        for part in masks.parts(x, broadcast(shape(x), place), negated)
+    """``a and b``; ``a or b``."""
+    operands = [(argument(node, k, name), False) for k, name in enumerate(("self", "other"))]
+    return _joined(masks, operands, place, negated, either=packet(node) in _OR)
+
+
+def _joined(
+    masks: Masks, operands: Iterable[tuple[object, bool]], place: Place, negated: bool, *, either: bool
+) -> list[Part]:
+    """``a and b`` (``either``: ``a or b``) of booleans, each with whether its negation is meant."""
+    # One that is known, and does not decide, is left out.
+    unknown = [
+        (x, inverse) for x, inverse in operands if (n := constant(x)) is None or (bool(n) is not inverse) is either
     ]
+    # `a or b`, and a negated `and`, hold in too many ways for parts that all have to hold; of nothing they never hold.
+    if negated is not either and len(unknown) != 1:
+        raise OpaqueError
+    found: list[Part] = []
+    for x, inverse in unknown:
+        if not is_tensor(x):
+            raise OpaqueError
+        found += masks.parts(x, broadcast(shape(x), place), negated is not inverse)
+    return found
+
+
+def _chosen_of(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    """``where(c, a, b)`` and ``masked_fill(b, c, a)`` of booleans, of which a or b is a number."""
+    if packet(node) is aten.where:
+        c, a, b = (argument(node, k, name) for k, name in enumerate(("condition", "self", "other")))
+    else:
+        b, c, a = (argument(node, k, name) for k, name in enumerate(("self", "mask", "value")))
+    yes, no = constant(a), constant(b)
+    if no is not None:  # c and a; not c, or a
+        operands, either = ((c, bool(no)), (a, False)), bool(no)
+    elif yes is not None:  # not c, and b; c or b
+        operands, either = ((c, not yes), (b, False)), bool(yes)
+    else:
+        raise OpaqueError
+    return _joined(masks, operands, place, negated, either=either)
 
 
 def _not(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
     return masks.parts(argument(node, 0, "self"), place, not negated)
 
 
+def _asked(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
+    """A boolean as numbers, compared with a number; else positions that are compared."""
+    found = asked(node)
+    x = None if found is None else _boolean(found[0])
+    if found is None or x is None:
+        return _compared(masks, node, place, negated)
+    no, yes = found[1](0.0), found[1](1.0)
+    if bool(no) is bool(yes):
+        raise OpaqueError
+    return masks.parts(x, place, negated is not bool(no))
+
+
+def _boolean(node: fx.Node) -> fx.Node | None:
+    """The boolean that ``node`` is in another dtype."""
+    while val(node).dtype != torch.bool:
+        how = decode(node)
+        if not isinstance(how, Copy):
+            return None
+        node = how.x
+    return node
+
+
 def _compared(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[Part]:
     """``a <= b`` is ``b - a >= 0``, and ``a < b`` is ``b - a - 1 >= 0``; its negation is ``a - b >= 0``."""
     a, b = (masks.at_operand(node, k, name, place) for k, name in enumerate(("self", "other")))
     op = packet(node)
+    if op not in _ORDERS:
+        raise OpaqueError
     if op in (aten.gt, aten.ge):
         a, b = b, a
     strict = op in (aten.lt, aten.gt)
@@ -222,11 +285,13 @@ def _triangle(masks: Masks, node: fx.Node, place: Place, negated: bool) -> list[
     return [Part(node, place, True, Affine(-1) - bound)]
 
 
+_ORDERS = (aten.le, aten.lt, aten.ge, aten.gt)
 _OR = {aten.logical_or, aten.bitwise_or, aten.__or__}
 _BOOLEAN: dict[object, Callable[[Masks, fx.Node, Place, bool], list[Part]]] = {
     **dict.fromkeys((aten.logical_and, aten.bitwise_and, aten.__and__, aten.mul, *_OR), _both),
     **dict.fromkeys((aten.logical_not, aten.bitwise_not), _not),
-    **dict.fromkeys((aten.le, aten.lt, aten.ge, aten.gt), _compared),
+    **dict.fromkeys((aten.where, aten.masked_fill), _chosen_of),
+    **dict.fromkeys((*_ORDERS, aten.eq, aten.ne), _asked),
     **dict.fromkeys((aten.tril, aten.triu), _triangle),
 }
 

@@ -170,8 +170,9 @@ def _copied(tracer: ScoreTracer, node: fx.Node, how: Copy) -> Scores | None:
 
 def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
     """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
-    # Probabilities lie between 0 and 1 and fit any floating dtype; masks act before them.
-    if old == new or scores.normalized:
+    # Probabilities lie between 0 and 1 and fit any floating dtype; masks act before them. Below the greatest score of a
+    # row, a fill that all scores of it have is 0, whatever the dtype.
+    if old == new or scores.normalized or scores.below_top is not None:
         return scores
     # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
     narrower = new if torch.finfo(new).max < torch.finfo(old).max else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import mla_compile
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
 from mla_compile.core.program import Program
@@ -21,24 +23,26 @@ from tests.support.generator import Case
 Call = Callable[..., tuple[Tensor, ...]]
 Stepper = Callable[[tuple[Any, ...]], tuple[tuple[Tensor, ...], Report | None]]
 Results = tuple[Tensor, ...]
+KeepOf = Callable[[Case, Tensor], Tensor | None]
 
 
 def side_by_side(
-    module: GeneratedMLA, plain: GeneratedMLA, exact: GeneratedMLA, options: Options
+    module: GeneratedMLA, plain: GeneratedMLA, exact: GeneratedMLA, options: Options, keep_of: KeepOf | None = None
 ) -> Iterator[tuple[int, Results, Results, Results, Report | None]]:
     """After each call: the tokens so far, what ``module`` compiled, ``plain`` and ``exact`` returned, and the report.
 
-    ``exact`` is a copy in float64. Each goes on with the state that it has returned itself.
+    ``exact`` is a copy in float64. Each goes on with the state that it has returned itself. ``keep_of``: what they are
+    given as ``keep``, if not :func:`causal_keep`.
     """
     case = module.case
-    step = {"dynamo": through_dynamo, "trace": through_tracing, "symbolic": through_tracing}[case.door](module, options)
+    step = _DOORS[case.door](module, options)
     generator = torch.Generator().manual_seed(case.seed)
     states = [m.empty_state() for m in (module, plain, exact)]
     done = 0
     for count in (case.T, *[case.chunk] * case.steps):
         x = torch.randn(case.B, count, case.D, generator=generator, dtype=torch.float64).to(module.w_c.dtype)
         positions = torch.arange(done, done + count)
-        keep = keep_of(case, positions)
+        keep = (keep_of or causal_keep)(case, positions)
         for m in (module, plain, exact):
             m.start = done
         got, report = step((x, positions, keep, states[0]))
@@ -50,7 +54,7 @@ def side_by_side(
         yield done, got, eager, truth, report
 
 
-def keep_of(case: Case, positions: Tensor) -> Tensor | None:
+def causal_keep(case: Case, positions: Tensor) -> Tensor | None:
     """[B,S,T], True where query s may see key t: causal, not left padding, not the unused end of a buffer."""
     if case.mask in ("none", "is_causal"):
         return None
@@ -74,6 +78,18 @@ def through_dynamo(module: GeneratedMLA, options: Options) -> Stepper:
     def step(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Report | None]:
         result = call(*args)
         return result, compiler.reports[-1] if compiler.reports else None
+
+    return step
+
+
+def through_optimize(module: GeneratedMLA, options: Options) -> Stepper:
+    """``mla_compile.optimize``, which compiles when the module is called."""
+    torch._dynamo.reset()
+    fast: Any = mla_compile.optimize(module, **{f.name: getattr(options, f.name) for f in fields(options)})
+
+    def step(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Report | None]:
+        fast.start = module.start
+        return fast(*args), fast.mla_report
 
     return step
 
@@ -104,6 +120,11 @@ def through_tracing(module: GeneratedMLA, options: Options) -> Stepper:
         return run(*flat), outcome.report
 
     return step
+
+
+_DOORS = {
+    "dynamo": through_dynamo, "optimize": through_optimize, "trace": through_tracing, "symbolic": through_tracing,
+}  # fmt: skip
 
 
 def _guards_hold(traced: fx.GraphModule, inputs: list[fx.Node], values: list[Tensor]) -> bool:

@@ -298,7 +298,13 @@ def sink_for_each_query(q, k, v, mask, scale):
     return torch.cat([scores, q.mean(-1, keepdim=True)], -1).softmax(-1)[..., :-1] @ v
 
 
-CLOSED = [sink, maximum_subtracted, sink_and_maximum, sink_for_some_heads, sink_for_each_query]
+CLOSED = [
+    sink,
+    maximum_subtracted,
+    sink_and_maximum,
+    sink_for_some_heads,
+    sink_for_each_query,
+]
 
 
 @pytest.mark.parametrize("hidden", [False, True])
@@ -311,6 +317,19 @@ def test_what_leaves_the_attention_one_operator(fn, bias, hidden):
     assert OP in calls(program)
     assert not any("softmax" in c or "max" in c for c in calls(program))
     absorbed(Core(fn, bias=bias), [*inputs(S=3), mask])
+
+
+def test_a_maximum_taken_off_before_a_cast():
+    """Rows without a visible key are zeros then, and float64's lowest number does not become infinite."""
+
+    def fn(q, k, v, mask, scale):
+        scores = (q @ k.mT * scale).masked_fill(~mask, torch.finfo(q.dtype).min)
+        return (scores - scores.amax(-1, keepdim=True)).softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+
+    module, given = Core(fn), [*inputs(S=3), padded(2, 3, 7)]
+    outcome = optimized(export(module, given), forms="absorbed", lowering="op")
+    assert OP in calls(outcome.program)
+    assert_equal(module, outcome.program, given, tolerance=1e-6)
 
 
 # Open cores: something else happens between the products, which are then rewritten one by one.

@@ -1,0 +1,73 @@
+"""Generated attentions with an indexer: the numbers of the original, and rows of the listed keys where that is legal.
+
+``MLA_PROPERTY_SPARSE`` sets how many cases are drawn (24 by default) and ``MLA_PROPERTY_SEED`` draws others.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+
+from mla_compile.errors import MlaCompileWarning
+from mla_compile.report.report import Report, SiteReport
+from tests.support.generated_run import options_of, side_by_side
+from tests.support.generated_sparse import SparseCase, SparseMLA, keep_or_list, sparse_cases
+from tests.support.generator import check_each
+from tests.test_property import compare, narrow
+
+CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "24"))
+SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
+PARTS = 2
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_generated_sparse_attention(part: int) -> None:
+    check_each(sparse_cases(max(1, CASES // PARTS), SEED * PARTS + part), check)
+
+
+def check(sparse: SparseCase) -> None:
+    """Raises AssertionError on a wrong number, and where a list that can be read stays a mask."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", MlaCompileWarning)
+        report = run(sparse, SparseMLA(sparse))
+    check_lists(sparse, report)
+
+
+def run(sparse: SparseCase, module: SparseMLA) -> Report:
+    """The report on the last step, after all results were compared."""
+    case = sparse.case
+    plain, exact = copy.deepcopy(module), copy.deepcopy(module).double()
+    last: Report | None = None
+    calls = side_by_side(module, plain, exact, options_of(case), keep_or_list(sparse))
+    for done, *results, report in calls:
+        last = report
+        for k, values in enumerate(zip(*results, strict=True)):
+            compare(case, f"result {k} after {done} tokens", *values)
+    assert last is not None, "the last decode step was not compiled"
+    return last
+
+
+def check_lists(sparse: SparseCase, report: Report) -> None:
+    sites = report.sites[-sparse.layers :]
+    said = [f"{site.verdict} ({site.code}) {site.chosen}: {site.reason} {site.notes}" for site in sites]
+    absorbed = [site for site in sites if site.verdict == "absorbed"]
+    case = sparse.case
+    if case.forms == "absorbed" and narrow(case):
+        assert len(absorbed) == sparse.layers, said
+    assert all(site.chosen is not None for site in absorbed if must_list(sparse, site)), said
+    if sparse.case.mask == "visible_fill":
+        assert all(site.chosen is None for site in absorbed), said
+
+
+def must_list(sparse: SparseCase, site: SiteReport) -> bool:
+    """Whether the list has to be read: where the whole attention is one operator, and its heads have axes of their own.
+
+    A number that is no infinity hides by a proof of its own (tests/passes/attention/test_chosen.py).
+    """
+    one_by_one = any("one by one" in note for note in site.notes)
+    # Of a longer mask that is cut, the list may name keys that are cut off.
+    return not (one_by_one or sparse.finite or sparse.case.chunk > 1 or sparse.case.core == "bmm" or sparse.case.cut)
