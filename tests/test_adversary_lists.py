@@ -12,7 +12,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ BOOLEAN_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 ADDED_FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "soft": lambda m: m.clamp(min=-5.0),
-    "softer by a factor": lambda m: m.clamp(min=-1e9) * 1e-9,
+    "softer by a factor": lambda m: m.clamp(min=-1e4) * 1e-3,
     "a number that a score shows beside": lambda m: m.clamp(min=-50.0),
     "the wrong sign": lambda m: torch.where(m == 0, -math.inf, 0.0).to(m.dtype),
     "a bonus": lambda m: m + 0.5 * (torch.arange(m.shape[-1]) % 2),
@@ -104,7 +104,8 @@ def mutants(count: int, start: int) -> list[Mutant]:
         added = sparse.form in ADDED
         faults: Sequence[str] = list(ADDED_FAULTS if added else BOOLEAN_FAULTS)
         bags[added] = bags[added] or rng.sample(faults, len(faults))
-        return Mutant(sparse, bags[added].pop())
+        # Of several layers a row without a key, which is NaN, is a hidden key of the next one.
+        return Mutant(replace(sparse, layers=1), bags[added].pop())
 
     return [of(sparse) for sparse in sparse_cases(count, start)]
 

@@ -1,7 +1,7 @@
 """A transformers causal language model as one function of flat tensors: finds its caches, exports its graph.
 
 Nothing is known about a model beyond the calling convention of transformers: ``input_ids``, ``attention_mask``,
-``position_ids`` and ``past_key_values`` go in, ``logits`` and ``past_key_values`` come out, and the cache is an object
+``position_ids`` and a cache go in, ``logits`` and the cache come out, and the cache is an object
 whose ``layers`` hold tensors. Which tensors, and which of their axes grows with the context, is found by running it.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from mla_compile.capture.unroll import UnrolledExperts
+from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import ExportError, InputError, brief
 
 # Any sizes that differ from each other and from 1: torch.export takes equal sizes for the same, and 1 for a constant.
@@ -91,7 +92,7 @@ def wire(model: torch.nn.Module) -> CausalLM:
     tensors cannot be told apart from the outside.
     """
     names = inspect.signature(model.forward).parameters
-    missing = [n for n in ("input_ids", "attention_mask", "past_key_values") if n not in names]
+    missing = [n for n in ("input_ids", "attention_mask", cache_argument(model)) if n not in names]
     if missing:
         raise InputError(
             f"{type(model).__name__}.forward takes no {', '.join(missing)}, so its inputs cannot be wired as those of "
@@ -138,6 +139,7 @@ class _Flat(torch.nn.Module):
         self._one_token = one_token
         self.model = lm.model
         self._lm = (lm,)  # in a tuple, so that it is no submodule
+        self._cache = cache_argument(lm.model)
         self._extra = {"logits_to_keep": 1} if last_only else {}
 
     def forward(
@@ -154,11 +156,11 @@ class _Flat(torch.nn.Module):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=lm.filled(given),
             use_cache=True,
+            **{self._cache: lm.filled(given)},
             **self._extra,
         )
-        new = [entry.of(out.past_key_values) for entry in lm.caches]
+        new = [entry.of(cache_of(out)) for entry in lm.caches]
         if self._one_token:
             # A padding token must leave a state of fixed size as it is; in longer calls the model takes care of that.
             real = attention_mask[:, -1] != 0
@@ -179,7 +181,7 @@ def _run(model: torch.nn.Module, length: int) -> Any:
             raise ExportError(
                 f"{type(model).__name__} does not run on a prompt of {length} tokens: {type(error).__name__}: {error}"
             ) from error
-    cache = getattr(out, "past_key_values", None)
+    cache = cache_of(out)
     if not hasattr(cache, "layers"):
         raise ExportError(
             f"{type(model).__name__} keeps its cache in a {type(cache).__name__}, expected a transformers Cache with "

@@ -9,6 +9,7 @@ from torch.export import Dim, ExportedProgram
 
 from mla_compile.capture.causal_lm import BATCH, PAST, QUERY, CausalLM, evaluating
 from mla_compile.capture.unroll import UnrolledExperts
+from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import CaptureError, brief
 
 
@@ -40,6 +41,7 @@ class _Step(torch.nn.Module):
         super().__init__()
         self.model = lm.model
         self._lm = (lm,)  # in a tuple, so that it is no submodule
+        self._cache = cache_argument(lm.model)
         self._extra = {"logits_to_keep": 1} if last_only else {}
 
     def forward(
@@ -49,8 +51,8 @@ class _Step(torch.nn.Module):
         out = self.model(
             input_ids=input_ids,
             position_ids=position_ids,
-            past_key_values=lm.filled(caches),
             use_cache=True,
+            **{self._cache: lm.filled(caches)},
             **self._extra,
         )
-        return out.logits, [entry.of(out.past_key_values) for entry in lm.caches]
+        return out.logits, [entry.of(cache_of(out)) for entry in lm.caches]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
+from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import InputError
 from mla_compile.models.config_file import in_one_line, transformers
 
@@ -181,7 +182,7 @@ def _unable(model: nn.Module, path: str, error: Exception) -> str:
     name, takes = type(model).__name__, inspect.signature(model.forward).parameters
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return f"{name} is an encoder with a decoder, expected a causal language model"
-    if not {"input_ids", "past_key_values"} <= takes.keys() and not {"args", "kwargs"} <= takes.keys():
+    if not {"input_ids", cache_argument(model)} <= takes.keys() and not {"args", "kwargs"} <= takes.keys():
         return f"{name} takes {', '.join(takes)}, and a causal language model takes a prompt and a cache"
     return f"{name} does not run on the meta device: {in_one_line(error)}" + (f" (in {path})" if path else "")
 
@@ -203,7 +204,7 @@ def _replace_tensors(cache: Any, device: str) -> None:
 def _prefill(model: nn.Module, context: int) -> Any:
     ids = torch.zeros(1, context, dtype=torch.long, device="meta")
     with torch.no_grad():
-        return getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)
+        return cache_of(model(input_ids=ids, use_cache=True))
 
 
 def _fake_prefill(model: nn.Module, context: int) -> Any:

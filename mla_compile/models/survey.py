@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import mla_compile
+from mla_compile.core.cache_argument import cache_argument
 from mla_compile.core.dims import Dims
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, quantization, skeleton, sources
@@ -107,7 +108,7 @@ def _step_explained(model: nn.Module, cache: Any) -> Report:
 
     def on(device: str) -> Report:
         step = torch.zeros(1, 1, dtype=torch.long, device=device)
-        return mla_compile.explain(model, input_ids=step, past_key_values=cache, use_cache=True)
+        return mla_compile.explain(model, input_ids=step, **{cache_argument(model): cache}, use_cache=True)
 
     try:
         return on("meta")

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from mla_compile.capture.causal_lm import CausalLM
+from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import ExportError
 from mla_compile.onnx.assemble import CacheIO
 from mla_compile.onnx.engine import cpu_session, errors, onnxruntime
@@ -164,8 +165,8 @@ class _Original:
         """Logits of the last token, float32 [B,vocabulary]."""
         feeds = {name: torch.from_numpy(a).to(self.device) for name, a in _feeds(ids, mask).items()}
         with torch.no_grad():
-            out = self.lm.model(**feeds, past_key_values=self.cache, use_cache=True)
-        self.cache = out.past_key_values
+            out = self.lm.model(**feeds, **{cache_argument(self.lm.model): self.cache}, use_cache=True)
+        self.cache = cache_of(out)
         logits: torch.Tensor = out.logits[:, -1].float().cpu()
         return logits
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_compile.core.cache_argument import cache_of
 from mla_compile.core.dims import Dims
 from mla_compile.core.measuring import Times, available_bytes, in_turns, machine, median_ratio, require_compiler
 from mla_compile.core.quantities import gib
@@ -238,7 +239,7 @@ class Bench:
         if device.type != "cpu":
             self.about["device"] = torch.get_device_module(device).get_device_name(device)
         try:
-            cache = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=True).past_key_values
+            cache = cache_of(model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=True))
         except Exception as error:  # somebody else's model may raise anything
             raise InputError(f"{type(model).__name__} does not run: {config_file.in_one_line(error)}") from error
         slots = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.backend import mla
+from mla_compile.core.cache_argument import cache_argument
 
 WARM_UP = (97, 98, 99)
 """Contexts after which the graph of a decode step has settled: static, then symbolic, then no change."""
@@ -90,8 +91,9 @@ class DecodeSteps:
         shape, device = (self.batch, 1), self.device
         mask = torch.ones(self.batch, tokens + 1, dtype=torch.long, device=device) if static else None
         prepared: dict[str, Any] = self.model.prepare_inputs_for_generation(
-            torch.full(shape, 7, device=device), next_sequence_length=1, past_key_values=cache, attention_mask=mask,
+            torch.full(shape, 7, device=device), next_sequence_length=1, attention_mask=mask,
             position_ids=torch.full(shape, tokens, device=device), use_cache=True,
+            **{cache_argument(self.model): cache},
         )  # fmt: skip
         return prepared
 

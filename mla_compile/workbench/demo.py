@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import mla_compile
+from mla_compile.core.cache_argument import cache_argument
 from mla_compile.core.measuring import available_bytes, require_compiler
 from mla_compile.core.quantities import gib
 from mla_compile.errors import InputError, NothingToCompareError
@@ -281,7 +282,7 @@ def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:
     return {
         "input_ids": torch.tensor([[7]]),
         "position_ids": torch.tensor([[context]]),
-        "past_key_values": cache,
+        cache_argument(model): cache,
         "use_cache": True,
         "logits_to_keep": 1,
         "return_dict": True,

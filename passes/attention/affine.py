@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import Affine, Operand
-from mla_compile.passes.ir.axes import Axis, axis_size, flatten
+from mla_compile.passes.ir.axes import Axis, flatten
 from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Broadcast,
@@ -52,8 +52,7 @@ def operand_at(node: fx.Node, place: Place) -> Operand:
     axes = []
     for at, length in zip(place, shape(node), strict=True):
         axis = () if same(length, 1) else at.axis
-        # Of a slice the whole is read, which is longer than the axis.
-        if axis is None or not same(length, axis_size(axis)):
+        if axis is None or (not axis and not same(length, 1)):
             raise OpaqueError
         axes.append(axis)
     if len(flatten(axes)) != len({*flatten(axes)}):  # a diagonal of it

@@ -372,8 +372,9 @@ def keep_or_list(sparse: SparseCase) -> Any:
         generator = torch.Generator().manual_seed(length)
         first = -1 if sparse.given == "flagged" else 0
         listed = torch.randint(first, length, (case.B, len(positions), sparse.k), generator=generator)
-        # A query without a key may be NaN, and then so is all that a second layer makes of its row.
-        listed[..., 0] = listed[..., 0].clamp(min=0 if sparse.layers > 1 else -1)
+        # A query without a key may be NaN, and then so is all that a second layer makes of its row: the first is seen.
+        if sparse.layers > 1:
+            listed[..., 0] = 0
         return listed
 
     return of
