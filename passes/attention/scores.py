@@ -80,6 +80,10 @@ class Scores:
         """Whether a softmax is all that may come now."""
         return not self.normalized and (bool(self.padded) or self.below_top is not None)
 
+    def changed(self) -> Scores:
+        """Before a change that is none where nothing but a softmax comes."""
+        return self.opened("scores change after a sink or below their maximum") if self.settled else self
+
     def opened(self, why: str) -> Scores:
         return self if self.open_core else replace(self, open_core=why)
 
@@ -215,7 +219,8 @@ def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(a) if isinstance(a, fx.Node) else None
     if scores is None or not isinstance(a, fx.Node) or not _keeps_shape(node, a):
         return None
-    if not isinstance(b, (int, float)) or scores.normalized or scores.settled:
+    scores = scores.changed()
+    if not isinstance(b, (int, float)) or scores.normalized:
         return scores.opened("scores or probabilities are multiplied by a tensor")
     # Masks that were added before are scaled with the scores, and fills too, in the dtype that they were written in.
     by = 1.0 / b if packet(node) is aten.div else float(b)
@@ -242,7 +247,8 @@ def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     if scores is None or not _keeps_shape(node, x):
         return None
     # What is added after the softmax is no mask, and one that is multiplied first is not followed.
-    if scores.normalized or scores.settled or alpha != 1 or not is_tensor(other):
+    scores = scores.changed()
+    if scores.normalized or alpha != 1 or not is_tensor(other):
         return scores.opened("something is added to the probabilities")
     return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
 
@@ -286,8 +292,8 @@ def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(x) if isinstance(x, fx.Node) else None
     if scores is None or not isinstance(x, fx.Node) or not is_tensor(mask) or not _keeps_shape(node, x):
         return None
-    number = _constant(value)
-    if number is None or scores.normalized or scores.settled:
+    number, scores = _constant(value), scores.changed()
+    if number is None or scores.normalized:
         return scores.opened("scores are replaced by a tensor")
     operand = Operand(mask, align_right(mask, scores.axes))
     return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=_rounded(number, val(node).dtype))))
