@@ -56,7 +56,9 @@ def check_lists(sparse: SparseCase, report: Report) -> None:
     said = [f"{site.verdict} ({site.code}) {site.chosen}: {site.reason} {site.notes}" for site in sites]
     absorbed = [site for site in sites if site.verdict == "absorbed"]
     case = sparse.case
-    if case.forms == "absorbed" and narrow(case):
+    # Two caches of the same length, each with a symbol of its own, are not known to be equal before a guard says so.
+    two_lengths = case.door == "symbolic" and not sparse.given
+    if case.forms == "absorbed" and narrow(case) and not two_lengths:
         assert len(absorbed) == sparse.layers, said
     assert all(site.chosen is not None for site in absorbed if must_list(sparse, site)), said
     if sparse.case.mask == "visible_fill":
