@@ -81,7 +81,8 @@ def plan(
         result = planning.plan(model, machine, request)
         if plot is not None:
             draw(model, machine, request, plot)
-        texts = formula_lines(result, any(a.latent for a in planning.attentions(model))) if show_formulas else []
+        sites = planning.attentions(model)
+        texts = formula_lines(result, any(a.latent for a in sites), any(a.J for a in sites)) if show_formulas else []
         if as_json:
             print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
         else:
@@ -91,13 +92,15 @@ def plan(
             raise typer.Exit(NEGATIVE)
 
 
-def formula_lines(result: Plan, latent: bool) -> list[str]:
+def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
     """Every formula that was evaluated, one per line, and what its letters mean."""
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
         lines.append(f"{planning.LABELS[row.layout]}, per GPU (attention and network: per layer)")
         for name, expression in planning.expressions(row.layout, latent).items():
+            if not (chooses or expression.free_symbols.isdisjoint({planning.F, planning.Y})):
+                continue
             used |= expression.free_symbols
             lines.append(f"  {name} = {sympy.sstr(expression)}")
     lines.append("letters: " + "; ".join(f"{s} {planning.MEANING[s]}" for s in planning.MEANING if s in used))
@@ -131,6 +134,9 @@ def _show(result: Plan) -> None:
     table.add_row(f"{request.users:,} users fit", *fits, end_section=True)
     table.add_row("attention: reading the cache", *(seconds(r.cache_memory_s) for r in rows))
     table.add_row("attention: arithmetic", *(seconds(r.attention_compute_s) for r in rows))
+    if any(r.choosing_memory_s or r.choosing_compute_s for r in rows):
+        table.add_row("choosing keys: reading", *(seconds(r.choosing_memory_s) for r in rows))
+        table.add_row("choosing keys: arithmetic", *(seconds(r.choosing_compute_s) for r in rows))
     table.add_row("the rest: reading weights", *(seconds(r.weight_memory_s) for r in rows))
     table.add_row("the rest: arithmetic", *(seconds(r.weight_compute_s) for r in rows))
     table.add_row("links", *(seconds(r.network_s) for r in rows), end_section=True)

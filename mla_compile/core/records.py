@@ -80,7 +80,8 @@ class SiteReport:
         precision_ratio: error of the rewritten site over that of the original, both against float64.
         fold_error: relative rounding error of the folded weights.
         chosen: how many keys each query attends to, of a sparse attention, which then costs the same for any context.
-        choosing_flops: FLOPs of one decode step per context token to choose them, where what chooses is in the graph.
+        choosing_flops: FLOPs of one decode step per context token to choose them; ``None`` where what chooses is not in
+            the graph, or is counted in a report before this one, whose list of keys this attention takes.
         choosing_bytes: bytes of cached rows that it reads, and of products of heads that it writes and reads, likewise.
         choosing_fused: whether no such product goes through memory, because one operator makes the scores.
         parts: the sides that are absorbed (``keys``, ``values``), with the heads if not for all (``heads 0-7 of 16``,

@@ -23,7 +23,7 @@ from mla_compile.errors import InputError
 from mla_compile.models.config_file import in_one_line, transformers
 
 CONTEXT = 64
-"""Cached tokens in the trace. The report counts per cached token, and chooses as for a long context."""
+"""Cached tokens in the trace. The report counts per cached token, and decides as for a long context."""
 
 _INDEX = re.compile("idx|index|layer_id")
 

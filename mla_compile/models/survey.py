@@ -6,6 +6,7 @@ one that it fills. Only the number of experts that a token takes is in no weight
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from mla_compile.models.weights import first_int, tensors_of, text_config, weigh
 from mla_compile.report.facts import CachedLayers, Facts, Family, Weights, family_of, latent_sites
 from mla_compile.report.report import Report
 
+_ROWS = {"keys", "values"}
+_LONGEST = 2**18
 # A model in fp8 is traced in bf16: how its code applies scales is its own affair.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
@@ -84,9 +87,14 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
     weights = weights_of(model, tensors)
     skeleton.thin(model, layers)
     cache, left_out = skeleton.cached_call(model)
-    cached = _cached_layers(cache, layers)
-    notes += _not_counted(cache, cached)
+    more = _besides(cache, model)
+    cached = _cached_layers(cache, layers, more)
+    notes += _not_counted(cache, cached, more)
     report = _step_explained(model, cache)
+    context = skeleton.CONTEXT
+    while context < _LONGEST and any((site.chosen or 0) > context for site in report.sites):
+        context *= 64  # queries choose all there is: how many they choose shows in a longer context only
+        report = _step_explained(model, skeleton.cached_call(model, context)[0])
     kinds = layers.kinds()
     if len(kinds) < len(layers.like):
         traced = ", ".join(f"layer {i} for {n}" if n > 1 else f"layer {i}" for i, n in kinds.items())
@@ -113,6 +121,7 @@ def _step_explained(model: nn.Module, cache: Any) -> Report:
     try:
         return on("meta")
     except CaptureError as error:  # torch can trace less there: no index that is a list, for example
+        model = copy.deepcopy(model)
         try:
             skeleton.to_untouched_memory(model, cache)
         except RuntimeError:  # more than this machine can promise
@@ -150,10 +159,25 @@ def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: R
     return "GQA" if groups is not None and heads is not None and groups < heads else "MHA"
 
 
-def _cached_layers(cache: Any, layers: skeleton.Layers) -> tuple[CachedLayers, ...]:
+def _besides(cache: Any, model: nn.Module) -> list[dict[str, int]]:
+    """For each slot what it holds beside keys and values, by name, and how many values of it a token adds."""
+    held = [
+        {n: v.numel() for n, v in vars(slot).items() if isinstance(v, torch.Tensor) and v.dim() > 2 and v.numel()}
+        for slot in getattr(cache, "layers", ())
+    ]
+    if not any(names.keys() - _ROWS for names in held):
+        return [{} for _ in held]
+    longer, _ = skeleton.cached_call(model, 2 * skeleton.CONTEXT)
+    return [
+        {n: (getattr(slot, n).numel() - size) // skeleton.CONTEXT for n, size in names.items() if n not in _ROWS}
+        for slot, names in zip(longer.layers, held, strict=True)
+    ]
+
+
+def _cached_layers(cache: Any, layers: skeleton.Layers, more: Sequence[dict[str, int]]) -> tuple[CachedLayers, ...]:
     """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold."""
     slots = list(getattr(cache, "layers", ()))
-    filled: Counter[tuple[int, int, int, int]] = Counter()
+    filled: Counter[CachedLayers] = Counter()
     # A layer may have several attentions: slots are shared out evenly.
     per_layer = len(slots) // len(layers.like) if layers.like and len(slots) % len(layers.like) == 0 else 0
     for i, slot in enumerate(slots):
@@ -163,12 +187,13 @@ def _cached_layers(cache: Any, layers: skeleton.Layers) -> tuple[CachedLayers, .
         ):
             continue
         copies = layers.like.count(i // per_layer) if per_layer else 1
-        filled[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] += copies
-    return tuple(CachedLayers(*shape, count) for shape, count in filled.items())
+        shape = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
+        filled[CachedLayers(*shape, count=0, besides=sum(more[i].values()))] += copies
+    return tuple(replace(layer, count=count) for layer, count in filled.items())
 
 
-def _not_counted(cache: Any, cached: Sequence[CachedLayers]) -> tuple[str, ...]:
-    """What a cache holds besides keys and values of every token."""
+def _not_counted(cache: Any, cached: Sequence[CachedLayers], more: Sequence[dict[str, int]]) -> tuple[str, ...]:
+    """What a cache holds of which a token does not add the same each time, or that is counted only roughly."""
     slots = list(getattr(cache, "layers", ()))
     notes = []
     full = sum(layer.count for layer in cached)
@@ -176,9 +201,11 @@ def _not_counted(cache: Any, cached: Sequence[CachedLayers]) -> tuple[str, ...]:
         notes.append(f"{len(slots) - full} of {len(slots)} layers cache no keys and values; their state is not counted")
     if any(getattr(slot, "is_sliding", False) for slot in slots):
         notes.append("layers with a sliding window are counted as if they kept the whole context")
-    more = {n for s in slots for n, v in vars(s).items() if isinstance(v, torch.Tensor) and v.dim() > 2 and v.numel()}
-    if more - {"keys", "values"}:
-        notes.append(f"the cache also holds {', '.join(sorted(more - {'keys', 'values'}))}, which is not counted")
+    grown = {(name, added > 0) for names in more for name, added in names.items()}
+    for name in sorted({name for name, grows in grown if grows}):
+        notes.append(f"the cache also holds {name} of every token, which are counted")
+    for name in sorted({name for name, grows in grown if not grows}):
+        notes.append(f"the cache also holds {name}, which do not grow with the context and are not counted")
     return tuple(notes)
 
 

@@ -174,19 +174,27 @@ def token_costs(model: Facts, element: int, contexts: Sequence[int] = CONTEXTS) 
     rest = active - ups if model.weights.total else 0
     rest_bytes = read - element * ups if model.weights.total else 0
     # Expanding reads them as they are stored, absorbing as they were dequantized.
-    more = {"expanded": 0, "absorbed": stored.kept_bytes - stored.read_in_their_place if stored else 0}
-    forms: Sequence[tuple[str, Form]] = (("expanded", "expanded"), ("absorbed", "chained"))
+    more = 0, stored.kept_bytes - stored.read_in_their_place if stored else 0
+    forms: list[tuple[str, Form]] = [("expanded", "expanded"), ("absorbed", "chained")]
+    if any(site.chosen is not None for site in model.latent):
+        forms.append(("sparse", "sparse"))
+    # What chooses keys does so in every form.
+    chooses = (
+        sum(s.count * s.choosing_flops for s in model.latent),
+        sum(s.count * s.choosing_bytes for s in model.latent),
+    )
     return tuple(
         TokenCost(
             name,
-            tuple(2 * rest + _all_sites(model, formulas.flops(form), T=T) for T in contexts),
+            tuple(2 * rest + chooses[0] * T + _all_sites(model, formulas.flops(form), T) for T in contexts),
             tuple(
-                rest_bytes + more[name] + _all_sites(model, formulas.moved_bytes(form), T=T, E=element)
+                rest_bytes + more[form != "expanded"] + chooses[1] * T
+                + _all_sites(model, formulas.moved_bytes(form), T, E=element)
                 for T in contexts
             ),
         )
         for name, form in forms
-    )
+    )  # fmt: skip
 
 
 def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -198,8 +206,11 @@ def query_flops(dims: Dims, queries: Sequence[int], T: int) -> tuple[tuple[str, 
     )
 
 
-def _all_sites(model: Facts, expression: sympy.Expr, **letters: float) -> int:
-    return model.over_sites(lambda dims: int(formulas.evaluate(expression, dims, B=1, S=1, **letters)))
+def _all_sites(model: Facts, expression: sympy.Expr, T: int, **letters: float) -> int:
+    return sum(
+        site.count * int(formulas.evaluate(expression, site.dims, B=1, S=1, T=T, J=min(site.chosen or T, T), **letters))
+        for site in model.latent
+    )
 
 
 def _choice(dims: Dims, count: int, element: int) -> SiteChoice:

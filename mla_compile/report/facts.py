@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mla_compile.core.dims import Dims
@@ -55,28 +55,42 @@ class LatentSites:
     """``count`` attention sites of the same sizes that read one latent row per token.
 
     ``whole``: absorbed neither in part nor by groups of heads; only then do the formulas of an attention hold.
+    ``chosen``: the keys that a query attends to, ``None`` for all. ``choosing_flops``, ``choosing_bytes``: what
+    it takes per context token to choose them, 0 where another attention chose.
     """
 
     dims: Dims
     count: int
     absorbed: bool
     whole: bool = True
+    chosen: int | None = None
+    choosing_flops: int = 0
+    choosing_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class CachedLayers:
-    """``count`` layers with equal caches: the heads of both tensors, and the values per token and head."""
+    """``count`` layers with equal caches: the heads of both tensors, and the values per token and head.
+
+    ``besides``: values per token that are neither keys nor values, of an indexer for example.
+    """
 
     key_heads: int
     key_width: int
     value_heads: int
     value_width: int
     count: int
+    besides: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Values per token and layer of keys and values."""
+        return self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def values(self) -> int:
         """Cached values per token and layer."""
-        return self.key_heads * self.key_width + self.value_heads * self.value_width
+        return self.rows + self.besides
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,10 @@ class Facts:
 
     def own_cache(self) -> str:
         """What its own code caches, in words; empty if that is not known."""
-        parts = [f"{layer.count} x {layer.values:,}" for layer in self.cached]
+        parts = [
+            f"{layer.count} x " + (f"({layer.rows:,} + {layer.besides:,})" if layer.besides else f"{layer.rows:,}")
+            for layer in self.cached
+        ]
         return f"its own code caches {self.cache_values:,} values per token ({' + '.join(parts)})" if parts else ""
 
     @property
@@ -134,11 +151,12 @@ def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
     """Sites of equal sizes counted together; given are each site, its sizes, and how many attentions it stands for."""
-    counts: Counter[tuple[Dims, bool, bool]] = Counter()
+    counts: Counter[LatentSites] = Counter()
     for site, dims, copies in found:
         if dims is not None:
-            counts[dims, site.verdict == "absorbed", not site.parts] += copies
-    return tuple(LatentSites(dims, count, absorbed, whole) for (dims, absorbed, whole), count in counts.items())
+            chooses = site.choosing_flops or 0, site.choosing_bytes or 0
+            counts[LatentSites(dims, 0, site.verdict == "absorbed", not site.parts, site.chosen, *chooses)] += copies
+    return tuple(replace(sites, count=count) for sites, count in counts.items())
 
 
 def family_of(sites: Sequence[SiteReport]) -> Family | None:

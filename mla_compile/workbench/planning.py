@@ -9,6 +9,10 @@ There are three ways to share the attention of B users with T tokens each among 
 * ``replicated``: each has H/P heads of all users; the latent row has no heads to split, so each holds all rows.
 * ``context``: groups of C (dcp) split the tokens; each has HC/P heads and T/C tokens of all users.
 * ``data``: each has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
+
+Where queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), an attention reads J rows, and what
+chooses them looks at all T tokens before it. It is counted apart: its heads are not split (each machine needs the whole
+list), and in a split context each chooses among its own tokens and the lists are merged.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import sympy
 from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError
 from mla_compile.passes.decide import formulas
-from mla_compile.passes.decide.formulas import B, E, G, H, L, R, T
+from mla_compile.passes.decide.formulas import B, E, G, H, J, L, R, T
 from mla_compile.report.facts import Facts
 from mla_compile.report.stored import StoredWeights
 from mla_compile.workbench.machines import Machine
@@ -45,6 +49,8 @@ D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activatio
 W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: outside experts, of heads, of experts
 n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
+F, Y = sympy.symbols("F Y", positive=True)  # to choose keys: FLOPs per token, and values read per token in all layers
+M = sympy.Symbol("M", positive=True)  # 1 where an attention chooses its keys, else 0
 U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized and kept, and what then is not read
 
 MEANING = {
@@ -71,12 +77,20 @@ MEANING = {
     X: "weights of routed experts",
     n: "routed experts per layer",
     k: "routed experts per token",
+    J: "tokens that a query attends to",
+    F: "FLOPs per token of context to choose them",
+    Y: "values read per token of context to choose them, all layers",
+    M: "1 where an attention chooses, 0 where it takes another's list",
 }
 
 
 @dataclass(frozen=True)
 class Attention:
-    """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V)."""
+    """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
+
+    ``J``: the tokens that a query attends to, 0 for all; ``F``: FLOPs per token of context to choose them, 0 where
+    another attention chose.
+    """
 
     count: int
     H: int
@@ -85,6 +99,8 @@ class Attention:
     G: int = 1
     K: int = 0
     V: int = 0
+    J: int = 0
+    F: int = 0
 
     @property
     def latent(self) -> bool:
@@ -113,6 +129,7 @@ class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
     ``most_users``: how many fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
+    ``choosing_memory_s`` and ``choosing_compute_s``: what chooses the keys of sparse attentions, 0 without any.
     """
 
     layout: Layout
@@ -124,6 +141,8 @@ class LayoutPlan:
     cache_memory_s: float
     attention_compute_s: float
     attention_s: float
+    choosing_memory_s: float
+    choosing_compute_s: float
     weight_memory_s: float
     weight_compute_s: float
     network_s: float
@@ -158,7 +177,7 @@ class Plan:
 def core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
     if latent:
-        (stage,) = (s for s in formulas.stages("chained") if s.name == "attention")
+        (stage,) = (s for s in formulas.stages("sparse") if s.name == "attention")
         return 2 * stage.multiply_adds.subs(formulas.DECODE), E * stage.activations.subs(formulas.DECODE)
     return 2 * B * T * H * (K + V_), E * (B * T * G + B * H) * (K + V_)
 
@@ -172,7 +191,7 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
     """The share of one machine in a layout."""
     taken = {
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
-        "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C},
+        "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C, J: J / C},
         "data": {B: sympy.ceiling(B / P)},
     }
     return expression.subs(taken[layout], simultaneous=True)
@@ -188,12 +207,15 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
     network = joined if layout == "data" else 2 * joined
     if layout == "context":
         row, out = (L + R, L) if latent else (K, V_)
-        network += (C - 1) / C * B * (H * C / P) * (row + out) * A
-    stored = E * T * cache_values(latent)
+        network += (C - 1) / C * B * ((H * C / P) * (row + out) * A + M * J * 8)  # of what is chosen: score and index
+    stored, besides = E * T * cache_values(latent), E * T * Y
     return {
         "attention FLOPs": share(flops, layout),
         "attention bytes": share(moved, layout),
+        "choosing FLOPs": share(F * B * T, layout),
+        "choosing bytes": share(B * besides, layout),
         "cache bytes per user": stored if layout == "data" else share(stored, layout),
+        "bytes to choose by, per user": besides if layout == "data" else share(besides, layout),
         "weight bytes": (E_w * W - E_h * W_h + E_x * X) / P + (E_h * W_h + U) * heads,
         "weight bytes read": (E_w * W - E_h * W_h + E_x * touched) / P + (E_h * W_h + U - Z) * heads,
         "weight FLOPs": 2 * B * (W + X * k / n) / P,
@@ -212,10 +234,12 @@ def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dty
 
 def attentions(model: Facts) -> tuple[Attention, ...]:
     """The attentions of a model: in absorbed form where they are latent, else with the heads of their cache."""
-    found = [Attention(site.count, site.dims.H, L=site.dims.L, R=site.dims.R) for site in model.latent]
+    found = [
+        Attention(s.count, s.dims.H, L=s.dims.L, R=s.dims.R, J=s.chosen or 0, F=s.choosing_flops) for s in model.latent
+    ]
     rows = {v for site in model.latent for v in (site.dims.latent_values, site.dims.expanded_values)}
     for layer in model.cached:
-        if layer.values in rows:
+        if layer.rows in rows:
             continue
         if model.heads is None or layer.key_heads != layer.value_heads:
             raise InputError(f"{model.name} does not say how many query heads its cache of {layer} serves")
@@ -290,7 +314,7 @@ def _layout(
         "B": request.users, "T": request.context, "P": request.tp, "C": dcp, "D": model.width or 0,
         "E": BYTES[request.cache_dtype], "A": max(2, BYTES[plain]),
         "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
-        "n": weights.expert_count, "k": weights.expert_top_k,
+        "n": weights.expert_count, "k": weights.expert_top_k, "Y": sum(c.count * c.besides for c in model.cached),
     }  # fmt: skip
 
     def total(what: str) -> float:
@@ -301,7 +325,7 @@ def _layout(
 
     lookup = stored.lookup_bytes if stored else weights.lookup * BYTES[plain]
     held = once("weight bytes") + lookup / request.tp
-    per_user = total("cache bytes per user")
+    per_user = total("cache bytes per user") + once("bytes to choose by, per user")
     room = max(0.0, machine.memory_bytes * (1 - request.reserve) - held)
     most = math.floor(room / per_user) * (request.tp if layout == "data" else 1)
     peak, bandwidth = machine.peak(request.cache_dtype), machine.bandwidth
@@ -313,25 +337,29 @@ def _layout(
         )
         for s in sites
     )  # fmt: skip
+    choose_s, rank_s = once("choosing bytes") / bandwidth, total("choosing FLOPs") / peak
     read_s = once("weight bytes read") / bandwidth
     multiply_s = once("weight FLOPs") / machine.peak(stored.arithmetic if stored else plain)
     network_s = total("network bytes") / machine.link_bytes_per_s if machine.link_bytes_per_s else 0.0
     parts = {
         "reading the cache": memory_s if memory_s >= compute_s else 0.0,
         "attention arithmetic": compute_s if compute_s > memory_s else 0.0,
+        "choosing keys: reading": choose_s if choose_s >= rank_s else 0.0,
+        "choosing keys: arithmetic": rank_s if rank_s > choose_s else 0.0,
         "reading weights": read_s if read_s >= multiply_s else 0.0,
         "arithmetic of weights": multiply_s if multiply_s > read_s else 0.0,
         "links": network_s,
     }
-    step_s = attention_s + max(read_s, multiply_s) + network_s
+    step_s = attention_s + max(choose_s, rank_s) + max(read_s, multiply_s) + network_s
     return LayoutPlan(
-        layout, dcp, held, per_user, most, most >= request.users, memory_s, compute_s, attention_s, read_s,
-        multiply_s, network_s, step_s, request.users / step_s, max(parts, key=lambda name: parts[name]),
+        layout, dcp, held, per_user, most, most >= request.users, memory_s, compute_s, attention_s, choose_s,
+        rank_s, read_s, multiply_s, network_s, step_s, request.users / step_s, max(parts, key=lambda name: parts[name]),
     )  # fmt: skip
 
 
 def _values(site: Attention, **common: float) -> dict[str, float]:
     sizes: dict[str, float] = {"H": site.H, "L": site.L, "R": site.R, "G": site.G, "K": site.K, "V": site.V}
+    sizes |= {"J": min(site.J or common["T"], common["T"]), "F": site.F, "M": float(site.F > 0)}
     return dict.fromkeys(map(str, MEANING), 0.0) | sizes | common
 
 

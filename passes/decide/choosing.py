@@ -27,13 +27,14 @@ from mla_compile.passes.ir.walk import reachable
 class Choosing(NamedTuple):
     """Of one sequence and query, for each token in the context."""
 
+    scores: fx.Node  # of every cached token, of which the greatest are chosen
     flops: int
     bytes: int
     fused: bool  # no product of a head goes through memory
 
 
 def choosing(plan: AbsorbPlan) -> Choosing | None:
-    """What choosing the keys takes; None where no scores of them are found (they came in, or another layer chose)."""
+    """What choosing the keys takes; None where no scores of them are found (they came in, for example)."""
     chosen = plan.visible.chosen
     found = None if chosen is None else ranked(chosen)
     if chosen is None or found is None:
@@ -62,7 +63,7 @@ def choosing(plan: AbsorbPlan) -> Choosing | None:
         rows |= {_stored(o): None for o, _ in (left, right) if _length(o, T) and not _made(o, T)}
     sequences = max((_sizes(n)[0] for n in rows), default=1)
     read = sum(bytes_hint(n) for n in rows) // sequences // tokens
-    return Choosing(flops // calls // tokens, read + moved // calls // tokens, not moved)
+    return Choosing(scores, flops // calls // tokens, read + moved // calls // tokens, not moved)
 
 
 def _product(node: fx.Node) -> tuple[tuple[fx.Node, str], tuple[fx.Node, str], str] | None:

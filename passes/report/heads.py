@@ -54,13 +54,14 @@ def reports_of(
     split_of = {g.node: s for s in splits for g in s.groups}
     reports: list[SiteReport] = []
     told: set[str] = set()
+    counted: set[fx.Node] = set()
     for verdict in verdicts:
         name, split = verdict.site.node.name, split_of.get(verdict.site.node)
         if split is None:
-            reports.append(site_report(len(reports), verdict, checks.get(name), folded.get(name)))
+            reports.append(site_report(len(reports), verdict, checks.get(name), folded.get(name), counted))
         elif split.name not in told:
             told.add(split.name)
-            reports.append(split_report(len(reports), split, by_node, checks.get(split.name), folded))
+            reports.append(split_report(len(reports), split, by_node, checks.get(split.name), folded, counted))
     return reports
 
 
@@ -109,11 +110,16 @@ def heads_of(split: SplitSite, group: Group) -> str:
 
 
 def split_report(
-    index: int, split: SplitSite, verdicts: Mapping[fx.Node, Verdict], check: Check | None, folded: Folds
+    index: int,
+    split: SplitSite,
+    verdicts: Mapping[fx.Node, Verdict],
+    check: Check | None,
+    folded: Folds,
+    counted: set[fx.Node],
 ) -> SiteReport:
     """One report: what is absorbed of which heads, and what stays, with its reason."""
     groups = [(heads_of(split, g), verdicts[g.node]) for g in split.groups]
-    done = {w: site_report(index, v, check, folded.get(v.site.node.name)) for w, v in groups if v.absorb}
+    done = {w: site_report(index, v, check, folded.get(v.site.node.name), counted) for w, v in groups if v.absorb}
     parts: list[str] = []
     kept: list[KeptPart] = []
     for which, verdict in groups:

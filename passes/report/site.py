@@ -24,9 +24,16 @@ from mla_compile.passes.verify.check import Check
 
 
 def site_report(
-    index: int, verdict: Verdict, check: Check | None = None, folded: Sequence[Folded] | None = None
+    index: int,
+    verdict: Verdict,
+    check: Check | None = None,
+    folded: Sequence[Folded] | None = None,
+    counted: set[fx.Node] | None = None,
 ) -> SiteReport:
-    """What became of one attention, with the numbers where its sizes are known."""
+    """What became of one attention, with the numbers where its sizes are known.
+
+    ``counted``: the scores of which reports before this one say what they cost; those of this one are added to them.
+    """
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
     notes += verdict.notes
     notes += [] if verdict.plan is None else _masks(verdict.plan)
@@ -53,6 +60,9 @@ def site_report(
     listed = call_sizes(verdict.plan).chosen if verdict.absorb else None
     grows: Form = after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
+    if chooses is not None and counted is not None:
+        chooses = None if chooses.scores in counted else chooses  # a list that an attention before this one made
+        counted |= set() if chooses is None else {chooses.scores}
     errors = [f.error for f in folded or () if f.error is not None]
     return replace(
         report,

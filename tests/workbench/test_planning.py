@@ -11,7 +11,7 @@ from mla_compile.errors import InputError
 from mla_compile.workbench import planning
 from mla_compile.workbench.machines import machine
 from mla_compile.workbench.planning import AS_STORED, Attention, Request, expressions, floor_seconds, plan
-from tests.support.facts import GROUPED, V3, V3_STORED, V3_WEIGHTS
+from tests.support.facts import GROUPED, V3, V3_2, V3_STORED, V3_WEIGHTS
 
 H200 = machine("h200")
 
@@ -139,3 +139,47 @@ def test_grouped_heads_are_split_as_far_as_they_go():
 def test_a_model_without_a_growing_cache_is_refused():
     with pytest.raises(InputError, match="nothing to plan"):
         plan(replace(V3, latent=(), cached=()), H200, Request())
+
+
+def test_sparse_attention_reads_what_was_chosen_and_its_indexer_everything():
+    request = Request(context=131072, users=32)
+    (row,), (dense,) = (plan(model, H200, request).layouts for model in (V3_2, V3))
+    (short,) = plan(V3_2, H200, replace(request, context=2048)).layouts
+    (as_short,) = plan(V3, H200, replace(request, context=2048)).layouts
+    assert row.attention_s == short.attention_s == as_short.attention_s  # 2,048 tokens, whatever the context
+    assert row.cache_bytes_per_user == 61 * 2 * 131072 * (576 + 128)
+    assert dense.cache_bytes_per_user == 61 * 2 * 131072 * 576
+    assert row.choosing_memory_s == pytest.approx(61 * 32 * 131072 * 256 / H200.bandwidth)
+    assert row.choosing_compute_s == pytest.approx(61 * 32 * 131072 * 2 * 64 * 129 / H200.peak("bf16"))
+    assert row.step_s == pytest.approx(dense.step_s - dense.attention_s + row.attention_s + row.choosing_memory_s)
+    assert dense.choosing_memory_s == dense.choosing_compute_s == 0
+    longer = plan(V3_2, H200, replace(request, context=2**20, users=256)).layouts[0]
+    assert longer.bottleneck == "choosing keys: reading"
+    assert longer.attention_s == pytest.approx(8 * row.attention_s)
+
+
+def test_a_context_shorter_than_the_choice_is_attended_to_whole():
+    request = Request(context=512, users=8)
+    assert plan(V3_2, H200, request).layouts[0].attention_s == plan(V3, H200, request).layouts[0].attention_s
+
+
+def test_indexers_are_shared_by_layers_but_not_by_heads():
+    """Of 61 layers 21 have an indexer. Machines that split the heads of an attention each do all that chooses."""
+    (all_sites,), (all_cached,) = V3_2.latent, V3_2.cached
+    shared = replace(
+        V3_2,
+        latent=(replace(all_sites, count=21), replace(all_sites, count=40, choosing_flops=0, choosing_bytes=0)),
+        cached=(replace(all_cached, count=21), replace(all_cached, count=40, besides=0)),
+    )
+    request = Request(context=32768, users=64, tp=8, dcp=8)
+    replicated, context, data = plan(shared, H200, request).layouts
+    one, whole = (plan(model, H200, replace(request, tp=1, dcp=1)).layouts[0] for model in (shared, V3_2))
+    assert one.choosing_compute_s == pytest.approx(whole.choosing_compute_s * 21 / 61)
+    assert one.cache_bytes_per_user == 2 * 32768 * (61 * 576 + 21 * 128)
+    assert replicated.choosing_memory_s == one.choosing_memory_s
+    for split in (context, data):
+        assert split.choosing_memory_s == pytest.approx(one.choosing_memory_s / 8)
+        assert split.choosing_compute_s == pytest.approx(one.choosing_compute_s / 8)
+    dense = plan(V3, H200, request).layouts[1]
+    lists = 21 * 7 / 8 * 64 * 2048 * 8  # of each user's list, the part that others chose: a score and an index
+    assert context.network_s - dense.network_s == pytest.approx(lists / H200.link_bytes_per_s)

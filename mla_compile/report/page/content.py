@@ -24,6 +24,7 @@ PLACES = tuple(2**i for i in range(11, 20))
 """Contexts of the cost charts, among them those of the tables."""
 QUERIES = tuple(2**i for i in range(13))
 _QUERY_CONTEXT = 32768
+_STYLES = {"expanded": "before", "as it is": "before", "absorbed": "after", "sparse": "listed"}
 _FAMILIES: dict[Family, str] = {"refused": "not proved to be MLA", "kept": "a latent as wide as K and V"}
 
 
@@ -234,7 +235,7 @@ def _cost_charts(result: Explained) -> tuple[charts.LineChart, ...]:
     costs = token_costs(result.facts, result.element_bytes, PLACES)
     made = []
     for title, unit, values in (("FLOPs per token", "", _flops_of), ("Bytes per token", "B", _bytes_of)):
-        series = [charts.Series(row.form, _style(row.form), values(row)) for row in costs]
+        series = [charts.Series(row.form, _STYLES.get(row.form, "before"), values(row)) for row in costs]
         at = crossing(costs, values)
         limit = (at, "break-even") if at is not None else None
         made.append(charts.lines(title, "tokens of context", PLACES, series, marked=CONTEXTS, unit=unit, limit=limit))
@@ -244,17 +245,17 @@ def _cost_charts(result: Explained) -> tuple[charts.LineChart, ...]:
 def _cost_table(costs: Sequence[TokenCost]) -> Table:
     rows = []
     for row in costs:
-        rows.append(((row.form, "FLOPs", *(scaled(n, "").strip() for n in row.flops)), row.form == "absorbed"))
-        rows.append((("", "bytes", *(scaled(n, "B") for n in row.bytes)), row.form == "absorbed"))
+        rows.append(((row.form, "FLOPs", *(scaled(n, "").strip() for n in row.flops)), row is costs[-1]))
+        rows.append((("", "bytes", *(scaled(n, "B") for n in row.bytes)), row is costs[-1]))
     head = ("form", "", *(charts.short(T) for T in CONTEXTS))
     return Table("One decoded token of one sequence, by context", head, tuple(rows), (2, 3, 4))
 
 
 def crossing(costs: Sequence[TokenCost], values: Callable[[TokenCost], Sequence[int]]) -> float | None:
-    """The context at which two forms, both linear in it, cost the same; ``None`` if there is none."""
-    if len(costs) != 2:
+    """The context at which the first two forms, both linear in it, cost the same; ``None`` if there is none."""
+    if len(costs) < 2:
         return None
-    (a, b), (T, U) = [values(row) for row in costs], CONTEXTS[:2]
+    (a, b), (T, U) = [values(row) for row in costs[:2]], CONTEXTS[:2]
     slopes = [(v[1] - v[0]) / (U - T) for v in (a, b)]
     if slopes[0] == slopes[1]:
         return None
@@ -263,7 +264,7 @@ def crossing(costs: Sequence[TokenCost], values: Callable[[TokenCost], Sequence[
 
 
 def _crossing(costs: Sequence[TokenCost]) -> str:
-    if len(costs) != 2:
+    if len(costs) < 2:
         return ""
     said = []
     for what, values in (("FLOPs", _flops_of), ("bytes", _bytes_of)):
@@ -314,7 +315,7 @@ def _choice(choice: SiteChoice) -> Choice:
 
 
 def _query_chart(choice: SiteChoice) -> charts.LineChart:
-    series = [charts.Series(form, _style(form), values) for form, values in
+    series = [charts.Series(form, _STYLES[form], values) for form, values in
               query_flops(choice.dims, QUERIES, _QUERY_CONTEXT)]  # fmt: skip
     even = choice.break_even[CONTEXTS.index(_QUERY_CONTEXT)]
     limit = None if math.isinf(even) else (even, f"break-even: {math.ceil(even):,}")
@@ -322,10 +323,6 @@ def _query_chart(choice: SiteChoice) -> charts.LineChart:
         f"FLOPs of one attention call, {charts.short(_QUERY_CONTEXT)} tokens of context", "queries per call", QUERIES,
         series, marked=(1, 128, 1024), unit="", limit=limit,
     )  # fmt: skip
-
-
-def _style(form: str) -> str:
-    return "after" if form == "absorbed" else "before"
 
 
 def _sites(count: int) -> str:
