@@ -10,6 +10,7 @@ from mla_compile.core.quantities import scaled
 
 WIDTH, HEIGHT = 360.0, 250.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 16.0, 40.0
+_ROOM_BELOW = 0.15  # of a decade, for the name of the lowest line
 _BAR, _BAR_GAP, _BAR_LEFT, _BAR_RIGHT = 22.0, 12.0, 44.0, 62.0
 
 
@@ -117,7 +118,9 @@ def lines(
 ) -> LineChart:
     """A chart of series over ``places``, with marks at the ``marked`` ones."""
     scale = _Scale.of(places, series)
-    drawn = tuple(_line(one, places, marked, scale, unit, above=i == 0) for i, one in enumerate(series))
+    drawn = tuple(
+        _line(one, places, marked, scale, unit, above=one is series[0] or one is not series[-1]) for one in series
+    )
     every = max(1, math.ceil((scale.high - scale.low) / 6))
     exponents = range(math.ceil(scale.low), math.floor(scale.high) + 1, every)
     y_ticks = tuple(Tick(scale.y(10.0**e), scaled(10.0**e, unit).strip()) for e in exponents)
@@ -148,7 +151,7 @@ class _Scale:
     @classmethod
     def of(cls, places: Sequence[int], series: Sequence[Series]) -> _Scale:
         values = [value for one in series for value in one.values]
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        low, high = math.floor(math.log10(min(values)) - _ROOM_BELOW), math.ceil(math.log10(max(values)))
         return cls(math.log2(places[0]), math.log2(places[-1]), low, max(high, low + 1))
 
     def x(self, at: float) -> float:
