@@ -15,13 +15,26 @@ import torch
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.report.report import Report, SiteReport
 from tests.support.generated_run import options_of, side_by_side
-from tests.support.generated_sparse import SparseCase, SparseMLA, keep_or_list, sparse_cases
-from tests.support.generator import check_each
+from tests.support.generated_sparse import EVERY_KEY, SparseCase, SparseMLA, keep_or_list, sparse_cases
+from tests.support.generator import Case, check_each
 from tests.test_property import compare, narrow
 
 CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "24"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 PARTS = 2
+
+
+# A mask over a longer buffer, of which one part is a length and the other is left, to be cut as the model cuts it.
+CUT = SparseCase(
+    Case(D=8, H=5, L=3, N=5, R=0, V=8, scale="query", mask="add", rope="none", cache="index_copy", cut=True,
+         forms="absorbed", dtype="float64"),
+    k=EVERY_KEY, indexer=3, form="numbers", seen="inside", beside="mul",
+)  # fmt: skip
+
+
+def test_what_is_left_of_a_longer_mask_is_cut() -> None:
+    report = run(CUT, SparseMLA(CUT))
+    assert any("left as a mask of keys" in note for note in report.sites[0].notes)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -32,9 +32,10 @@ import mla_compile.ops  # noqa: F401  registers the operator
 from mla_compile.passes.attention.site import VANISHING, Chosen, MaskTerm, Operand
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.arrange import arrange, same_layout, spread
-from mla_compile.passes.ir.axes import Axis, flatten
+from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.expr import wide
-from mla_compile.passes.ir.graph import val
+from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.rewrite.lengths import Lengths
 from mla_compile.passes.rewrite.products import Products
 from mla_compile.passes.rewrite.records import Absorbed
@@ -236,6 +237,9 @@ class Whole(Sides):
         atoms = flatten(axis for axis in target if own & set(axis))
         each = tuple((a,) for a in atoms)
         node = self.builder.on_device(operand.node, val(self.plan.latent.node).device)
+        for dim, axis in enumerate(operand.axes):
+            if axis and not same(shape(node)[dim], axis_size(axis)):  # the rest of it was never read
+                node = self.builder.call(aten.slice.Tensor, node, dim, 0, *self.sizes.shape([axis]))
         node = arrange(self.builder, self.sizes, node, operand.axes, each)
         # The heads may be a product of atoms of which the operand has one: it is repeated along the others.
         node = spread(self.builder, self.sizes, node, atoms)

@@ -108,6 +108,10 @@ def _sparse(case: Case, pick: Callable[[str, Sequence[Any]], Any]) -> SparseCase
         door=pick("door", (*["trace"] * 7, "dynamo", "symbolic", "optimize")),
         padded=seen == "given" and pick("padded", (False, True)),
     )  # fmt: skip
+    before = pick("before", ("", "fill", "add")) if seen != "none" else ""
+    shared = not given and pick("shared", (False, False, False, True))
+    # A query that sees no key of its list may be NaN, and then so may be all that a second layer makes of it.
+    chosen_of_all = seen != "none" and (shared or not before)
     return SparseCase(
         case=case,
         k=pick("k of a list", (1, 2, 3)) if given else pick("k", (1, 2, 3, 4, EVERY_KEY)),
@@ -117,10 +121,10 @@ def _sparse(case: Case, pick: Callable[[str, Sequence[Any]], Any]) -> SparseCase
         list=pick("list", LISTS),
         form=form,
         seen=seen,
-        before=pick("before", ("", "fill", "add")) if seen != "none" else "",
+        before=before,
         beside=pick("beside added", BESIDE_ADDED) if form in ADDED else pick("beside", BESIDE),
-        shared=not given and pick("shared", (False, False, False, True)),
-        layers=1 if static else pick("layers", (1, 1, 2)),
+        shared=shared,
+        layers=1 if static or (chosen_of_all and not given) else pick("layers", (1, 1, 2)),
     )
 
 
