@@ -6,8 +6,16 @@ there is put right afterwards, with ``v`` [B,T,Lv] the rows that are summed:
 
     out[b,s,h,:] = 1/T sum_t v[b,t,:]     where lse[b,s,h] <= lowest, which no score of a visible key is
 
+Beside the list there may be a ``mask`` [B,H,S,T] that came in. Its numbers may be any, and the greatest decides:
+
+    n[b,h,s,t] = mask[b,h,s,t] where indices[b,s] name t, else fill;     m[b,h,s] = max_t n[b,h,s,t]
+    out[b,s,h,:] = the mean of v[b,t,:] over t with n[b,h,s,t] = m[b,h,s]
+
+because two different numbers that low are so far apart that the smaller one weighs nothing.
+
 Such rows are padding in most calls, and most calls have none. So the rows ``v`` are read only where one is found: on a
-CPU that is looked up first, on a GPU the kernel does it, and nothing waits for the device.
+CPU that is looked up first, on a GPU the kernel does it, and nothing waits for the device. (With a mask a GPU does read
+them all, for now.)
 """
 
 from __future__ import annotations
@@ -21,16 +29,29 @@ from mla_compile.kernels.call import ALIKE
 from mla_compile.kernels.reference import compute_dtype
 
 
-def weigh_alike(out: Tensor, lse: Tensor, values: Tensor, lowest: float) -> Tensor:
+def weigh_alike(
+    out: Tensor,
+    lse: Tensor,
+    values: Tensor,
+    lowest: float,
+    mask: Tensor | None = None,
+    indices: Tensor | None = None,
+    fill: float = 0.0,
+) -> Tensor:
     """A copy of ``out`` [B,S,H,Lv], with the mean of ``values`` [B,T,Lv] where ``lse`` [B,S,H] is at most ``lowest``.
 
     ``out`` and ``values`` may have different floating dtypes; the mean is taken in float32 (float64 of float64).
+    ``mask`` [B,H,S,T] of floats (B, H, S may be 1) comes with ``indices`` int32 [B,S,k], -1 for none, and ``fill``.
 
     Raises :class:`InputError`: shapes that do not fit together, or a row width of ``values`` that is not ``out``'s.
     """
-    check(out, lse, values)
+    check(out, lse, values, mask, indices)
     hidden = lse <= lowest
     wanted = hidden.flatten(1).any(1)  # [B]
+    if mask is not None and indices is not None and values.shape[1]:
+        if not out.is_cuda and not wanted.any():
+            return out.clone()
+        return torch.where(hidden[..., None], _greatest(values, mask, indices, fill).to(out.dtype), out)
     if out.is_cuda and launch.available() and values.dtype != torch.float64:
         mean = _means(values, wanted)
     elif out.is_cuda:
@@ -47,12 +68,37 @@ def mean_of(values: Tensor) -> Tensor:
     return values.to(compute_dtype(values)).sum(1) / max(values.shape[1], 1)
 
 
-def check(out: Tensor, lse: Tensor, values: Tensor) -> None:
+def _greatest(values: Tensor, mask: Tensor, indices: Tensor, fill: float) -> Tensor:
+    """[B,S,H|1,Lv]: the mean of the rows whose number is the greatest."""
+    (B, S, k), T = indices.shape, values.shape[1]
+    given = mask.expand(B, mask.shape[1], S, T)
+    others = torch.full_like(given, fill)
+    # A column before the first, of no key, stands for entries that name none.
+    at = torch.where(indices < T, indices.long() + 1, 0).clamp(min=0)[:, None].expand(B, mask.shape[1], S, k)
+    before = others[..., :1]
+    listed = torch.cat([before, given], 3).gather(3, at)
+    numbers = torch.cat([before, others], 3).scatter(3, at, listed)[..., 1:]
+    weights = (numbers == numbers.amax(3, keepdim=True)).to(compute_dtype(values))
+    total = torch.einsum("bhst,btv->bshv", weights, values.to(weights.dtype))
+    return total / weights.sum(3).transpose(1, 2)[..., None]
+
+
+def check(out: Tensor, lse: Tensor, values: Tensor, mask: Tensor | None = None, indices: Tensor | None = None) -> None:
     """Raises :class:`InputError` where the arguments do not fit together."""
     fit = out.dim() == 4 and values.dim() == 3 and lse.shape == out.shape[:3]
     if not fit or (values.shape[0], values.shape[2]) != (out.shape[0], out.shape[3]):
         given = ", ".join(f"{n} {list(x.shape)}" for n, x in (("out", out), ("lse", lse), ("values", values)))
         raise InputError(f"{ALIKE}: got {given}; expected out [B,S,H,Lv], lse [B,S,H], values [B,T,Lv]")
+    if (mask is None) is not (indices is None):
+        raise InputError(f"{ALIKE}: got {'no mask' if mask is None else 'no indices'}; expected both or neither")
+    if mask is None or indices is None:
+        return
+    wanted = (*(out.shape[k] for k in (0, 2, 1)), values.shape[1])
+    of = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape[:3], wanted[:3], strict=True))
+    if not (of and mask.shape[3] == wanted[3] and mask.dtype.is_floating_point and indices.dim() == 3):
+        raise InputError(f"{ALIKE}: mask is {mask.dtype} {list(mask.shape)}, expected floats {list(wanted)} or 1 for 1")
+    if tuple(indices.shape[:2]) != tuple(out.shape[:2]):
+        raise InputError(f"{ALIKE}: indices is {list(indices.shape)}, expected [B,S,k] of out {list(out.shape)}")
 
 
 def _means(values: Tensor, wanted: Tensor) -> Tensor:

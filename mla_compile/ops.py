@@ -6,8 +6,8 @@ H query heads over one shared row per token, ``[latent, rope]``; what is summed 
 pages. The arguments are the fields of :class:`mla_compile.kernels.call.DecodeCall`, which has their shapes and dtypes.
 ``mla_compile::decode_schedule(query, latent, rope, values, mask, *, scale, ..., block_table) -> schedule``: what both
 launch before attention on a GPU, written once for the calls that share it (:mod:`mla_compile.kernels.shared`).
-``mla_compile::weigh_alike(out, lse, values, lowest) -> out``: queries of which a list names no visible key
-(:mod:`mla_compile.kernels.alike`).
+``mla_compile::weigh_alike(out, lse, values, lowest, mask=None, indices=None, fill=0) -> out``: queries of which a list
+names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 
@@ -45,7 +45,10 @@ _NUMBERS = (
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
-_ALIKE_SCHEMA = "(Tensor out, Tensor lse, Tensor values, float lowest) -> Tensor"
+_ALIKE_SCHEMA = (
+    "(Tensor out, Tensor lse, Tensor values, float lowest, Tensor? mask=None, Tensor? indices=None, float fill=0.0)"
+    " -> Tensor"
+)
 
 
 def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -60,8 +63,16 @@ def _fake_schedule(call: DecodeCall) -> Tensor:
     return call.query.new_empty(shared.elements(call), dtype=torch.int64)
 
 
-def _fake_alike(out: Tensor, lse: Tensor, values: Tensor, lowest: float) -> Tensor:
-    alike.check(out, lse, values)
+def _fake_alike(
+    out: Tensor,
+    lse: Tensor,
+    values: Tensor,
+    lowest: float,
+    mask: Tensor | None = None,
+    indices: Tensor | None = None,
+    fill: float = 0.0,
+) -> Tensor:
+    alike.check(out, lse, values, mask, indices)
     return torch.empty_like(out)
 
 

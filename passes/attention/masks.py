@@ -36,15 +36,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """A boolean that has to be True (``negated``: False) for a key to be seen: ``bound`` >= 0, where it is read."""
+    """A boolean that has to be True (``negated``: False) for a key to be seen: ``bound`` >= 0, where it is read.
+
+    ``added``: it is no boolean, but numbers that nothing is known of, which are added where the other parts hold.
+    """
 
     node: fx.Node
     place: Place
     negated: bool
     bound: Affine | None = None
+    added: bool = False
 
     def mask(self) -> MaskTerm:
         """What is left of a mask of which only this part was not explained. Raises :class:`OpaqueError`."""
+        if self.added:
+            return MaskTerm("add", operand_at(self.node, self.place))
         return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place))
 
     @property
@@ -56,15 +62,19 @@ class Part:
 
     @property
     def named(self) -> bool:
-        """Whether it is a boolean tensor read along the axes of the attention, which can be a mask by itself."""
+        """Whether it is a tensor read along the axes of the attention, which can be a mask by itself."""
         try:
-            return val(self.mask().operand.node).dtype == torch.bool
+            return self.added or val(self.mask().operand.node).dtype == torch.bool
         except OpaqueError:
             return False
 
 
 class Masks(Reader):
-    """Reads masks as parts that all have to hold."""
+    """Reads masks as parts that all have to hold. ``any_numbers``: one of them may be numbers of any kind."""
+
+    def __init__(self, *, any_numbers: bool = False) -> None:
+        super().__init__()
+        self.any_numbers = any_numbers
 
     def term(self, term: MaskTerm) -> tuple[list[Part], float]:
         """The parts of a mask, and what it adds or fills in elsewhere."""
@@ -72,6 +82,8 @@ class Masks(Reader):
         if term.kind != "add":
             return self.parts(node, place, term.kind == "drop"), term.fill
         parts, fill = self.added(node, place)
+        if any(part.added for part in parts) and (term.scale != 1.0 or term.dtype is not None):
+            raise OpaqueError
         fill *= term.scale
         # What is added to a score is a fill where no score shows beside it, in no dtype that it goes through.
         if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
@@ -140,7 +152,12 @@ class Masks(Reader):
             return parts, fill
         if not is_tensor(shown):
             raise OpaqueError
-        more, other = self.added(shown, broadcast(shape(shown), place))
+        try:
+            more, other = self.added(shown, broadcast(shape(shown), place))
+        except OpaqueError:
+            if not self.any_numbers:
+                raise
+            return [Part(shown, broadcast(shape(shown), place), False, added=True), *parts], fill
         # Which of two numbers stands where shows in a row of nothing else.
         if other != fill:
             raise OpaqueError
@@ -174,7 +191,8 @@ class Masks(Reader):
                     parts, fill = self.added(mask, broadcast(shape(mask), place))
                 except OpaqueError:
                     continue
-                return self._also(parts, rest, place) if fill < NEGLIGIBLE else ([], scores)
+                told = fill < NEGLIGIBLE and not any(part.added for part in parts)
+                return self._also(parts, rest, place) if told else ([], scores)
         if packet(scores) is aten.masked_fill and (constant(argument(scores, 2, "value")) or 0) < NEGLIGIBLE:
             rest, condition = argument(scores, 0, "self"), argument(scores, 1, "mask")
             parts = self.parts(condition, broadcast(shape(condition), place), negated=True)
@@ -307,7 +325,7 @@ def equal(a: Part, b: Part) -> bool:
     """Whether two parts say the same."""
     if a.bound is not None and b.bound is not None:
         return a.bound == b.bound
-    return (a.node, a.negated, list(a.place)) == (b.node, b.negated, list(b.place))
+    return (a.node, a.negated, a.added, list(a.place)) == (b.node, b.negated, b.added, list(b.place))
 
 
 _PLAIN = {aten.relu, aten.mul, aten.div, aten.add, aten.sub, aten.neg, aten.sigmoid, aten.tanh}

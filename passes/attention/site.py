@@ -155,7 +155,8 @@ class Visible:
         chosen: t is in a list, where there is one.
         masked: the same without a list, where there is one.
         always: every query sees a key, whatever the tensors hold.
-        alike: a query that sees no key weighs all of them alike.
+        alike: a query that sees no key weighs all of them alike; beside a list and a mask that is added, those with the
+            greatest number, which is the mask's at listed keys and ``fill`` at all others.
         left: why each of ``masks`` is left over, where masks were looked at.
     """
 
@@ -168,6 +169,7 @@ class Visible:
     masked: Visible | None = None
     always: bool = True
     alike: bool = False
+    fill: float = float("-inf")
     left: tuple[str, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ With ``p`` and ``f`` whole numbers that do not depend on query ``s`` and key ``t
 
 A mask that fills in a finite number instead of minus infinity makes a query that sees no key weigh all keys alike. It
 is only explained where every query is known to see a key, or, beside a list, where that is made up for afterwards.
+What a mask from outside adds to the listed keys is left over as a mask, and there it may be any number.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def visible(site: AttentionSite, batch: Axis) -> Visible:
     return seen if seen.chosen is None else replace(seen, masked=_visible(site, batch, lists=False))
 
 
-def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
-    reader = Masks()
+def _visible(site: AttentionSite, batch: Axis, *, lists: bool, any_numbers: bool | None = None) -> Visible:
+    reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
     read: list[tuple[MaskTerm, list[Part]]] = []
     left: list[tuple[MaskTerm, str]] = []
     fills: list[float] = []
@@ -66,10 +67,15 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool) -> Visible:
         named = all(p.named for p in unexplained)
         left += [(part.mask() if named else term, part.why) for part in unexplained[: None if named else 1]]
     found = explained.visible(left)
+    # Numbers of any kind are looked up where a list names a key, and then nothing else may say what is seen.
+    if any(part.added for part in every) and (
+        found.chosen is None or len(every) > 2 or len(site.masks) > 1 or site.causal or not all(p.added for p in rest)
+    ):
+        return _visible(site, batch, lists=lists, any_numbers=False)
     if any(fill > float("-inf") for fill in fills) and not found.always:
         # Several masks that each fill in a number could add up to others, and beside is_causal some keys weigh nothing.
         if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:
-            return replace(found, alike=True)
+            return replace(found, alike=True, fill=fills[0])
         why = "fills in a finite number, and a query may see no key"
         return Visible(site.masks, causal=site.causal, always=False, left=(why,))
     if len(rest) == len(every):

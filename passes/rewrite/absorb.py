@@ -82,6 +82,7 @@ class Whole(Sides):
         plan, site, visible = self.plan, self.site, self.plan.visible
         latent, rope = self._query(plan.latent), self._query(plan.rope) if plan.rope else None
         query = latent if rope is None else self.builder.call(aten.cat.default, [latent, rope], -1)
+        indices = self._indices(visible.chosen) if visible.chosen else None
         result = self.builder.call(
             torch.ops.mla_compile.decode_attention.default,
             query,
@@ -93,14 +94,17 @@ class Whole(Sides):
             scale=site.scale,
             causal=visible.causal,
             **({"window": visible.window} if visible.window else {}),
-            **({"indices": self._indices(visible.chosen)} if visible.chosen else {}),
+            **({"indices": indices} if indices else {}),
         )
         out = self.builder.call(operator.getitem, result, 0)
         axes = (plan.batch, site.queries, plan.heads, plan.value_rows.width)
         if visible.alike:
             rows = self._rows(plan.values or plan.latent)
             lse = self.builder.call(operator.getitem, result, 1)
-            out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING)
+            added = [term for term in visible.masks if term.kind == "add"]
+            # Of a mask that came in as numbers each row has its own greatest.
+            numbers = (self._mask_axes(added[0]), indices, visible.fill) if added else ()
+            out = self.builder.call(torch.ops.mla_compile.weigh_alike.default, out, lse, rows, VANISHING, *numbers)
         if site.sinks is not None:
             lse = self.builder.call(operator.getitem, result, 1)
             share = self._share(lse, site.sinks)

@@ -34,13 +34,46 @@ def lower_to_aten(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
     return len(nodes)
 
 
-def _alike(builder: Builder, out: fx.Node, lse: fx.Node, rows: fx.Node, lowest: float) -> fx.Node:
+def _alike(
+    builder: Builder,
+    out: fx.Node,
+    lse: fx.Node,
+    rows: fx.Node,
+    lowest: float,
+    mask: fx.Node | None = None,
+    indices: fx.Node | None = None,
+    fill: float = 0.0,
+) -> fx.Node:
     """``weigh_alike`` as :mod:`mla_compile.kernels.alike` defines it."""
-    mean = builder.call(aten.mean.dim, builder.cast(rows, wide(val(rows).dtype)), [1])
-    for dim in (1, 2):
-        mean = builder.call(aten.unsqueeze.default, mean, dim)
+    values = builder.cast(rows, wide(val(rows).dtype))
+    if mask is not None and indices is not None:
+        mean = _greatest(builder, values, mask, indices, fill)
+    else:
+        mean = builder.call(aten.mean.dim, values, [1])
+        for dim in (1, 2):
+            mean = builder.call(aten.unsqueeze.default, mean, dim)
     hidden = builder.call(aten.unsqueeze.default, builder.call(aten.le.Scalar, lse, lowest), -1)
     return builder.call(aten.where.self, hidden, builder.cast(mean, val(out).dtype), out)
+
+
+def _greatest(builder: Builder, values: fx.Node, mask: fx.Node, indices: fx.Node, fill: float) -> fx.Node:
+    """[B,S,H|1,Lv]: the mean of the rows whose number is the greatest."""
+    call = builder.call
+    B, S, k = (builder.size(indices, dim) for dim in range(3))
+    heads = shape(mask)[1]
+    given = call(aten.expand.default, mask, [B, heads, S, -1])
+    others = call(aten.full_like.default, given, fill)
+    at = call(aten.clamp_min.default, call(aten.add.Tensor, builder.cast(indices, torch.int64), 1), 0)
+    at = call(aten.expand.default, call(aten.unsqueeze.default, at, 1), [B, heads, S, k])
+    before = call(aten.slice.Tensor, others, 3, 0, 1)
+    listed = call(aten.gather.default, call(aten.cat.default, [before, given], 3), 3, at)
+    numbers = call(aten.scatter.src, call(aten.cat.default, [before, others], 3), 3, at, listed)
+    numbers = call(aten.slice.Tensor, numbers, 3, 1)
+    top = call(aten.eq.Tensor, numbers, call(aten.amax.default, numbers, [3], True))
+    weights = builder.cast(top, val(values).dtype)
+    total = call(aten.einsum.default, "bhst,btv->bshv", [weights, values])
+    count = call(aten.transpose.int, call(aten.sum.dim_IntList, weights, [3], True), 1, 2)
+    return call(aten.div.Tensor, total, count)
 
 
 def _expand(node: fx.Node, builder: Builder) -> None:

@@ -82,6 +82,7 @@ def key_of(plan: AbsorbPlan) -> tuple[object, ...]:
         seen.causal,
         seen.window,
         seen.alike,
+        seen.fill,
         site.sinks is None,
     )
     key = plan.dims, site.scale, site.causal, site.empty, site.open_core, shapes, rows, terms, told

@@ -16,6 +16,7 @@ INDEXED = {"deepseek_v32": 2, "glm_moe_dsa": 3, "axk2": 2, "hy_v4": 3, "mistral_
 CASES = [(family, "sdpa", "dynamic") for family in INDEXED if family != "hy_v4"]
 CASES += [
     ("deepseek_v32", "sdpa", "static"),
+    ("deepseek_v32", "eager", "static"),
     ("deepseek_v32", "eager", "dynamic"),
     ("glm_moe_dsa", "eager", "dynamic"),
     ("hy_v4", "eager", "dynamic"),

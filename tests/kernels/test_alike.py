@@ -61,6 +61,53 @@ def test_in_a_compiled_graph_with_sizes_that_grow():
     torch.library.opcheck(OP.default, (*given(), -1e29))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 1, 1), (3, 1, 2)], ids=str)
+def test_beside_a_mask_the_greatest_number_decides(shape, dtype):
+    """Compared with a softmax of the numbers in float64, written out."""
+    generator = torch.Generator().manual_seed(3)
+    out, lse, values = given(dtype=dtype)
+    low = torch.finfo(dtype).min
+    numbers = torch.tensor([low, low, low / 2, -torch.inf], dtype=dtype)
+    mask = numbers[torch.randint(4, (*shape, 7), generator=generator)]
+    indices = torch.randint(-1, 8, (3, 2, 4), generator=generator, dtype=torch.int32)  # 7 names no key, as -1
+    lse[0], lse[2, 1] = -torch.inf, low
+    whole = torch.full((3, 4, 2, 7), low, dtype=torch.float64)
+    for b in range(3):
+        for s in range(2):
+            for t in indices[b, s].tolist():
+                if 0 <= t < 7:
+                    whole[b, :, s, t] = mask.expand(3, 4, 2, 7)[b, :, s, t].double()
+    want = torch.einsum("bhst,btv->bshv", whole.softmax(-1), values.double())
+    want = torch.where((lse <= -1e29)[..., None], want, out.double())
+    found = OP(out, lse, values, -1e29, mask, indices, low)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance)
+    torch.library.opcheck(OP.default, (out, lse, values, -1e29, mask, indices, low))
+
+
+def test_a_mask_is_looked_at_where_a_row_is_hidden_only():
+    out, lse, values = given()
+    mask, indices = torch.full((3, 1, 2, 7), torch.nan), torch.zeros(3, 2, 1, dtype=torch.int32)
+    assert torch.equal(OP(out, lse, values, -1e29, mask, indices, LOW), out)
+
+
+@pytest.mark.parametrize(
+    ("mask", "indices", "text"),
+    [
+        ((3, 1, 2, 7), None, "no indices; expected both"),
+        (None, (3, 2, 1), "no mask; expected both"),
+        ((3, 1, 2, 6), (3, 2, 1), r"mask is .* expected floats \[3, 4, 2, 7\]"),
+        ((3, 1, 2, 7), (3, 1, 1), r"indices is \[3, 1, 1\], expected \[B,S,k\]"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask, indices, text):
+    given_mask = None if mask is None else torch.zeros(mask)
+    given_indices = None if indices is None else torch.zeros(indices, dtype=torch.int32)
+    with pytest.raises(InputError, match=f"weigh_alike: .*{text}"):
+        OP(*given(), -1e29, given_mask, given_indices, LOW)
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_what_does_not_fit_is_refused(wrong):
     arguments = list(given())

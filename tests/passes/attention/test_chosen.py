@@ -116,7 +116,7 @@ def test_other_masks_stay_beside_it(S):
     found, _ = told(lambda S, x, p: ~hides(best(x), S) & causal(S) & p, S, one, padding)
     assert found == {"indices": (B, S, K), "causal": S > 1, "mask": (B, 1, 1, T)}
     found, _ = told(lambda S, x, bias: bias.masked_fill(hides(best(x), S), INF), S, one, seeded(B, H, S, T, seed=9))
-    assert "indices" not in found  # a bias is no mask: which of its numbers is hidden is not told apart
+    assert found == {"indices": (B, S, K), "causal": False, "mask": (B, H, S, T)}  # a bias is added to what is listed
     found, _ = told(lambda S, x, y: shows(best(x), S) & shows(best(y), S), S, one, ranks(S, seed=5))
     assert found["indices"] == (B, S, K)
     assert found["mask"] == (B, 1, S, T)  # of two lists one stays a mask
@@ -208,6 +208,64 @@ def test_a_finite_number_in_rows_that_see_no_key(name, S, attend):
     assert found["indices"] == (B, S, K)
     assert "mask" not in found or not unmasked
     assert "mla_compile.weigh_alike.default" in targets
+
+
+def outside(S: int, seed: int = 5) -> list[Tensor]:
+    """Masks as they come in: nothing hidden; whole rows hidden, by other numbers too; any numbers, from low to high."""
+    any_of = torch.tensor([0.0, LOW, LOW, LOW / 2, -1e30, INF, -5.0, 3.0], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    some = any_of[torch.randint(len(any_of), (B, 1, S, T), generator=generator)]
+    lowest = any_of[1:6][torch.randint(5, (B, 1, S, T), generator=generator)]
+    rows = torch.tensor([LOW, INF, LOW / 2], dtype=torch.float64).view(B, 1, 1, 1).expand(B, 1, S, T).clone()
+    return [torch.zeros_like(some), some, lowest, rows]
+
+
+OUTSIDE = {
+    "filled": lambda S, x, n: n.masked_fill(hides(best(x), S), LOW),
+    "where": lambda S, x, n: torch.where(shows(best(x), S), n, LOW),
+    "filled with another number": lambda S, x, n: n.masked_fill(hides(best(x), S), -1e35),
+    "flags": lambda S, x, n: torch.where(
+        torch.zeros(B, S, T).scatter_add(-1, best(x), (best(x) < 2).float()).ne(0)[:, None], n, LOW
+    ),
+    "of each head": lambda S, x, n: (n + torch.arange(H).view(H, 1, 1) * LOW / 8).masked_fill(hides(best(x), S), LOW),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", [sdpa, eager], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("S", [1, 2])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_mask_that_comes_in_as_numbers_is_read_at_the_listed_keys(name, S, attend):
+    """A static cache's: 0 and the lowest number in transformers, but nothing says so. Where all are low they decide."""
+    first, *others = outside(S)
+    other = [[ranks(S, seed=k), n] for k, n in enumerate((*others, *outside(S, seed=6)))]
+    found, targets = told(OUTSIDE[name], S, ranks(S), first, attend=attend, other=other)
+    assert {"indices", "mask"} <= found.keys()
+    assert "mla_compile.weigh_alike.default" in targets
+
+
+def test_a_mask_that_comes_in_beside_minus_infinity_needs_no_more():
+    for attend in (sdpa, eager):
+        other = [[ranks(1, seed=k), n] for k, n in enumerate(outside(1))]
+        found, targets = told(lambda S, x, n: n.masked_fill(hides(best(x), S), INF), 1, ranks(1), outside(1)[0],
+                              attend=attend, other=other)  # fmt: skip
+        assert {"indices", "mask"} <= found.keys()
+        assert "mla_compile.weigh_alike.default" not in targets
+
+
+@pytest.mark.parametrize("name", ["a diagonal", "two lists", "scores", "two masks", "a number that shows"])
+def test_a_mask_that_comes_in_stays_where_more_is_hidden(name):
+    """Here the number of a key that is not listed, or not seen, would have to be known."""
+    make = {
+        "a diagonal": lambda S, x, n: n.masked_fill(hides(best(x), S) | ~causal(S), LOW),
+        "two lists": lambda S, x, n: n.masked_fill(hides(best(x), S) | hides(best(-x), S), LOW),
+        "scores": lambda S, x, n: n.masked_fill(hides(best(x + n[:, 0]), S), LOW) + 0 * n,
+        "two masks": lambda S, x, n: n.masked_fill(hides(best(x), S), LOW) + torch.where(causal(S), 0.0, LOW / 4),
+        "a number that shows": lambda S, x, n: n.masked_fill(hides(best(x), S), -1e9),
+    }[name]
+    other = [[ranks(2, seed=k), n] for k, n in enumerate(outside(2)[:2])]
+    found, targets = told(make, 2, ranks(2), outside(2)[0], attend=eager, other=other)
+    assert "indices" not in found
+    assert "mla_compile.weigh_alike.default" not in targets
 
 
 def test_a_number_that_scores_show_beside_does_not_weigh_all_alike():
