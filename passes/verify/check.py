@@ -294,6 +294,7 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
     operands = [plan.site.v, *(p.k for p in plan.site.products), *plan.site.between]
     operands += [p.q for p in plan.site.products]
+    boundary = list(boundary)
     # What decides a mask or a slice of rows need not have the symbols of what it decides.
     nodes = [*boundary, plan.site.node, *(o.node for o in operands), *(whole_rows(n) for n in plan.sources)]
     seen = {**symbols(nodes), **_symbols_told(plan.sources)}
@@ -305,7 +306,9 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
     (symbol,) = context[0].free_symbols
     if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
         return [seen]  # a guard has since replaced it by another
-    longer = {**seen, symbol: LONG}
+    # A length that no operand has is of something that is read at positions, such as a mask: as many more there.
+    beside = _sized_by(boundary) - _sized_by(o.node for o in operands)
+    longer = {**seen, **{s: seen[s] + LONG - seen[symbol] for s in beside}, symbol: LONG}
     sizes: dict[object, int] = {}
     for operand in operands:
         for axis, dim in zip(operand.axes, val(operand.node).shape, strict=True):
@@ -313,6 +316,10 @@ def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.
             if axis and sizes.setdefault(axis, length) != length:
                 return [seen]  # two symbols that must stay equal
     return [seen, longer]
+
+
+def _sized_by(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
+    return {symbol for n in nodes for dim in shape(n) for symbol in sympy.sympify(dim).free_symbols}
 
 
 def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
