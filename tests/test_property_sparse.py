@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.report.report import Report, SiteReport
@@ -24,7 +26,7 @@ SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 PARTS = 2
 
 
-# A mask over a longer buffer, of which one part is a length and the other is left, to be cut as the model cuts it.
+# A mask over a longer buffer, which the model cuts to the tokens that there are: a length and a list.
 CUT = SparseCase(
     Case(D=8, H=5, L=3, N=5, R=0, V=8, scale="query", mask="add", rope="none", cache="index_copy", cut=True,
          forms="absorbed", dtype="float64"),
@@ -32,9 +34,21 @@ CUT = SparseCase(
 )  # fmt: skip
 
 
+def test_a_list_over_a_longer_buffer_may_name_keys_that_are_cut_off() -> None:
+    (site,) = run(CUT, SparseMLA(CUT)).sites
+    assert site.chosen == 8
+
+
 def test_what_is_left_of_a_longer_mask_is_cut() -> None:
-    report = run(CUT, SparseMLA(CUT))
-    assert any("left as a mask of keys" in note for note in report.sites[0].notes)
+    (site,) = run(replace(CUT, beside="and"), SparseTwice(replace(CUT, beside="and"))).sites
+    assert any("left as a mask of keys" in note for note in site.notes)
+
+
+class SparseTwice(SparseMLA):
+    """Two lists, of which one stays a mask."""
+
+    def _boolean(self, index: Tensor, flags: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        return super()._boolean(index, flags, shape) & super()._boolean(index.flip(-1)[..., :4], flags, shape)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -84,5 +98,5 @@ def must_list(sparse: SparseCase, site: SiteReport) -> bool:
     A number that is no infinity hides by a proof of its own (tests/passes/attention/test_chosen.py).
     """
     one_by_one = any("one by one" in note for note in site.notes)
-    # Of a longer mask that is cut, the list may name keys that are cut off.
-    return not (one_by_one or sparse.finite or sparse.case.chunk > 1 or sparse.case.core == "bmm" or sparse.case.cut)
+    one_block = 1 < sparse.block >= sparse.case.T + sparse.case.steps
+    return not (one_by_one or one_block or sparse.finite or sparse.case.chunk > 1 or sparse.case.core == "bmm")

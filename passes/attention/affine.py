@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from mla_compile.passes.attention.site import Affine, Operand
+from mla_compile.passes.attention.site import Affine, Block, Operand
 from mla_compile.passes.ir.axes import Axis, flatten
-from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Broadcast,
     Copy,
     Fill,
     Permute,
     Regroup,
+    Repeat,
     Select,
     Slice,
     decode,
@@ -74,15 +75,16 @@ def moved(node: fx.Node, place: Place) -> tuple[fx.Node, Place] | None:
         own = shape(how.x)
         return how.x, broadcast(own, place)
     if isinstance(how, Regroup):
-        return _without_ones(how.x, node, place)
+        return how.x, _regrouped(how.x, node, place)
+    if isinstance(how, Repeat):
+        return how.x, _repeated(how, place)
     if isinstance(how, Slice):
         start, step = _start(how)
         return how.x, [at * step + Affine(start) if k == how.dim else at for k, at in enumerate(place)]
     if isinstance(how, Select) and how.index is not None:
         return how.x, [*place[: how.dim], Affine(how.index), *place[how.dim :]]
-    if packet(node) is aten.index:
-        return _looked_up(node, place)
-    return None
+    rule = _LOOK_UPS.get(packet(node))
+    return None if rule is None else rule(node, place)
 
 
 def broadcast(own: Sequence[Size], place: Place) -> Place:
@@ -90,14 +92,46 @@ def broadcast(own: Sequence[Size], place: Place) -> Place:
     return [Affine() if same(s, 1) else at for s, at in zip(own, place[len(place) - len(own) :], strict=True)]
 
 
-def _without_ones(x: fx.Node, node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """A view that adds or drops axes of size 1 and nothing else."""
+def _regrouped(x: fx.Node, node: fx.Node, place: Place) -> Place:
+    """A view that adds or drops axes of size 1, and may join axes in pairs. Raises :class:`OpaqueError` for others."""
     kept = [(s, at) for s, at in zip(shape(node), place, strict=True) if not same(s, 1)]
     long = [s for s in shape(x) if not same(s, 1)]
-    if len(kept) != len(long) or not all(same(s, t) for (s, _), t in zip(kept, long, strict=True)):
+    inner: list[Affine] = []
+    for length, at in kept:
+        own, long = long[:2], long[2:]
+        if own and same(own[0], length):
+            inner.append(at)
+            long = [*own[1:], *long]
+        elif len(own) == 2 and isinstance(own[1], int) and same(own[0] * own[1], length):
+            outer = in_blocks(at, own[1])
+            inner += [outer, at - outer * own[1]]
+        else:
+            raise OpaqueError
+    if long:
         raise OpaqueError
-    left = iter(kept)
-    return x, [Affine() if same(s, 1) else next(left)[1] for s in shape(x)]
+    left = iter(inner)
+    return [Affine() if same(s, 1) else next(left) for s in shape(x)]
+
+
+def _repeated(how: Repeat, place: Place) -> Place:
+    own = [1] * (len(place) - len(shape(how.x))) + list(shape(how.x))
+    inner = []
+    for at, length, times in zip(place, own, how.counts, strict=True):
+        if times != 1 and not how.interleaved and not same(length, 1):
+            raise OpaqueError
+        inner.append(Affine() if same(length, 1) else in_blocks(at, times) if times != 1 else at)
+    return inner[len(place) - len(shape(how.x)) :]
+
+
+def in_blocks(at: Affine, size: int) -> Affine:
+    """``at // size``. Raises :class:`OpaqueError` where ``at`` is no position."""
+    along = at.position
+    if along is None or size < 1:
+        raise OpaqueError
+    if not along:
+        return Affine()
+    block = Block(along.axis, along.size * size) if isinstance(along, Block) else Block(along, size)
+    return Affine(steps={block: 1})
 
 
 def _start(how: Slice) -> tuple[int, int]:
@@ -111,15 +145,52 @@ def _start(how: Slice) -> tuple[int, int]:
 
 
 def _looked_up(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
-    """``x[i, j, ...]`` with an index for each dimension, each of them a position."""
-    x, indices = argument(node, 0, "self"), argument(node, 1, "indices")
-    if len(indices) != len(shape(x)) or not all(is_tensor(i) and val(i).dtype in WHOLE for i in indices):
+    """``x[:, i, j, ...]``, each index a position."""
+    x, given = argument(node, 0, "self"), list(argument(node, 1, "indices"))
+    given += [None] * (len(shape(x)) - len(given))
+    dims = [k for k, index in enumerate(given) if index is not None]
+    if not all(is_tensor(given[k]) for k in dims):
         raise OpaqueError
-    reader = Reader()
-    inner = [reader.read(i, broadcast(shape(i), place)) for i in indices]
-    if any(at.axis is None for at in inner):  # another number may be negative, and then counts from the end
+    rank = max(len(shape(given[k])) for k in dims)
+    # The axes of the indices are where the first of them is, or in front where there is another axis between.
+    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    own, rest = place[first : first + rank], iter([*place[:first], *place[first + rank :]])
+    return x, [next(rest) if i is None else _found(i, broadcast(shape(i), own)) for i in given]
+
+
+def _selected(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+    """``index_select(x, dim, index)``."""
+    x, dim = argument(node, 0, "self"), axis(argument(node, 1, "dim"), len(place))
+    return x, [_found(argument(node, 2, "index"), [at]) if k == dim else at for k, at in enumerate(place)]
+
+
+def _gathered(node: fx.Node, place: Place) -> tuple[fx.Node, Place]:
+    """``gather(x, dim, index)``, and ``take_along_dim(x, index, dim)``, which broadcasts."""
+    x = argument(node, 0, "self")
+    along = packet(node) is aten.take_along_dim
+    index = argument(node, 1 if along else 2, "indices" if along else "index")
+    dim = argument(node, 2 if along else 1, "dim")
+    if dim is None or not is_tensor(index) or not len(shape(index)) == len(shape(x)) == len(place):
         raise OpaqueError
+    inner = list(broadcast(shape(x), place))
+    inner[axis(dim, len(place))] = _found(index, broadcast(shape(index), place))
     return x, inner
+
+
+def _found(index: fx.Node, place: Place) -> Affine:
+    """An index that is a position. Another number may be negative, and then counts from the end."""
+    at = Reader().read(index, place) if val(index).dtype in WHOLE else Affine(-1)
+    if at.position is None:
+        raise OpaqueError
+    return at
+
+
+_LOOK_UPS: dict[object, Callable[[fx.Node, Place], tuple[fx.Node, Place]]] = {
+    aten.index: _looked_up,
+    aten.index_select: _selected,
+    aten.gather: _gathered,
+    aten.take_along_dim: _gathered,
+}
 
 
 def constant(given: object) -> float | None:
@@ -267,6 +338,15 @@ def _mul(reader: Reader, node: fx.Node, place: Place) -> Affine:
     raise OpaqueError
 
 
+def _divided(reader: Reader, node: fx.Node, place: Place) -> Affine:
+    """A position divided by a number and rounded; of positions, towards zero is down."""
+    by = reader.at_operand(node, 1, "other", place)
+    rounds = packet(node) is aten.floor_divide or argument(node, 2, "rounding_mode") in ("floor", "trunc")
+    if by.steps or by.terms or not isinstance(by.const, int) or not rounds:
+        raise OpaqueError
+    return in_blocks(reader.at_operand(node, 0, "self", place), by.const)
+
+
 def _neg(reader: Reader, node: fx.Node, place: Place) -> Affine:
     return reader.at_operand(node, 0, "self", place) * -1
 
@@ -277,5 +357,7 @@ _RULES: dict[object, Callable[[Reader, fx.Node, Place], Affine]] = {
     aten.sub: _add,
     aten.rsub: _rsub,
     aten.mul: _mul,
+    aten.floor_divide: _divided,
+    aten.div: _divided,
     aten.neg: _neg,
 }

@@ -7,10 +7,13 @@ choice as a mask over all keys. The forms that are read, with ``index`` [..,k] a
     scatter(all -inf, dim, index, 0), added to the scores
     scatter(all a, dim, index, b) compared with a number that lies between
     scatter_add(zeros, dim, index, flags) != 0, > 0, >= 1    an entry counts where its flag is set
+    any(index == position, along the list), its sum, sum(one_hot(index)) compared with a number
 
-The operators refuse an index outside of the keys, so each entry names one. That no key is named twice follows where the
-entries are the places that a ``topk`` or a sort found; else repeated ones are dropped by the rewrite. A list has to be
-one for each query and batch entry, and the same for all heads.
+An entry may also name a block of keys, where the mask over blocks is read at the block that a key is in: repeated
+``block`` times, or looked up at ``position // block``.
+
+That no key is named twice follows where the entries are the places that a ``topk`` or a sort found; else repeated ones
+are dropped by the rewrite. A list has to be one for each query and batch entry, and the same for all heads.
 """
 
 from __future__ import annotations
@@ -25,18 +28,20 @@ from torch import fx
 from mla_compile.passes.attention.affine import (
     OpaqueError,
     Place,
+    Reader,
     asked,
+    broadcast,
     constant,
     moved,
     operand_at,
     place_of,
     scattered,
 )
-from mla_compile.passes.attention.site import Chosen, Operand
+from mla_compile.passes.attention.site import Affine, Block, Chosen, Operand
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, decode
-from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.sizes import Size, same, same_sizes
 
 aten = torch.ops.aten
 
@@ -49,32 +54,38 @@ _ORDERS = {aten.topk: 2, aten.sort: 1}
 
 def chosen(
     queries: Axis, keys: Axis, batch: Collection[Atom], node: fx.Node, place: Place, *, negated: bool
-) -> Chosen | None:
+) -> Chosen | str | None:
     """What ``node``, a boolean (or a mask that is added) read at ``place``, chooses; None where it is no choice.
 
-    ``negated``: a key is seen where the boolean is False.
+    ``negated``: a key is seen where the boolean is False. A choice that is none of keys for each query: why, in words.
     """
     try:
         found = _listed_by(node, place, negated)
     except OpaqueError:
         return None
-    if found is None:
-        return None
-    outer = set(flatten(found.indices.axes)) - set(found.count)
-    # Of the keys the list has none, and of heads none, or each head would have one of its own.
-    return found if outer <= {*batch, *queries} and found.keys == keys else None
+    if not isinstance(found, Chosen):
+        return found
+    if found.keys != keys:
+        return "chooses queries, not keys" if set(found.keys) <= set(queries) else "chooses heads, not keys"
+    outer = set(flatten(found.indices.axes)) - {*found.count, *batch, *queries}
+    # Of the keys the list has none, and of heads none.
+    return found if not outer else "lists other keys for each head" if not outer & set(keys) else None
 
 
-def _listed_by(node: fx.Node, place: Place, negated: bool) -> Chosen | None:
+def _listed_by(node: fx.Node, place: Place, negated: bool) -> Chosen | str | None:
     boolean = val(node).dtype == torch.bool
     # Whether a number of `node` shows a key. What is added hides one by all other numbers that were let through.
     shows: _Shows = (lambda number: bool(number) is not negated) if boolean else (lambda number: number == 0)
     while True:
         if (numbers := scattered(node)) is not None:
             rest, there = numbers
-            return _listed(node, place) if shows(there) and not shows(rest) else None
+            if shows(there) and not shows(rest):
+                return _written(node, place)
+            return "hides the keys of a list and shows all others" if shows(rest) and not shows(there) else None
         if packet(node) is aten.scatter_add:
             return _counted(node, place, shows)
+        if packet(node) in _REDUCTIONS:
+            return _matched(node, place, shows)
         if (step := asked(node)) is not None:
             node, shows = step[0], _after(step[1], shows)
         elif (inner := moved(node, place)) is not None:
@@ -95,13 +106,17 @@ def _counted(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
     if constant(argument(node, 0, "self")) != 0 or flag is None or val(node).dtype not in _COUNTS:
         return None
     one = flag if isinstance(flag, float) else 1.0
-    # Of one comparison with a number: what it says of 0, of the least and of the largest count it says of all.
-    if shows(0.0) or not shows(one) or not shows(float("inf")):
+    if not _shows_counts(shows, one):
         return None
-    found = _listed(node, place)
+    found = _written(node, place)
     if found is None or not same_sizes(shape(flags), shape(argument(node, 2, "index"))):
         return None
     return found if isinstance(flag, float) else replace(found, flags=Operand(flag, found.indices.axes))
+
+
+def _shows_counts(shows: _Shows, least: float = 1.0) -> bool:
+    """Of one comparison with a number: what it says of 0, of the least and of the largest count it says of all."""
+    return not shows(0.0) and shows(least) and shows(float("inf"))
 
 
 def _flag(node: object) -> fx.Node | float | None:
@@ -114,20 +129,59 @@ def _flag(node: object) -> fx.Node | float | None:
     return _flag(how.x) if isinstance(how, Copy) else None
 
 
-def _listed(node: fx.Node, place: Place) -> Chosen | None:
+def _written(node: fx.Node, place: Place) -> Chosen | None:
     """The list that a ``scatter`` or ``scatter_add`` at ``place`` is told."""
     dim, index = axis(argument(node, 1, "dim"), len(place)), argument(node, 2, "index")
-    if not is_tensor(index) or len(shape(index)) != len(place) or val(index).dtype not in _WHOLE:
+    if not is_tensor(index) or len(shape(index)) != len(place):
         return None
     others = [(own, of) for k, (own, of) in enumerate(zip(shape(index), shape(node), strict=True)) if k != dim]
     if not all(same(own, of) for own, of in others):  # the rest of the rows is not written to
         return None
-    count, keys = fresh_axis(shape(index)[dim]), place[dim].axis
-    # Of a slice, an entry may name none.
-    if keys is None or not same(shape(node)[dim], axis_size(keys)):
+    count = fresh_axis(shape(index)[dim])
+    where = [place_of([count])[0] if k == dim else at for k, at in enumerate(place)]
+    return _list(index, where, count, place[dim], shape(node)[dim])
+
+
+def _list(index: fx.Node, where: Place, count: Axis, key: Affine, names: Size | None) -> Chosen | None:
+    """``index``, read at ``where``, as the list of what ``key`` is a position of; ``names``: see :class:`Chosen`."""
+    along = key.position
+    if not along or val(index).dtype not in _WHOLE:
         return None
-    listed = operand_at(index, [place_of([count])[0] if k == dim else at for k, at in enumerate(place)])
-    return Chosen(listed, count, keys, _names_once(index, place_of(listed.axes), count))
+    keys, block = (along.axis, along.size) if isinstance(along, Block) else (along, 1)
+    listed = operand_at(index, where)
+    once = _names_once(index, place_of(listed.axes), count)
+    there_are = (axis_size(keys) + block - 1) // block if names is None else names
+    return Chosen(listed, count, keys, once, there_are, block, any_number=names is None)
+
+
+_REDUCTIONS = (aten.any, aten.sum, aten.amax)
+
+
+def _matched(node: fx.Node, place: Place, shows: _Shows) -> Chosen | None:
+    """Whether one of the list is equal to the key: by ``eq``, or by ``one_hot``; or how many are."""
+    dims = argument(node, 1, "dim")
+    dims = [dims] if isinstance(dims, int) else list(dims or ())
+    x = argument(node, 0, "self")
+    # Counted in the dtypes that sums of these have, and in no smaller one.
+    if len(dims) != 1 or val(node).dtype not in (torch.bool, *_COUNTS) or not _shows_counts(shows):
+        return None
+    dim, kept = axis(dims[0], len(shape(x))), len(shape(x)) == len(place)
+    count = fresh_axis(shape(x)[dim])
+    place = [*place[:dim], place_of([count])[0], *place[dim + kept :]]
+    while packet(x) not in (aten.eq, aten.one_hot):
+        if (inner := moved(x, place)) is None:
+            return None
+        x, place = inner
+    if packet(x) is aten.one_hot:
+        classes = shape(x)[-1]
+        return _list(argument(x, 0, "self"), place[:-1], count, place[-1], classes)
+    for key, index in (x.args[:2], x.args[1::-1]):
+        if not is_tensor(key) or not is_tensor(index):
+            return None
+        at = Reader().read(key, broadcast(shape(key), place)) if val(key).dtype in _WHOLE else Affine()
+        if at.position and at.position != count:
+            return _list(index, broadcast(shape(index), place), count, at, None)
+    return None
 
 
 def _names_once(index: fx.Node, place: Place, count: Axis) -> bool:

@@ -28,6 +28,7 @@ from mla_compile.passes.attention.affine import (
 from mla_compile.passes.attention.site import NEGLIGIBLE, Affine, MaskTerm
 from mla_compile.passes.ir.graph import argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED
+from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.operators import Broadcast, Copy, Join, Permute, Regroup, Select, Slice, decode
 from mla_compile.passes.ir.walk import reachable
 
@@ -314,11 +315,19 @@ _BOOLEAN: dict[object, Callable[[Masks, fx.Node, Place, bool], list[Part]]] = {
 }
 
 
-def said(node: fx.Node) -> str:
-    """What a mask is that is no comparison of positions."""
-    if node.op == "call_function":
-        return f"{operator_name(node)} compares no positions"
-    return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
+def said(node: fx.Node, why: str = "") -> str:
+    """What a mask is that is no comparison of positions: who made it, and ``why`` that cannot be told otherwise."""
+    while isinstance(how := decode(node), (Copy, Broadcast, Regroup, Permute)):
+        node = how.x
+    if node.op != "call_function":
+        return f"{node.name} is {'an input' if node.op == 'placeholder' else 'a buffer'}"
+    numbers = scattered(node)
+    if not why and numbers is not None and val(node).dtype.is_floating_point:
+        why = "adds {1:g} to the scores of listed keys and {0:g} to all others".format(*numbers)
+    if not why:
+        why = "shows what one mask or another does" if packet(node) in _OR else "compares no positions"
+    source = locate(node).source
+    return f"{operator_name(node)}{'' if source is None else f' at {source}'} {why}"
 
 
 def equal(a: Part, b: Part) -> bool:

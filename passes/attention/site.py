@@ -70,11 +70,19 @@ class MaskTerm:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The position along ``axis`` divided by ``size`` and rounded down: which block of so many it is in."""
+
+    axis: Axis
+    size: int
+
+
+@dataclass(frozen=True)
 class Affine:
     """``const + sum of step * position along an axis + sum of factor * tensor``; equal sums are equal records."""
 
     const: Size = 0
-    steps: dict[Axis, int] = field(default_factory=dict)
+    steps: dict[Axis | Block, int] = field(default_factory=dict)
     terms: dict[Operand, int] = field(default_factory=dict)
 
     def __add__(self, other: Affine) -> Affine:
@@ -94,14 +102,20 @@ class Affine:
         return self + other * -1
 
     @property
-    def axis(self) -> Axis | None:
-        """The axis whose position this is; ``()`` for position 0; None for any other number."""
+    def position(self) -> Axis | Block | None:
+        """The axis, or the blocks of one, whose position this is; ``()`` for position 0; None for any other number."""
         if self.terms or not same(self.const, 0):
             return None
         if not self.steps:
             return ()
-        (axis, step), *more = self.steps.items()
-        return axis if step == 1 and not more else None
+        (along, step), *more = self.steps.items()
+        return along if step == 1 and not more else None
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis whose position this is; ``()`` for position 0; None for any other number."""
+        along = self.position
+        return None if isinstance(along, Block) else along
 
 
 def _sum(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
@@ -114,10 +128,13 @@ class Chosen:
     """The keys that each query sees are those that a list names.
 
     Attributes:
-        indices: whole numbers of [0, T), with the axes of batch and queries (or none of one) and ``count``.
+        indices: whole numbers, with the axes of batch and queries (or none of one) and ``count``.
         count: the axis along which they are listed.
         keys: the axis of the keys that they name.
         distinct: none is named twice by one query.
+        names: how many there are to name, from 0 on: at least T, or its blocks.
+        block: how many keys an entry names, side by side: ``block * i`` and those after it.
+        any_number: an entry may be any number, and one below 0 or past what there is to name names none.
         flags: an entry counts only where this is not 0; None: all do.
         scores: where the best of what a query sees were chosen, so that it sees one of these: by which numbers.
     """
@@ -126,13 +143,16 @@ class Chosen:
     count: Axis
     keys: Axis
     distinct: bool
+    names: Size
+    block: int = 1
+    any_number: bool = False
     flags: Operand | None = None
     scores: fx.Node | None = None
 
     @property
     def size(self) -> Size:
         """How many keys are listed for each query."""
-        return axis_size(self.count)
+        return axis_size(self.count) * self.block
 
     @property
     def decides(self) -> tuple[fx.Node, ...]:

@@ -65,7 +65,7 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool, any_numbers: bool
         unexplained = [part for part in parts if part in rest]
         # A part that is no boolean of its own stays as the mask that it is read from.
         named = all(p.named for p in unexplained)
-        left += [(part.mask() if named else term, part.why) for part in unexplained[: None if named else 1]]
+        left += [(part.mask() if named else term, explained.why(part)) for part in unexplained[: None if named else 1]]
     found = explained.visible(left)
     # Numbers of any kind are looked up where a list names a key, and then nothing else may say what is seen.
     if any(part.added for part in every) and (
@@ -99,6 +99,7 @@ class _Explained:
         self.lengths: list[Affine] = []
         self.window = 0
         self.chosen: Chosen | None = None
+        self.no_list: dict[fx.Node, str] = {}
         self.sees_one = True
 
     def take(self, parts: list[Part]) -> list[Part]:
@@ -114,8 +115,16 @@ class _Explained:
         """Takes ``part``, of a mask, as a choice of keys if it is the first one."""
         if self.chosen is not None:
             return False
-        self.chosen = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
-        return self.chosen is not None
+        found = chosen(self.queries, self.keys, self.batch, part.node, part.place, negated=part.negated)
+        if isinstance(found, str):
+            self.no_list[part.node] = said(part.node, found)
+            return False
+        self.chosen = found
+        return found is not None
+
+    def why(self, part: Part) -> str:
+        """Why a part is left over."""
+        return self.no_list.get(part.node, part.why)
 
     def sees(self, masks: Masks, others: Sequence[Part]) -> None:
         """Finds out whether a query that sees a key by the ``others`` sees a chosen one.

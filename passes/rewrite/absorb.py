@@ -149,7 +149,7 @@ class Whole(Sides):
         return [] if lengths is None else [lengths]
 
     def _indices(self, chosen: Chosen) -> fx.Node:
-        """The list of keys as the operator takes it: int32 [B,S,k], no key twice, -1 for no key."""
+        """The list of keys as the operator takes it: int32 [B,S,k], no key twice, no key below 0 and from T on."""
         call, device = self.builder.call, val(self.plan.latent.node).device
         listed, flags = (None if o is None else self._listed(o, chosen) for o in (chosen.indices, chosen.flags))
         assert listed is not None
@@ -163,6 +163,12 @@ class Whole(Sides):
             )
             again = call(aten.constant_pad_nd.default, again, [1, 0], False)
             listed = call(aten.masked_fill.Scalar, listed, again, -1)
+        if chosen.any_number:  # those that int32 cannot hold are no keys either
+            listed = call(aten.clamp.default, listed, -1, 2**31 // chosen.block - 1)
+        if chosen.block > 1:
+            inside = call(aten.arange.default, chosen.block, device=val(listed).device)
+            first = call(aten.unsqueeze.default, call(aten.mul.Tensor, listed, chosen.block), -1)
+            listed = call(aten.flatten.using_ints, call(aten.add.Tensor, first, inside), -2)
         return self.builder.on_device(self.builder.cast(listed, torch.int32), device)
 
     def _listed(self, operand: Operand, chosen: Chosen) -> fx.Node:

@@ -194,7 +194,7 @@ def compare(
             continue
         keys = number(axis_size(plan.site.keys), sizes)
         counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts if ORIGIN in n.meta}
-        found = compare_values(old, new, boundary, weights, sizes, seed, counts, _lists(plan, keys))
+        found = compare_values(old, new, boundary, weights, sizes, seed, counts, _lists(plan, sizes))
         if found.problem is not None:
             return found
         ratios += [] if found.ratio is None else [found.ratio]
@@ -243,11 +243,11 @@ def compare_values(
 def _list_key(chosen: Chosen | None) -> tuple[object, ...]:
     if chosen is None:
         return ()
-    known = chosen.distinct, chosen.flags is None, chosen.scores is None
+    known = chosen.distinct, chosen.block, chosen.any_number, chosen.flags is None, chosen.scores is None
     return *known, *((val(n).dtype, shape(n)) for n in chosen.decides)
 
 
-def _lists(plan: AbsorbPlan, keys: int) -> dict[str, Listed]:
+def _lists(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Listed]:
     """The input that lists the keys of each query, if one does, by its name in the untouched graph."""
     chosen = plan.visible.chosen
     if chosen is None or chosen.scores is not None or ORIGIN not in chosen.indices.node.meta:
@@ -255,7 +255,7 @@ def _lists(plan: AbsorbPlan, keys: int) -> dict[str, Listed]:
     axes = chosen.indices.axes
     # Of one key there is no axis, and any that is as short will do.
     along = axes.index(chosen.count) if chosen.count in axes else len(axes) - 1
-    return {chosen.indices.node.meta[ORIGIN]: Listed(keys, along, chosen.distinct)}
+    return {chosen.indices.node.meta[ORIGIN]: Listed(number(chosen.names, sizes), along, chosen.distinct)}
 
 
 def _judge_errors(ours: torch.Tensor, theirs: torch.Tensor, eps: float) -> tuple[str | None, float | None]:

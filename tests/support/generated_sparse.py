@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.generated_module import GeneratedMLA
@@ -30,6 +31,7 @@ ADDED = ("scatter_inf", "scatter_inf_tensor", "fill", "fill_true", "where", "whe
 FLAGGED = ("counts", "counts_ne", "counts_int")
 BESIDE = ("and", "and_swapped", "logical_and", "mul", "nor", "where", "masked_fill")
 BESIDE_ADDED = ("add", "fill", "where", "first")
+SPREADS = ("repeat", "expand", "look_up", "gather")
 EVERY_KEY = 99
 
 
@@ -49,6 +51,8 @@ class SparseCase:
         beside: how these masks are put together with the list.
         shared: one list for all of the batch.
         layers: how many attentions use the list.
+        block: how many keys an entry of the list names.
+        spread: how a mask over blocks becomes one over keys.
     """
 
     case: Case
@@ -63,6 +67,8 @@ class SparseCase:
     beside: str = "and"
     shared: bool = False
     layers: int = 1
+    block: int = 1
+    spread: str = "repeat"
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
@@ -125,6 +131,8 @@ def _sparse(case: Case, pick: Callable[[str, Sequence[Any]], Any]) -> SparseCase
         beside=pick("beside added", BESIDE_ADDED) if form in ADDED else pick("beside", BESIDE),
         shared=shared,
         layers=1 if static or (chosen_of_all and not given) else pick("layers", (1, 1, 2)),
+        block=1 if given else pick("block", (1, 1, 2, 3)),
+        spread=pick("spread", SPREADS),
     )
 
 
@@ -260,7 +268,7 @@ class SparseMLA(GeneratedMLA):
             hidden = self._hidden_first(seen)
             if hidden is not None and (hidden.dim() == scores.dim() or hidden.dim() == 2):
                 scores = scores.masked_fill(~hidden, -math.inf) if sparse.before == "fill" else scores + _low(hidden)
-            index = self._ranked(scores)
+            index = self._ranked(self._best_of_blocks(scores))
         else:
             index = listed
             if sparse.given == "flagged":
@@ -268,13 +276,35 @@ class SparseMLA(GeneratedMLA):
                 index = index.clamp(0, length - 1)
         index = self._same_list(index)
         flags = flags if flags is None else self._same_list(flags) if sparse.list != "int32" else flags
-        shape = (*index.shape[:-1], length)
+        shape = (*index.shape[:-1], -(-length // sparse.block))
         if sparse.form in ADDED:
-            made = self._besides_added(self._added(index, shape), seen)
+            made = self._besides_added(self._over_keys(self._added(index, shape), length), seen)
         else:
-            made = self._besides(self._boolean(index, flags, shape), seen)
+            made = self._besides(self._over_keys(self._boolean(index, flags, shape), length), seen)
         made = made if made.dim() == 3 else made[None]
         return made.expand(x.shape[0], -1, -1) if self.case.core == "bmm" else made
+
+    def _best_of_blocks(self, scores: Tensor) -> Tensor:
+        block = self.sparse.block
+        if block == 1:
+            return scores
+        missing = -scores.shape[-1] % block
+        return F.pad(scores, (0, missing), value=-math.inf).unflatten(-1, (-1, block)).amax(-1)
+
+    def _over_keys(self, mask: Tensor, length: int) -> Tensor:
+        """A mask over blocks as one over keys, of which the last block may have fewer."""
+        how, block = self.sparse.spread, self.sparse.block
+        if block == 1:
+            return mask
+        if how == "repeat":
+            return mask.repeat_interleave(block, -1)[..., :length]
+        if how == "expand":
+            wide = mask.unsqueeze(-1).expand(*mask.shape, block)
+            return wide.reshape(*mask.shape[:-1], -1)[..., :length]
+        at = torch.arange(length, device=mask.device)
+        if how == "look_up":
+            return mask[..., at // block]
+        return mask.gather(-1, at.div(block, rounding_mode="floor").expand(*mask.shape[:-1], length))
 
     def _hidden_first(self, seen: Tensor | None) -> Tensor | None:
         return seen if self.sparse.before else None

@@ -25,10 +25,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
 
 
-def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, **options):
+def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", **options):
     """The tensors that the operator is given besides rows, and its numbers; ``make(S, *given)`` makes the mask.
 
     ``other``: further values of ``given`` for which the rewritten attention has to be what the original is.
+    ``said``: what the report says of the mask.
     """
 
     def fn(q, c, *rest):
@@ -42,6 +43,7 @@ def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, **options
     options = {"forms": "absorbed", "verify": True, "strict": True} | options
     outcome = optimized(program, lowering="op", **options)
     assert codes(outcome) == [expect]
+    assert said in " ".join(outcome.report.sites[0].notes)
     plain = optimized(program, **options | {"lowering": "aten"})
     for values in (given, *other):
         want = fn(q, c, *values, *weights)
@@ -107,6 +109,86 @@ def test_the_operator_is_told_the_list(name, S):
     assert found == {"indices": (B, S, K), "causal": False}
     assert not any("scatter" in t for t in targets)  # the mask over all keys is not made any more
     assert "aten.sort.default" not in targets or "sort" in name  # nor are distinct indices compared
+
+
+SIDE = 3
+
+
+def blocks(x: Tensor) -> Tensor:
+    """The best of the three blocks that nine keys are in: two for one query, one for each of two."""
+    return x.unflatten(-1, (-1, SIDE)).amax(-1).topk(3 - x.shape[1], -1).indices
+
+
+def of_blocks(S: int, x: Tensor, value: float = True, rest: float = False, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.full((B, 1, S, T // SIDE), rest, dtype=dtype).scatter(-1, blocks(x)[:, None], value)
+
+
+IN_BLOCKS = {
+    "repeated": lambda S, x: of_blocks(S, x).repeat_interleave(SIDE, -1),
+    "expanded": lambda S, x: of_blocks(S, x)[..., None].expand(-1, -1, -1, -1, SIDE).reshape(B, 1, S, T),
+    "flattened": lambda S, x: of_blocks(S, x).unsqueeze(-1).repeat(1, 1, 1, 1, SIDE).flatten(-2),
+    "looked up": lambda S, x: of_blocks(S, x)[..., torch.arange(T) // SIDE],
+    "gathered": lambda S, x: of_blocks(S, x).gather(-1, (torch.arange(T) // SIDE).expand(B, 1, S, T)),
+    "taken along": lambda S, x: of_blocks(S, x).take_along_dim((torch.arange(T) // SIDE).view(1, 1, 1, T), -1),
+    "selected": lambda S, x: of_blocks(S, x).index_select(
+        3, torch.div(torch.arange(T), SIDE, rounding_mode="floor")
+    ),
+    "minus infinity": lambda S, x: of_blocks(S, x, 0.0, INF, torch.float32).repeat_interleave(SIDE, -1),
+    "compared": lambda S, x: (blocks(x)[:, None, :, None] == (torch.arange(T) // SIDE)[:, None]).any(-1),
+    "one hot": lambda S, x: F.one_hot(blocks(x), T // SIDE).sum(-2)[:, None].bool().repeat_interleave(SIDE, -1),
+    "blocks of blocks": lambda S, x: (
+        torch.zeros(B, 1, S, 3, dtype=torch.bool).scatter(-1, x[..., :3].topk(1).indices[:, None], True)
+        .repeat_interleave(2, -1).repeat_interleave(2, -1)[..., :T]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("S", [1, 2])
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_blocks_of_keys(name, S):
+    found, targets = told(IN_BLOCKS[name], S, ranks(S), other=[[ranks(S, seed=8)]])
+    assert found["indices"] == (B, S, 4 if name == "blocks of blocks" else (3 - S) * SIDE)
+    assert not any("scatter" in t or "repeat" in t for t in targets)
+
+
+def test_a_last_block_that_is_not_full():
+    """It names keys that there are not; beside a diagonal."""
+    make = lambda S, x: (  # noqa: E731
+        torch.zeros(B, 1, S, 3, dtype=torch.bool).scatter(-1, x[:, None, :, :3].topk(1).indices, True)
+        .repeat_interleave(4, -1)[..., :T] & causal(S)
+    )  # fmt: skip
+    found, _ = told(make, 2, ranks(2), other=[[ranks(2, seed=k)] for k in range(8, 12)])
+    assert found == {"indices": (B, 2, 4), "causal": True}
+
+
+def test_blocks_that_come_in_may_be_any_number():
+    """Compared with the keys' blocks, an index that is none of them shows no key, however large it is."""
+    some = torch.tensor([[[3, -1, 1]], [[2, 2, 2]], [[0, 2**31, 2**62]]])
+    make = lambda S, i: (i[:, None, :, None] == (torch.arange(T) // SIDE)[:, None]).any(-1)  # noqa: E731
+    other = [torch.full((B, 1, K), -1), torch.zeros(B, 1, K, dtype=torch.int64), torch.tensor([[[0, 2**40, -7]]] * B)]
+    found, _ = told(make, 1, some, sparse="auto", other=[[one] for one in other])
+    assert found == {"indices": (B, 1, K * SIDE), "causal": False}
+
+
+NO_BLOCKS = {
+    "the other way about": lambda S, x: of_blocks(S, x).repeat(1, 1, 1, SIDE),
+    "moved by one": lambda S, x: of_blocks(S, x)[..., (torch.arange(T) + 1).clamp(max=T - 1) // SIDE],
+    "from the end": lambda S, x: of_blocks(S, x)[..., (torch.arange(T) - T) // SIDE],
+    "remainders": lambda S, x: of_blocks(S, x)[..., torch.arange(T) % SIDE],
+    "a slice from the second key": lambda S, x: of_blocks(S, x).repeat_interleave(SIDE + 1, -1)[..., 1 : T + 1],
+    "of every second key": lambda S, x: of_blocks(S, x).repeat_interleave(2 * SIDE, -1)[..., ::2],
+    "all are equal": lambda S, x: (blocks(x)[:, None, :, None] == (torch.arange(T) // SIDE)[:, None]).all(-1),
+    "none is equal": lambda S, x: ~(blocks(x)[:, None, :, None] == (torch.arange(T) // SIDE)[:, None]).any(-1),
+    "more than once": lambda S, x: F.one_hot(blocks(x) // 2, 3).sum(-2)[:, None].gt(1).repeat_interleave(SIDE, -1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_BLOCKS)
+def test_what_is_no_block(name):
+    """Some of these are lists written in yet another way; what is not read as one stays a mask, and the numbers too."""
+    found, _ = told(NO_BLOCKS[name], 1, ranks(1), other=[[ranks(1, seed=8)]])
+    assert "mask" in found
+    assert "indices" not in found
 
 
 @pytest.mark.parametrize("S", [1, 2])
@@ -317,10 +399,22 @@ KEPT = {
 }  # fmt: skip
 
 
+SAID = {
+    "the listed keys are hidden": "hides the keys of a list and shows all others",
+    "others are let through": "shows what one mask or another does",
+    "a list for each head": "lists other keys for each head",
+    "heads are chosen": "chooses heads, not keys",
+    "queries are chosen": "chooses queries, not keys",
+    "a soft mask": "adds 0 to the scores of listed keys and -5 to all others",
+    "not quite minus infinity": "fills in a finite number, and a query may see no key",
+    "a bonus": "adds 0.5 to the scores of listed keys and -inf to all others",
+}
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_the_mask_stays(name):
     make, attend, given = KEPT[name]
-    found, _ = told(make, 3, *given, attend=attend)
+    found, _ = told(make, 3, *given, attend=attend, said=SAID.get(name, "compares no positions"))
     assert "indices" not in found
     assert "mask" in found
 
