@@ -7,7 +7,7 @@ that are added are read alike: zeros where their parts hold, one number (minus i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -40,6 +40,7 @@ class Part:
     """A boolean that has to be True (``negated``: False) for a key to be seen: ``bound`` >= 0, where it is read.
 
     ``added``: it is no boolean, but numbers that nothing is known of, which are added where the other parts hold.
+    ``outside``: the same as a tensor that it was moved to, where that can be a mask by itself and this cannot.
     """
 
     node: fx.Node
@@ -47,9 +48,12 @@ class Part:
     negated: bool
     bound: Affine | None = None
     added: bool = False
+    outside: Part | None = None
 
     def mask(self) -> MaskTerm:
         """What is left of a mask of which only this part was not explained. Raises :class:`OpaqueError`."""
+        if self.outside is not None:
+            return self.outside.mask()
         if self.added:
             return MaskTerm("add", operand_at(self.node, self.place))
         return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place))
@@ -87,6 +91,8 @@ class Masks(Reader):
             raise OpaqueError
         fill *= term.scale
         # What is added to a score is a fill where no score shows beside it, in no dtype that it goes through.
+        if fill < NEGLIGIBLE and term.dtype is not None:
+            fill = float(torch.tensor(fill, dtype=torch.float64).to(term.dtype))
         if not fill < NEGLIGIBLE or (term.dtype is not None and fill > float("-inf")):
             raise OpaqueError
         return parts, fill
@@ -106,7 +112,7 @@ class Masks(Reader):
             return rule(self, node, place, negated)
         found = moved(node, place)
         if found is not None:
-            return self.parts(*found, negated)
+            return [_named_by(Part(node, place, negated), part) for part in self.parts(*found, negated)]
         number = constant(node)
         if number is None or bool(number) == negated:
             raise OpaqueError
@@ -203,6 +209,11 @@ class Masks(Reader):
     def _also(self, parts: list[Part], rest: fx.Node, place: Place) -> tuple[list[Part], fx.Node]:
         more, scores = self.hidden(rest, broadcast(shape(rest), place))
         return [*parts, *more], scores
+
+
+def _named_by(outside: Part, part: Part) -> Part:
+    known = part.bound is not None or part.named or not outside.named
+    return part if known else replace(part, outside=outside)
 
 
 def _beyond(node: fx.Node, place: Place) -> Affine:

@@ -20,8 +20,9 @@ What a mask from outside adds to the listed keys is left over as a mask, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import sympy
 from torch import fx
@@ -40,12 +41,23 @@ def visible(site: AttentionSite, batch: Axis) -> Visible:
     return seen if seen.chosen is None else replace(seen, masked=_visible(site, batch, lists=False))
 
 
-def _visible(site: AttentionSite, batch: Axis, *, lists: bool, any_numbers: bool | None = None) -> Visible:
+def _visible(
+    site: AttentionSite,
+    batch: Axis,
+    *,
+    lists: bool,
+    any_numbers: bool | None = None,
+    whole: Mapping[MaskTerm, str] = MappingProxyType({}),
+) -> Visible:
+    """``whole``: masks of which nothing is to be told, and why."""
     reader = Masks(any_numbers=lists if any_numbers is None else any_numbers)
     read: list[tuple[MaskTerm, list[Part]]] = []
     left: list[tuple[MaskTerm, str]] = []
     fills: list[float] = []
     for term in site.masks:
+        if term in whole:
+            left.append((term, whole[term]))
+            continue
         try:
             parts, fill = reader.term(term)
         except OpaqueError:
@@ -63,15 +75,18 @@ def _visible(site: AttentionSite, batch: Axis, *, lists: bool, any_numbers: bool
                 explained.sees(reader, [p for p in every if p is not part])
     for term, parts in read:
         unexplained = [part for part in parts if part in rest]
-        # A part that is no boolean of its own stays as the mask that it is read from.
-        named = all(p.named for p in unexplained)
-        left += [(part.mask() if named else term, explained.why(part)) for part in unexplained[: None if named else 1]]
+        # A part that is no boolean of its own stays as the mask that it is read from, which says all of its parts.
+        if unnamed := [p for p in unexplained if not p.named]:
+            return _visible(
+                site, batch, lists=lists, any_numbers=any_numbers, whole={**whole, term: explained.why(unnamed[0])}
+            )
+        left += [(part.mask(), explained.why(part)) for part in unexplained]
     found = explained.visible(left)
     # Numbers of any kind are looked up where a list names a key, and then nothing else may say what is seen.
     if any(part.added for part in every) and (
         found.chosen is None or len(every) > 2 or len(site.masks) > 1 or site.causal or not all(p.added for p in rest)
     ):
-        return _visible(site, batch, lists=lists, any_numbers=False)
+        return _visible(site, batch, lists=lists, any_numbers=False, whole=whole)
     if any(fill > float("-inf") for fill in fills) and not found.always:
         # Several masks that each fill in a number could add up to others, and beside is_causal some keys weigh nothing.
         if found.chosen is not None and len(site.masks) == 1 and not site.causal and fills[0] < VANISHING:

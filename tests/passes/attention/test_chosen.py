@@ -25,7 +25,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
 
 
-def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", **options):
+def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", exact=1e-10, **options):
     """The tensors that the operator is given besides rows, and its numbers; ``make(S, *given)`` makes the mask.
 
     ``other``: further values of ``given`` for which the rewritten attention has to be what the original is.
@@ -50,7 +50,7 @@ def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", 
         for one in (outcome, plain):
             (result,) = one.program.gm(q, c, *values, *weights)
             assert torch.equal(result.isnan(), want.isnan())
-            assert error(result.nan_to_num(), want.nan_to_num()) < 1e-10
+            assert error(result.nan_to_num(), want.nan_to_num()) < exact
     (node,) = (n for n in outcome.program.gm.graph.nodes if str(n.target) == OP)
     arguments = {**dict(zip(NAMES, node.args, strict=False)), **node.kwargs}
     found = {k: tuple(arguments[k].meta["val"].shape) for k in NAMES[4:] if arguments.get(k) is not None}
@@ -261,6 +261,21 @@ def test_a_finite_number_where_the_best_of_the_visible_keys_are_chosen():
     assert found == {"mask": (B, 1, 3, T), "causal": False}
 
 
+def test_a_number_that_a_smaller_dtype_makes_infinite():
+    """float64's lowest becomes minus infinity where eager attention takes its softmax in float32."""
+
+    def in_float32(q, k, v, mask):
+        return (q @ k.mT * 0.3 + mask).softmax(-1, dtype=torch.float32).double() @ v
+
+    def make(S, x, p):
+        zeros = torch.zeros(B, 1, S, T, dtype=torch.float64)
+        return zeros.masked_fill(~(p & shows(best(x), S)), torch.finfo(torch.float64).min)
+
+    found, targets = told(make, 1, ranks(1), PADDING, attend=in_float32, other=[[ranks(1), NOTHING]], exact=1e-6)
+    assert found == {"indices": (B, 1, K), "causal": False, "mask": (B, 1, 1, T)}
+    assert "mla_compile.weigh_alike.default" not in targets
+
+
 PADDING = torch.ones(B, 1, 1, T, dtype=torch.bool)
 NOTHING = PADDING.clone()
 NOTHING[1] = False  # one batch entry sees no key at all
@@ -406,7 +421,7 @@ SAID = {
     "heads are chosen": "chooses heads, not keys",
     "queries are chosen": "chooses queries, not keys",
     "a soft mask": "adds 0 to the scores of listed keys and -5 to all others",
-    "not quite minus infinity": "fills in a finite number, and a query may see no key",
+    "not quite minus infinity": "adds 0 to the scores of listed keys and -1e+09 to all others",
     "a bonus": "adds 0.5 to the scores of listed keys and -inf to all others",
 }
 
