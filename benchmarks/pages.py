@@ -185,6 +185,16 @@ def sparse_attention() -> str:
     return table(head, rows)
 
 
+def sparse_prompts() -> str:
+    """Pieces of a prompt whose queries have a list each."""
+    about = data("sparse_prompts")
+    names = {"expanded": "expanded", "mask": "absorbed, mask", "lists": "absorbed, lists"}
+    rows = (
+        (r["queries"], r["tokens"], *(_quartiles(r["ms"][v]) for v in names), names[r["picked"]]) for r in about["rows"]
+    )
+    return table(("queries", "tokens", *names.values(), "picked"), rows) + f"\n\n{where(about)}."
+
+
 def onnx() -> str:
     """The exported attention core in ONNX Runtime; median [quartiles]."""
     about = data("onnx_cpu")
@@ -380,6 +390,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "op": op_alone,
     "index_scores": index_scores,
     "sparse_steps": sparse_steps,
+    "sparse_prompts": sparse_prompts,
     "sparse_attention": sparse_attention,
     "onnx": onnx,
     "folds": folds,

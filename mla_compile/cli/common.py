@@ -38,14 +38,23 @@ _EXTRAS = {
     "transformers": "[demo]",
 }
 
+_QUIET = {
+    # torch logs a whole traceback of what fails on tensors without values; the one line says what it was.
+    "torch._subclasses.fake_tensor": logging.CRITICAL,
+    # What libraries find missing on a machine without a GPU, or deprecated in each other, in the midst of our output.
+    "torch.utils.cpp_extension": logging.ERROR,
+    "torch.utils._pytree": logging.ERROR,
+    "torchao": logging.ERROR,
+}
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout instead.")]
 
 
 @contextmanager
 def ending() -> Iterator[None]:
     """Turns an error that is no bug of ours into one line on stderr and an exit code."""
-    # torch logs a whole traceback of what fails on tensors without values; the one line says what it was.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    for name, level in _QUIET.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     except BrokenPipeError:  # whoever reads the output has seen enough; click ends quietly then
