@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from mla_compile import pipeline
 from mla_compile.batching.compiled import Compiled
@@ -35,6 +37,7 @@ from mla_compile.passes.cache.pages import (
     read_batch_from,
     step_over_pages,
 )
+from mla_compile.passes.ir.sizes import holds
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.pipeline import Outcome
 from mla_compile.report.report import Report
@@ -289,9 +292,16 @@ def _rewritten(lm: CausalLM, options: Options, *, one_token: bool) -> Outcome:
 
 
 def _drop_asserts(program: Program) -> None:
-    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say."""
+    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say.
+
+    What is asserted of the sizes of inputs has to hold for all sizes. Raises :class:`CaptureError` where it may not.
+    """
     for node in list(program.gm.graph.nodes):
         if node.target in _ASSERTS and not node.users:
+            (said, *_) = node.args
+            value = said.meta.get("val") if isinstance(said, fx.Node) else None
+            if isinstance(value, torch.SymBool) and not free_unbacked_symbols(value) and not holds(value.node.expr):
+                raise CaptureError(f"the model can only be traced for sizes with {value.node.expr}")
             program.gm.graph.erase_node(node)
     remove_dead_code(program.gm.graph)
 

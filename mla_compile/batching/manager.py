@@ -54,6 +54,32 @@ class LatentProcessor(ContinuousBatchProcessor):
         self.scheduler.finish_request(state.request_id)
 
 
+class _OfOneKind:
+    """A model whose layers are all of one kind to transformers, which takes no kind that it has no cache for.
+
+    The pools are ours, and that nothing cached is hidden in any layer was proved when the step was made.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    @property
+    def config(self) -> Any:
+        return _OfOneKind(self._of.config)
+
+    layer_types = sliding_window = None
+
+    def get_text_config(self) -> Any:
+        return _OfOneKind(self._of.get_text_config())
+
+    def eval(self) -> Any:
+        self._of.eval()
+        return self
+
+
 class LatentManager(ContinuousBatchingManager):
     """The manager that ``init_continuous_batching`` of an optimized model returns."""
 
@@ -65,7 +91,8 @@ class LatentManager(ContinuousBatchingManager):
         self._in_vain = 0  # loops in a row that died before their first step
         self._ends = False
         self._ending = threading.Lock()
-        super().__init__(model, **arguments)
+        super().__init__(_OfOneKind(model), **arguments)
+        self.model = model
         if self.distributed_helper.tp_size > 1:
             raise InputError("continuous batching over latent pages runs in one process: got a tensor-parallel model")
         config = self.continuous_batching_config

@@ -29,9 +29,23 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
     rows = [({0: batch} if one_token else {}) | ({} if c.axis is None else {c.axis: past}) for c in lm.caches]
     step = _Step(lm, last_only=not one_token and "logits_to_keep" in inspect.signature(lm.model.forward).parameters)
     with torch.no_grad(), evaluating(lm.model), UnrolledExperts():
+        inputs = (ids, positions, lm.empty(B, PAST))
+
+        def traced(*, deferred: bool) -> ExportedProgram:
+            return torch.export.export(
+                step,
+                inputs,
+                dynamic_shapes=(new, new, rows),
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=deferred,
+            )
+
         try:
-            inputs = (ids, positions, lm.empty(B, PAST))
-            return torch.export.export(step, inputs, dynamic_shapes=(new, new, rows), strict=False)
+            try:
+                return traced(deferred=False)
+            except torch._dynamo.exc.UserError:
+                # torch does not see through `min(k, past) <= past`; asserted in the graph, it can be proved later.
+                return traced(deferred=True)
         except Exception as error:  # tracing runs the user's model, which may raise anything
             raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import Affine, Block, Operand
-from mla_compile.passes.ir.axes import Axis, flatten
+from mla_compile.passes.ir.axes import Axis, axis_size, flatten
 from mla_compile.passes.ir.graph import argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Broadcast,
@@ -27,7 +27,7 @@ from mla_compile.passes.ir.operators import (
     Slice,
     decode,
 )
-from mla_compile.passes.ir.sizes import Size, same, same_sizes, size
+from mla_compile.passes.ir.sizes import Size, at_least, same, same_sizes, size
 
 aten = torch.ops.aten
 
@@ -191,6 +191,16 @@ _LOOK_UPS: dict[object, Callable[[fx.Node, Place], tuple[fx.Node, Place]]] = {
     aten.gather: _gathered,
     aten.take_along_dim: _gathered,
 }
+
+
+def never_negative(bound: Affine) -> bool:
+    """Whether a sum of positions is at least 0 everywhere along their axes."""
+    least = bound.const
+    for along, step in bound.steps.items():
+        if isinstance(along, Block):
+            return False
+        least = least + min(step, 0) * (axis_size(along) - 1)
+    return not bound.terms and at_least(least, 0)
 
 
 def constant(given: object) -> float | None:

@@ -27,12 +27,12 @@ from types import MappingProxyType
 import sympy
 from torch import fx
 
-from mla_compile.passes.attention.affine import OpaqueError
+from mla_compile.passes.attention.affine import OpaqueError, never_negative
 from mla_compile.passes.attention.chosen import chosen, ranked
 from mla_compile.passes.attention.masks import Masks, Part, equal, hides_nothing, said
 from mla_compile.passes.attention.site import VANISHING, Affine, AttentionSite, Chosen, MaskTerm, Visible
 from mla_compile.passes.ir.axes import Axis, axis_size, flatten
-from mla_compile.passes.ir.sizes import Size, at_least, same
+from mla_compile.passes.ir.sizes import Size, at_least, least_of, same
 
 
 def visible(site: AttentionSite, batch: Axis) -> Visible:
@@ -99,8 +99,7 @@ def _visible(
 
 
 def _some(count: Size) -> bool:
-    counts = count.args if isinstance(count, sympy.Min) else (count,)
-    return all(at_least(n, 1) for n in counts)
+    return all(at_least(n, 1) for n in least_of(count))
 
 
 class _Explained:
@@ -120,7 +119,7 @@ class _Explained:
     def take(self, parts: list[Part]) -> list[Part]:
         """Explains what it can of ``parts`` and returns the others."""
         # A window is told from the end, so ends come first.
-        for rule in (self._always, self._diagonal, self._length, self._start):
+        for rule in (never_negative, self._diagonal, self._length, self._start):
             parts = [
                 part for part in parts if part.bound is None or not self._within(part.bound) or not rule(part.bound)
             ]
@@ -175,12 +174,6 @@ class _Explained:
     def _step(self, bound: Affine) -> tuple[int, int]:
         """By how much the bound grows from one query to the next, and from one key to the next."""
         return bound.steps.get(self.queries, 0), bound.steps.get(self.keys, 0)
-
-    def _always(self, bound: Affine) -> bool:
-        least = bound.const
-        for step, count in zip(self._step(bound), (self.S, self.T), strict=True):
-            least = least + min(step, 0) * (count - 1)
-        return not bound.terms and at_least(least, 0)
 
     def _diagonal(self, bound: Affine) -> bool:
         """Whether it is ``t <= p + s``."""

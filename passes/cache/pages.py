@@ -21,7 +21,7 @@ what was in those rows before.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.packed import FLOAT8, float8_values, pack, packed_width
+from mla_compile.passes.cache.paged_lists import INDEX, INDICES, PagedList, choose_over_pages, list_of, made_anew
 from mla_compile.passes.cache.recipe import at_once
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, Join, Regroup, decode
@@ -46,7 +47,8 @@ _fresh_names = itertools.count()
 class PagedRows:
     """One cache of a step: its placeholder, the node of all its rows, the node of the new ones, who attends to it.
 
-    ``attentions``: the operator, and which of its arguments the rows are: 1 the latent, 2 the rotary keys.
+    ``attentions``: the operator, and which of its arguments the rows are: 1 the latent, 2 the rotary keys. ``lists``:
+    the choices that are made among these rows.
     """
 
     past: fx.Node
@@ -54,6 +56,7 @@ class PagedRows:
     new: fx.Node
     width: int
     attentions: tuple[tuple[fx.Node, int], ...]
+    lists: tuple[PagedList, ...] = ()
 
     @property
     def is_latent(self) -> bool:
@@ -100,11 +103,12 @@ def find_pages(program: Program, caches: Sequence[str]) -> tuple[PagedRows, ...]
     attentions = program.gm.graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default)
     known = {node: {place for rows in found for at, place in rows.attentions if at is node} for node in attentions}
     for node in attentions:
-        told = _not_on_pages(node, known[node])
+        told = _not_on_pages(node, known[node], [one for rows in found for one in rows.lists])
         if told is not None:
             return Unpaged(told)
+    gone = made_anew(one for rows in found for one in rows.lists)
     for rows in found:
-        told = _length_read(rows)
+        told = _length_read(rows, gone)
         if told is not None:
             return Unpaged(told)
     return tuple(found)
@@ -123,28 +127,36 @@ def _grown(past: fx.Node, present: object) -> PagedRows | Unpaged:
     if not isinstance(width, int):
         return Unpaged(f"the rows of {past.name} are of no fixed width")
     attentions: list[tuple[fx.Node, int]] = []
+    lists: list[PagedList] = []
     for node, reader in _readers(joined):
         if reader.op == "output":
+            continue
+        if packet(reader) is INDEX:
+            one = list_of(reader, node)
+            if isinstance(one, str):
+                return Unpaged(f"an indexer chooses among the rows of {past.name}, and {one}")
+            lists.append(one)
             continue
         places = [k for k in (1, 2) if argument(reader, k, "") is node] if _is_attention(reader) else []
         if len(places) != 1:
             return Unpaged(f"the rows of {past.name} are also read by {reader.name}, {packet(reader) or reader.op}")
         attentions.append((reader, places[0]))
-    if not attentions:
+    if not attentions and not lists:
         return Unpaged(f"no attention reads the rows of {past.name} where they lie")
-    return PagedRows(past, joined, new, width, tuple(attentions))
+    return PagedRows(past, joined, new, width, tuple(attentions), tuple(lists))
 
 
 def _is_attention(node: fx.Node) -> bool:
     return packet(node) is torch.ops.mla_compile.decode_attention
 
 
-def _not_on_pages(node: fx.Node, places: set[int]) -> str | None:
-    """Why an attention cannot read pages, or None."""
+def _not_on_pages(node: fx.Node, places: set[int], lists: Sequence[PagedList]) -> str | None:
+    """Why an attention cannot read pages, or None. ``lists``: those that can be made over pages."""
     if 1 not in places or (argument(node, 2, "rope") is not None and 2 not in places):
         return f"{node.name} attends to rows that are no cache of one token after another"
-    for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale"), (8, "indices")):
-        if argument(node, position, name) is not None:
+    for position, name in ((3, "values"), (4, "mask"), (5, "seq_lens"), (7, "kv_scale"), (INDICES, "indices")):
+        given = argument(node, position, name)
+        if given is not None and not any(given in one.indices for one in lists):
             hides = (
                 "hides some of the rows that are cached" if name in ("mask", "seq_lens", "indices") else f"reads {name}"
             )
@@ -152,10 +164,10 @@ def _not_on_pages(node: fx.Node, places: set[int]) -> str | None:
     return None
 
 
-def _length_read(rows: PagedRows) -> str | None:
-    """What reads the length of a cache, which would be another one for each request."""
+def _length_read(rows: PagedRows, gone: Collection[fx.Node]) -> str | None:
+    """What reads the length of a cache, which would be another one for each request; ``gone``: is made anew."""
     for node, reader in _readers(rows.past):
-        if reader is not rows.joined and reader.op != "output":
+        if reader is not rows.joined and reader.op != "output" and reader not in gone:
             return f"{reader.name} ({packet(reader) or reader.op}) reads {node.name}, the cache or how long it is"
     return None
 
@@ -206,6 +218,9 @@ def step_over_pages(
     where = _slots(Builder(first, fake_mode), table_node, lengths_node, pools[0].shape[1])
     for rows, pool in zip(found, pages, strict=True):
         _write(rows, pool, where, Builder(rows.joined, fake_mode), packed=packed)
+    for rows, pool in zip(found, pages, strict=True):
+        for one in rows.lists:
+            choose_over_pages(one, pool, table_node, lengths_node, Builder(one.scores, fake_mode))
     for node in {at: None for rows in found for at, _ in rows.attentions}:
         _attend(node, found, pages, table_node, lengths_node, Builder(node, fake_mode), packed=packed)
     graph.output_node().args = (program.outputs[: len(program.outputs) - len(found)],)
@@ -279,6 +294,8 @@ def _attend(
         scale = _scales(latent, rows.width, builder)
         latent = float8_values(latent, rows.width, builder.call)
     kwargs = {name: node.kwargs[name] for name in ("scale", "softcap", "window") if name in node.kwargs}
+    if (indices := argument(node, INDICES, "indices")) is not None:
+        kwargs["indices"] = indices
     attended = builder.call(
         torch.ops.mla_compile.paged_decode_attention.default,
         args_of(node)[0], latent, rope, table, lengths, argument(node, 6, "sinks"), scale, **kwargs,

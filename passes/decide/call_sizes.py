@@ -11,7 +11,7 @@ from mla_compile.passes.attention.site import Operand
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.ir.axes import Axis, axis_size
 from mla_compile.passes.ir.graph import bytes_hint, val, whole_rows
-from mla_compile.passes.ir.sizes import hint, size
+from mla_compile.passes.ir.sizes import hint, least_of, size
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ def _chosen(plan: AbsorbPlan) -> int | None:
     chosen = plan.visible.chosen
     if chosen is None:
         return None
-    count = axis_size(chosen.count)
     # The least of a number and a size: of a short context all keys are chosen.
-    fixed = [int(n) for n in (count.args if isinstance(count, sympy.Min) else (count,)) if sympy.sympify(n).is_Integer]
+    fixed = [int(n) for n in least_of(axis_size(chosen.count)) if sympy.sympify(n).is_Integer]
     return (min(fixed, default=None) or _axis_hint(plan, chosen.count, chosen.indices)) * chosen.block
 
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import Min
 
 
 @dataclass
@@ -117,3 +118,36 @@ def hint(dim: Size, value: int | torch.SymInt) -> int:
 def at_least(a: Size, b: Size) -> bool:
     """Whether ``a >= b`` for every value of the symbols, which are sizes: never negative."""
     return bool(sympy.expand(sympy.sympify(a) - sympy.sympify(b)).is_nonnegative)
+
+
+MINIMA = (sympy.Min, Min)
+"""The least of several sizes: sympy's own operator, and torch's, with fewer simplifications."""
+
+
+def least_of(a: Size) -> tuple[Size, ...]:
+    """The sizes of which ``a`` is the least: itself, where it is not written so."""
+    return a.args if isinstance(a, MINIMA) else (a,)
+
+
+def holds(condition: sympy.Basic) -> bool:
+    """Whether a comparison of sizes, or several of them, is true for every value of the symbols."""
+    if isinstance(condition, sympy.And):
+        return all(map(holds, condition.args))
+    if isinstance(condition, (sympy.Ge, sympy.Gt)):
+        return _covers(condition.lhs, condition.rhs + int(isinstance(condition, sympy.Gt)))
+    if isinstance(condition, (sympy.Le, sympy.Lt)):
+        return _covers(condition.rhs, condition.lhs + int(isinstance(condition, sympy.Lt)))
+    return condition is sympy.true or (isinstance(condition, sympy.Eq) and same(condition.lhs, condition.rhs))
+
+
+def _covers(most: sympy.Expr, least: sympy.Expr) -> bool:
+    """``most >= least``, the second growing with the least of several sizes, and so no more than with each of them."""
+    if at_least(most, least):
+        return True
+    least = sympy.expand(least)
+    for one in sorted(least.atoms(*MINIMA), key=str):
+        factor = least.coeff(one)
+        rest = sympy.expand(least - factor * one)
+        if factor.is_positive and not rest.has(one) and any(_covers(most, rest + factor * n) for n in one.args):
+            return True
+    return False

@@ -179,7 +179,6 @@ class TestOtherModels:
         ("name", "told"),
         [
             ("kimi_linear", "cannot be decoded over pages: the cache caches_0 does not grow by new rows"),
-            ("deepseek_v32", "cannot be traced by torch.export"),
         ],
     )
     def test_a_latent_that_is_not_on_pages_is_refused_with_the_reason(self, name, told):

@@ -33,7 +33,9 @@ def test_many_users_at_once(served, config):
     assert tokens(fast, ids, **config) == [alone(model, one) for one in ids]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "minicpm3", "longcat_flash", "mistral4"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2", "minicpm3", "longcat_flash", "mistral4", "deepseek_v32", "glm_moe_dsa"]
+)
 def test_other_families(name):
     model, fast = serving(name)
     ids = prompts((21, 5, 1, 40))
