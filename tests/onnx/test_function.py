@@ -170,7 +170,7 @@ def test_several_bodies_of_one_operator_stand_in_one_file():
     """Models whose attentions differ get an overload each; runtimes pick by it."""
     import onnx_ir as ir
 
-    from mla_compile.onnx.assemble import attach_functions
+    from mla_compile.onnx.attach import attach_functions
 
     float_ = ir.TensorType(ir.DataType.FLOAT)
     query = ir.Value(name="query", type=float_, shape=ir.Shape([1, 1, 2, 8]))
