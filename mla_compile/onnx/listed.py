@@ -53,7 +53,7 @@ def listed_function(
     outputs = {"out": whole.query_dtype, **({"lse": TensorProto.FLOAT} if whole.lse else {})}
     results = [f"all.{name}" for name in outputs]
     every.nodes.append(_attention(whole, {}, results, overloads[0]))
-    chosen.attention(body, keys, at, named, count, overloads[1])
+    chosen.attention(keys, named, count, overloads[1])
     branches = {
         "then_branch": every.graph("all_keys", dict(zip(results, outputs.values(), strict=True))),
         "else_branch": chosen.graph("listed_keys", {f"listed.{n}": dtype for n, dtype in outputs.items()}),
@@ -90,10 +90,11 @@ class _Chosen(Writer):
         super().__init__("listed.")
         self.whole, self.gathered = signature.whole, signature.gathered
 
-    def attention(self, body: Writer, keys: str, at: str, named: str, count: str, overload: str) -> None:
-        """``keys`` [1], ``at`` and ``named`` [B,S,k], ``count`` [1] are values of ``body``, around the branch."""
+    def attention(self, keys: str, named: str, count: str, overload: str) -> None:
+        """``keys`` and ``count`` [1], and ``named`` [B,S,k] are values around the branch."""
         whole = self.whole
-        at = self.op("Where", named, at, self.scalar(0))
+        # Cast again: a runtime that drops this Cast cannot do so where a branch reads its result, and says so.
+        at = self.op("Where", named, self.op("Cast", "indices", to=_INT64), self.scalar(0))
         seen = self.shaped(self.both([named, *self._positions(at, keys)]), -1, 1, 1, count)
         batch = self.counted(self.size("indices", 0))
         first = self.op("Mul", batch, self.size("latent", 1))

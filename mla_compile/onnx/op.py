@@ -3,8 +3,9 @@
 ``mla_compile::DecodeAttention``. Inputs: query [B,S,H,La+Lb], latent [B,C,La], and optionally rope [B,C,Lb], mask (bool
 or float) [B|1,H|1,S|1,T], seq_lens int64 [B], sinks float [H], values [B,C,Lv]. Outputs: out [B,S,H,Lv] in query's
 dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is its last axis
-and rows of the cache from T on (C > T) are unused capacity; without one T = C. The formulas are those of :mod:`mla_compile.kernels.reference`;
-``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope] instead of the latent.
+and rows of the cache from T on (C > T) are unused capacity; without one T = C. The formulas are those of
+:mod:`mla_compile.kernels.reference`; ``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope]
+instead of the latent.
 
 ``mla_compile::ListedAttention`` has the same inputs and, behind them, indices int32 [B,S,k]: the keys that each query
 sees, if nothing else hides them. No key is named twice, and an entry outside of the T keys names none. What hides keys
