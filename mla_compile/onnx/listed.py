@@ -4,8 +4,9 @@ Each query has rows of its own, so the queries become a part of the batch:
 
     query [B,S,H,W] -> [B*S,1,H,W];  latent [B,C,La] -> [B*S,k,La];  mask [B|1,H|1,S|1,T] -> [B*S,H|1,1,k]
 
-What hides keys by position is written into that mask. Where the list names all T keys, which a list of the best k does
-as long as there are no more, the attention reads them where they lie instead: ``If`` picks in every call.
+What hides keys by position is written into that mask, and so is an entry that names no key, which reads the first row.
+Where the list names all T keys, which a list of the best k does as long as there are no more, the attention reads them
+where they lie instead: ``If`` picks in every call.
 """
 
 from __future__ import annotations
