@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import mla_compile
-from mla_compile import ExportError, OptionError
+from mla_compile import OptionError
 from mla_compile.onnx import Session, generate
 from tests.support import models
 
@@ -42,50 +43,73 @@ def made_from(nodes: list[onnx.NodeProto], names: list[str]) -> set[str]:
     return set(found.values())
 
 
-def check_tokens(model: Any, session: Session, prompts: list[dict[str, Tensor]]) -> None:
-    for inputs in prompts:
-        expected, _ = models.greedy(model, inputs, STEPS)
-        given = [i[m.bool()].tolist() for i, m in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
-        assert generate(session, given, max_new_tokens=STEPS) == expected.tolist()
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Exports each model once: ``exported(family, core, profile, sparse)`` is its directory, the model, the result."""
+    root = tmp_path_factory.mktemp("exported")
+
+    @functools.cache
+    def export(family: str, core: str, profile: str = "portable", sparse: str = "auto") -> tuple[Path, Any, Any]:
+        directory = root / "_".join((family, core, profile, sparse))
+        model = models.build(family, attn_implementation=core, first_k_dense_replace=3)  # experts scatter too
+        checked = sparse == "auto"
+        done = mla_compile.export_onnx(
+            model, directory, profile=profile, sparse=sparse, prefill=not checked, verify=checked
+        )
+        return directory, model, done
+
+    return export
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
-@pytest.mark.parametrize("profile", ["portable", "inplace"])
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_tokens_are_those_of_generate(tmp_path, family, profile, core):
-    model = models.build(family, attn_implementation=core)
-    done = mla_compile.export_onnx(model, tmp_path / "m", profile=profile, prefill=profile == "portable")
+@pytest.mark.parametrize(
+    ("family", "core", "profile"),
+    [
+        ("deepseek_v32", "eager", "portable"),
+        ("deepseek_v32", "sdpa", "inplace"),
+        ("glm_moe_dsa", "sdpa", "portable"),
+        ("glm_moe_dsa", "eager", "inplace"),
+    ],
+)
+def test_tokens_are_those_of_generate(exported, family, core, profile):
+    """The decode graph reads the prompts too: shorter and longer than a list, padded, in parts."""
+    directory, model, done = exported(family, core, profile)
     assert done.verification.error < 1e-5
     assert done.verification.equal_tokens == done.verification.tokens
-    # The decode graph reads prompts too: at once, shorter and longer than a list, and in parts.
-    prompts = [models.prompt(1, 3, 0), models.prompt(1, 20, 0), models.prompt(3, 11, pad=5)]
-    for how in ({}, {"prefill_chunk": 4}) if profile == "inplace" else ({}, {"load_prefill": False}):
-        check_tokens(model, Session(tmp_path / "m", providers=["cpu"], **how), prompts)
+    session = Session(directory, providers=["cpu"], prefill_chunk=4 if profile == "inplace" else None)
+    ends = session.manifest.eos_token_ids
+    for inputs in (models.prompt(1, 3, 0), models.prompt(3, 11, pad=5)):
+        expected, _ = models.greedy(model, inputs, STEPS)
+        given = [i[m.bool()].tolist() for i, m in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
+        for row, tokens in zip(generate(session, given, max_new_tokens=STEPS), expected.tolist(), strict=True):
+            last = next((n for n, token in enumerate(tokens, 1) if token in ends), STEPS)
+            assert row == tokens[:last]
 
 
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
-def test_no_mask_over_all_keys_is_made(tmp_path, core):
-    model = models.build("glm_moe_dsa", attn_implementation=core)
-    for sparse in ("auto", "never"):
-        mla_compile.export_onnx(model, tmp_path / sparse, sparse=sparse, verify=False)
-    assert ours(tmp_path / "never") == ["DecodeAttention"] * 3
-    assert [kind for kind in ours(tmp_path / "auto") if kind != "WeighAlike"] == [
+def test_no_mask_over_all_keys_is_made(exported, core):
+    directory = exported("glm_moe_dsa", core, "portable" if core == "sdpa" else "inplace")[0]
+    assert [kind for kind in ours(directory) if kind != "WeighAlike"] == [
         "IndexScores", "ListedAttention", "ListedAttention", "IndexScores", "ListedAttention",
     ]  # fmt: skip
-    assert ours(tmp_path / "auto").count("WeighAlike") == (3 if core == "eager" else 0)
-    # Two indexers, the second layer takes the list of the first; what else scatters routes tokens to experts.
-    scatters = {s: [n.op_type for n in nodes_of(tmp_path / s)].count("ScatterElements") for s in ("auto", "never")}
-    assert scatters["never"] - scatters["auto"] == 2
-    for sparse, name in (("auto", "ListedAttention"), ("never", "DecodeAttention")):
-        nodes = nodes_of(tmp_path / sparse)
-        masks = [n.input[3] for n in nodes if n.op_type == name]
-        assert [bool(made_from(nodes, [m]) & {"ScatterElements", "TopK"}) for m in masks] == [sparse == "never"] * 3
-    assert ours(tmp_path / "auto", "prefill.onnx") == []
-    (site, *_) = json.loads((tmp_path / "auto" / "report.json").read_text())["report"]["sites"]
+    assert ours(directory).count("WeighAlike") == (3 if core == "eager" else 0)
+    nodes = nodes_of(directory)
+    assert not {"ScatterElements", "ScatterND"} & {n.op_type for n in nodes}
+    masks = [n.input[3] for n in nodes if n.op_type == "ListedAttention"]
+    assert all(made_from(nodes, [mask]) and "TopK" not in made_from(nodes, [mask]) for mask in masks)
+    (site, *_) = json.loads((directory / "report.json").read_text())["report"]["sites"]
     assert site["chosen"] == "8"
-    report = (tmp_path / "auto" / "report.txt").read_text()
+    report = (directory / "report.txt").read_text()
     assert "8 chosen keys of each query" in report
     assert "all heads in one operator" in report
+
+
+def test_the_option_keeps_the_mask_and_so_do_prompts(exported):
+    directory, *_ = exported("glm_moe_dsa", "sdpa", sparse="never")
+    assert ours(directory) == ["DecodeAttention"] * 3
+    nodes = nodes_of(directory)
+    for mask in [n.input[3] for n in nodes if n.op_type == "DecodeAttention"]:
+        assert {"ScatterElements", "TopK"} <= made_from(nodes, [mask])
+    assert ours(directory, "prefill.onnx") == []
 
 
 def test_rows_that_no_list_names_are_not_read(tmp_path):
@@ -117,19 +141,18 @@ def test_rows_that_no_list_names_are_not_read(tmp_path):
 
 
 def test_half_precision(tmp_path):
-    model = models.build("deepseek_v32", dtype=torch.float16)
-    mla_compile.export_onnx(model, tmp_path / "m")
-    assert "ListedAttention" in ours(tmp_path / "m")
-    done = mla_compile.export_onnx(models.build("glm_moe_dsa"), tmp_path / "b", dtype="bfloat16", prefill=False)
+    model = models.build("deepseek_v32", dtype=torch.float16, num_hidden_layers=1)
+    done = mla_compile.export_onnx(model, tmp_path / "m", prefill=False)
+    assert ours(tmp_path / "m") == ["IndexScores", "ListedAttention"]
+    assert 0 < done.verification.error < 1e-2
+    done = mla_compile.export_onnx(model, tmp_path / "b", dtype="bfloat16", prefill=False)
     assert "before its translation" in str(done.verification)
-    assert ours(tmp_path / "b").count("ListedAttention") == 3
+    assert ours(tmp_path / "b") == ["IndexScores", "ListedAttention"]
 
 
-def test_the_option(tmp_path):
+def test_other_options_are_refused(tmp_path):
     with pytest.raises(OptionError, match="sparse is 'sometimes', expected one of auto, never"):
         mla_compile.export_onnx(models.build("deepseek_v32"), tmp_path / "m", sparse="sometimes")
-    with pytest.raises(ExportError, match="caches of another kind"):  # there is no paged operator for lists
-        mla_compile.export_onnx(models.build("deepseek_v32"), tmp_path / "m", profile="ort-paged", dtype="float16")
     assert not any(tmp_path.iterdir())
 
 
@@ -154,7 +177,7 @@ class Sparse(nn.Module):
         return seen & mask
 
     def forward(self, query, new, index_query, weights, mask, rows, keys):
-        """query [B,2,S,6]; new [B,S,8]; index_query [B,S,3,8]; weights [B,S,3]; mask bool [B,1,S,T]; rows [B,P,8]."""
+        """query [B,2,S,6]; new [B,S,8]; index_query [B,S,12,8]; weights [B,S,12]; mask bool [B,1,S,T]; rows [B,P,8]."""
         rows, keys = torch.cat([rows, new], 1), torch.cat([keys, new.flip(-1)], 1)
         products = torch.relu(index_query @ keys.transpose(1, 2)[:, None])
         scores = (weights[..., None, :] @ products)[:, :, 0].masked_fill(~mask[:, 0], -torch.inf)
@@ -227,13 +250,17 @@ def given(B: int, S: int, P: int) -> tuple[Tensor, ...]:
     mask = torch.arange(P + S) <= torch.arange(P, P + S)[:, None]
     mask = mask.expand(B, 1, S, P + S) & (torch.arange(P + S) >= torch.arange(B)[:, None, None, None])
     mask[..., -1] = True  # padding sees something
-    return (
-        normal(B, 2, S, 6), normal(B, S, 8), normal(B, S, 3, 8), normal(B, S, 3), mask, normal(B, P, 8), normal(B, P, 8)
-    )  # fmt: skip
+    indexer = normal(B, S, 12, 8), normal(B, S, 12)
+    return normal(B, 2, S, 6), normal(B, S, 8), *indexer, mask, normal(B, P, 8), normal(B, P, 8)
 
 
-@pytest.mark.parametrize("profile", ["portable", "inplace"])
-@pytest.mark.parametrize("kind", [Sparse, Repeated, Flagged, Added, Soft, First, Moved, PerHead])
+@pytest.mark.parametrize(
+    ("kind", "profile"),
+    [
+        *((kind, "portable") for kind in (Sparse, Repeated, Flagged, Added, Soft, First, Moved, PerHead)),
+        *((kind, "inplace") for kind in (Sparse, Repeated)),
+    ],
+)
 def test_programs_against_float64(tmp_path, kind, profile):
     torch.manual_seed(3)
     module = kind().eval().requires_grad_(False)
@@ -249,7 +276,9 @@ def test_programs_against_float64(tmp_path, kind, profile):
     names = [v.name for v in session.get_inputs()]
     double = kind().double().eval()
     double.load_state_dict({name: value.double() for name, value in module.state_dict().items()})
-    for B, S, P in ((1, 1, 30), (2, 1, 1), (3, 5, 9), (2, 3, 0), (2, 4, 0)):
+    # Where there are fewer keys than a list has room for, runtimes differ in which hidden ones they list.
+    few = ((2, 1, 1), (2, 3, 0), (2, 4, 0)) if proved else ()
+    for B, S, P in ((1, 1, 30), (3, 5, 9), *few):
         values = given(B, S, P)
         with torch.no_grad():
             expected = double(*(v.double() if v.is_floating_point() else v for v in values))[0]
