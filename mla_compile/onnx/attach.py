@@ -41,7 +41,7 @@ class _Functions:
         whole = signature(node)
         if node.op_type == NAME:
             return self._overload(NAME, whole, function)
-        listed = Listed(whole)
+        listed = Listed(whole, _is_ranked(node.inputs[7]))
         inner = (self._overload(NAME, whole, function), self._overload(NAME, listed.gathered, function))
         return self._overload(LISTED, listed, lambda *rest: listed_function(rest[0], inner, *rest[1:]))
 
@@ -52,6 +52,18 @@ class _Functions:
             added = ir.from_proto(write(key, self.opset, known[key]))
             self.model.functions[added.identifier()] = added
         return known[key]
+
+
+def _is_ranked(indices: ir.Value | None) -> bool:
+    """Whether a list [B,S,k] is what ``TopK`` found along its last axis: places, none of them twice."""
+    node = None if indices is None else indices.producer()
+    while node is not None and node.op_type in ("Cast", "Identity"):
+        indices = node.inputs[0]
+        node = None if indices is None else indices.producer()
+    if node is None or node.op_type != "TopK" or indices is not node.outputs[1]:
+        return False
+    axis = node.attributes.get("axis")
+    return axis is None or axis.as_int() in (-1, 2)
 
 
 def _width(value: ir.Value | None) -> int:

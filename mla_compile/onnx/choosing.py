@@ -16,7 +16,7 @@ from onnx import AttributeProto, TensorProto, helper
 from mla_compile.onnx.op import ALIKE, ALIKE_INPUTS, DOMAIN, INDEX, INDEX_INPUTS
 from mla_compile.onnx.writer import Writer
 
-_FLOAT, _DOUBLE, _INT32, _INT64 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32, TensorProto.INT64
+_FLOAT, _DOUBLE, _INT32 = TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class _Mean(Writer):
         given = self.op("Expand", self.op("Cast", "mask", to=wide), self.joined(each, keys))
         before = self.op("Expand", fill, self.joined(each, 1))  # of no key
         # Entries that name no key.
-        at = self.op("Cast", "indices", to=_INT64)
-        named = self.both([self.op("GreaterOrEqual", at, self.scalar(0)), self.op("Less", at, keys)])
+        at, named = self.named(keys)
         at = self.op("Where", named, self.op("Add", at, self.scalar(1)), self.scalar(0))
         at = self.op("Expand", self.op("Unsqueeze", at, self.ints(1)), self.joined(each, self.size("indices", 2)))
         listed = self.op("GatherElements", self.op("Concat", before, given, axis=3), at, axis=3)

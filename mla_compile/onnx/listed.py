@@ -5,8 +5,8 @@ Each query has rows of its own, so the queries become a part of the batch:
     query [B,S,H,W] -> [B*S,1,H,W];  latent [B,C,La] -> [B*S,k,La];  mask [B|1,H|1,S|1,T] -> [B*S,H|1,1,k]
 
 What hides keys by position is written into that mask, and so is an entry that names no key, which reads the first row.
-Where the list names all T keys, which a list of the best k does as long as there are no more, the attention reads them
-where they lie instead: ``If`` picks in every call.
+A list of the best k names all keys as long as there are no more than k. Then the attention reads them where they lie:
+``If`` picks in every call. (Outside of a branch ONNX Runtime 1.32 forgets which overload a function in a function is.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ _INT64 = TensorProto.INT64
 
 @dataclass(frozen=True)
 class Listed:
-    """What determines the body: ``whole`` is the signature of the same attention over all keys."""
+    """What determines the body: ``whole`` is the signature of the same attention over all keys.
+
+    ``every``: each entry of the list is known to name a key.
+    """
 
     whole: Signature
+    every: bool = False
 
     @property
     def gathered(self) -> Signature:
@@ -44,28 +48,22 @@ def listed_function(
     """The function; ``overloads``: those of ``DecodeAttention`` over all keys, and over the rows of a list."""
     whole = signature.whole
     body, every, chosen = Writer(), Writer("all."), _Chosen(signature)
-    keys = _keys(body, whole)
-    at = body.op("Cast", "indices", to=_INT64)
-    named = body.both([body.op("GreaterOrEqual", at, body.scalar(0)), body.op("Less", at, keys)])
-    count = body.size("indices", 2)
-    # No key is named twice: as many as there are, each of which names one, are all.
-    each = body.op("ReduceMin", body.op("Cast", named, to=TensorProto.INT32), keepdims=0)
-    full = body.both([body.op("Squeeze", body.op("Equal", count, keys)), body.op("Cast", each, to=TensorProto.BOOL)])
-    outputs = {"out": whole.query_dtype, **({"lse": TensorProto.FLOAT} if whole.lse else {})}
-    results = [f"all.{name}" for name in outputs]
-    every.nodes.append(_attention(whole, {}, results, overloads[0]))
-    chosen.attention(keys, named, count, overloads[1])
+    every.nodes.append(_attention(whole, {}, [f"all.{name}" for name in whole.outputs], overloads[0]))
+    chosen.attention(overloads[1])
+    dtypes = {"out": whole.query_dtype, "lse": TensorProto.FLOAT}
     branches = {
-        "then_branch": every.graph("all_keys", dict(zip(results, outputs.values(), strict=True))),
-        "else_branch": chosen.graph("listed_keys", {f"listed.{n}": dtype for n, dtype in outputs.items()}),
+        name: writer.graph(name, {f"{prefix}.{output}": dtypes[output] for output in whole.outputs})
+        for name, writer, prefix in (("then_branch", every, "all"), ("else_branch", chosen, "listed"))
     }
-    body.nodes.append(helper.make_node("If", [full], list(outputs), name="If.full", **branches))
+    # Where sizes alone tell, no runtime has to wait for a device.
+    keys = body.keys(whole.mask is not None)
+    full = body.op("Squeeze", body.op("Equal", body.size("indices", 2), keys))
+    if not signature.every:
+        _, named = body.named(keys)
+        each = body.op("ReduceMin", body.op("Cast", named, to=TensorProto.INT32), keepdims=0)
+        full = body.op("And", full, body.op("Cast", each, to=TensorProto.BOOL))
+    body.nodes.append(helper.make_node("If", [full], list(whole.outputs), name="If.full", **branches))
     return defined(LISTED, LISTED_INPUTS, whole, body, opset, overload)
-
-
-def _keys(body: Writer, whole: Signature) -> str:
-    """T, as a vector of one: a cache may have more rows than the mask has columns."""
-    return body.size("latent", 1) if whole.mask is None else body.size("mask", 3)
 
 
 def _attention(
@@ -91,11 +89,11 @@ class _Chosen(Writer):
         super().__init__("listed.")
         self.whole, self.gathered = signature.whole, signature.gathered
 
-    def attention(self, keys: str, named: str, count: str, overload: str) -> None:
-        """``keys`` and ``count`` [1], and ``named`` [B,S,k] are values around the branch."""
-        whole = self.whole
-        # Cast again: a runtime that drops this Cast cannot do so where a branch reads its result, and says so.
-        at = self.op("Where", named, self.op("Cast", "indices", to=_INT64), self.scalar(0))
+    def attention(self, overload: str) -> None:
+        """``overload``: of ``DecodeAttention`` over the rows of a list."""
+        whole, keys, count = self.whole, self.keys(self.whole.mask is not None), self.size("indices", 2)
+        at, named = self.named(keys)
+        at = self.op("Where", named, at, self.scalar(0))
         seen = self.shaped(self.both([named, *self._positions(at, keys)]), -1, 1, 1, count)
         batch = self.counted(self.size("indices", 0))
         first = self.op("Mul", batch, self.size("latent", 1))

@@ -68,6 +68,15 @@ class Writer:
         """The sizes of axes ``start`` to ``end`` (that axis alone), as a vector."""
         return self.op("Shape", value, start=start, end=start + 1 if end is None else end)
 
+    def keys(self, masked: bool) -> str:
+        """T of an attention, as a vector of one: a cache may have more rows than the mask has columns."""
+        return self.size("mask", 3) if masked else self.size("latent", 1)
+
+    def named(self, keys: str) -> tuple[str, str]:
+        """Where a list says that keys are, int64 [B,S,k], and which of its entries name one of that many keys."""
+        at = self.op("Cast", "indices", to=TensorProto.INT64)
+        return at, self.both([self.op("GreaterOrEqual", at, self.scalar(0)), self.op("Less", at, keys)])
+
     def counted(self, size: str) -> str:
         """0, 1, ... below a size that is a vector of one."""
         return self.op("Range", self.scalar(0), self.op("Squeeze", size, self.ints(0)), self.scalar(1))

@@ -38,7 +38,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     query_dtype: torch.dtype = torch.float32
     S: int = S
-    listed: str = ""  # "some" keys of each query, "all" of them, or all "but one"
+    listed: str = ""  # "some" keys of each query, the "best" of them, "all", or all "but one"
+    ranked: bool = False  # it is known that each entry names a key
 
 
 CASES = {
@@ -75,9 +76,11 @@ CASES = {
 LISTS = {
     "some keys": Case(mask=None, listed="some"),
     "all keys": Case(listed="all"),
+    "all keys, ranked": Case(listed="all", ranked=True),
+    "best keys": Case(listed="best", ranked=True, lse=True),
     "all keys but one": Case(listed="but one"),
     "one query's keys": Case(S=1, mask_shape=(B, 1, 1, T), listed="some"),
-    "all keys, causal": Case(mask=None, listed="all", causal=True, lse=True),
+    "all keys, causal": Case(mask=None, listed="all", ranked=True, causal=True, lse=True),
     "keys and boolean mask": Case(listed="some"),
     "keys and mask of one row": Case(listed="some", mask_shape=(1, 1, 1, T)),
     "keys and mask of one batch": Case(listed="some", mask="float", mask_shape=(1, 1, S, T)),
@@ -85,7 +88,7 @@ LISTS = {
     "keys and mask per head alone": Case(listed="some", mask_shape=(1, H, 1, T)),
     "keys and added mask of the lowest number": Case(listed="some", mask="lowest", lse=True),
     "keys in spare rows": Case(listed="some", spare=9),
-    "all keys in spare rows": Case(listed="all", spare=9),
+    "all keys in spare rows": Case(listed="all", ranked=True, spare=9),
     "keys and lengths": Case(listed="some", mask=None, lens=True, lse=True),
     "keys, causal, lengths": Case(listed="some", mask=None, lens=True, causal=True),
     "keys in a window": Case(listed="some", window=9),
@@ -133,15 +136,15 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
         given["values"] = normal(B, T + case.spare, case.values).to(case.dtype)
     if case.listed:
         order = torch.rand(B, case.S, T, generator=generator).argsort(-1).int()
-        given["indices"] = order[..., : 7 if case.listed == "some" else T].contiguous()
-        if case.listed != "all":
+        given["indices"] = order[..., : 7 if case.listed in ("some", "best") else T].contiguous()
+        if case.listed in ("some", "but one"):
             given["indices"][0, -1, 2] = -1
         if case.listed == "some":
             given["indices"][-1, 0, 3:] = torch.tensor([-5, T, T + 1, 2**31 - 1], dtype=torch.int32)
     for name in ("latent", "rope", "values"):
         if case.spare and name in given:
             given[name][:, T:] = float("nan")
-        if case.listed == "some" and name in given:  # what no query lists is not read, but for the first row
+        if case.listed in ("some", "best") and name in given:  # what no query lists is not read, but for the first row
             named = torch.stack([torch.isin(torch.arange(T + case.spare), at[at < T]) for at in given["indices"]])
             named[:, 0] = True
             given[name][~named] = float("nan")
@@ -161,7 +164,7 @@ def run(case: Case, given: dict[str, torch.Tensor]) -> list[np.ndarray]:
         attributes["causal"] = 1
     functions, kind, inputs = [function(signature, 21)], NAME, INPUTS[: len(signature.inputs)]
     if case.listed:
-        listed, kind, inputs = Listed(signature), LISTED, LISTED_INPUTS
+        listed, kind, inputs = Listed(signature, case.ranked), LISTED, LISTED_INPUTS
         functions += [function(listed.gathered, 21, "v1"), listed_function(listed, ("", "v1"), 21)]
     names = [n if n in given else "" for n in inputs]
     node = helper.make_node(kind, names, ["out", "lse"] if case.lse else ["out"], domain=DOMAIN, **attributes)

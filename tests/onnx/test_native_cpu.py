@@ -259,7 +259,7 @@ def test_the_library_takes_the_place_of_the_function_inside_of_a_list(options):
     case = Case(S=2, lse=False, mask="bool B1ST")
     given = tensors(case)
     signature = Signature(1, 1, case.La, case.Lb, TensorProto.BOOL)
-    inside = Listed(signature)
+    inside = Listed(signature, every=True)
     wrong = []  # bodies that are wrong on purpose
     for overload in ("", "v1"):
         body = [helper.make_node("Sub", ["query", "query"], ["out"])]
