@@ -8,7 +8,7 @@ The core is what a decode step does with a cache: W_kc on the query, attention o
 
 With ``--in-place``: a step of a buffer of 32k rows of which few are used, against a buffer that is full with as many.
 
-    python benchmarks/onnx_cpu.py --json benchmarks/results/onnx_cpu.json
+    python -m benchmarks.onnx_cpu --json benchmarks/results/onnx_cpu.json
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import common  # isort: skip  (it sets OpenMP variables, before torch is imported)
+from benchmarks import common  # isort: skip  (it sets OpenMP variables, before torch is imported)
 
 import numpy as np
 import onnx

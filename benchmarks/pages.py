@@ -203,6 +203,23 @@ def onnx() -> str:
     return table(("", *(f"{n} ms" for n in names)), rows) + f"\n\n{where(about)}; {about['threads']} thread used."
 
 
+def onnx_sparse() -> str:
+    """An exported sparse attention: all rows and a mask, and the rows of a list."""
+    about = data("onnx_sparse")
+    rows = (
+        (
+            r["profile"],
+            r["queries"],
+            r["tokens"],
+            *(_quartiles(r["ms"][v]) for v in ("mask", "list")),
+            f"{r['over_list']:.1f}x",
+        )
+        for r in about["rows"]
+    )
+    head = ("profile", "queries", "tokens", "mask", "list", "mask / list")
+    return table(head, rows) + f"\n\n{where(about)}; {about['threads']} thread used."
+
+
 def _median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in rows)
 
@@ -393,6 +410,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sparse_prompts": sparse_prompts,
     "sparse_attention": sparse_attention,
     "onnx": onnx,
+    "onnx_sparse": onnx_sparse,
     "folds": folds,
     "sites": sites,
     "support": support,

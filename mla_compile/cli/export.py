@@ -29,6 +29,9 @@ def export(
     prefill: Annotated[bool, typer.Option(help="Also a graph for prompts.")] = True,
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the model's where left out.")] = None,
     fold: Annotated[str, typer.Option(help="auto, never or always.")] = "auto",
+    sparse: Annotated[
+        str, typer.Option(help="auto, or never: all rows and a mask where an indexer chose keys.")
+    ] = "auto",
     verify: Annotated[bool, typer.Option(help="Compare with the original before anything is written.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory that an export wrote.")] = False,
     random_weights: Annotated[
@@ -53,8 +56,8 @@ def export(
         with err.status("reading the model") as status, redirect_stdout(sys.stderr):  # the model's own prints
             model = load(source, random_weights=random_weights)
             exported = export_onnx(
-                model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, verify=verify,
-                overwrite=overwrite, progress=status.update,
+                model, directory, profile=profile, prefill=prefill, dtype=dtype, fold=fold, sparse=sparse,
+                verify=verify, overwrite=overwrite, progress=status.update,
             )  # fmt: skip
         if as_json:
             print_json(exported.to_dict())

@@ -12,8 +12,8 @@ import onnx_ir as ir
 import torch
 
 from mla_compile.errors import ExportError
+from mla_compile.onnx.attach import attach_functions
 from mla_compile.onnx.convert import Converted
-from mla_compile.onnx.function import Signature, function
 from mla_compile.onnx.interface import (
     Append,
     Site,
@@ -25,7 +25,7 @@ from mla_compile.onnx.interface import (
     widen_masks,
 )
 from mla_compile.onnx.manifest import TOKENS
-from mla_compile.onnx.op import DOMAIN, VERSION
+from mla_compile.onnx.op import VERSION
 from mla_compile.onnx.paged import DOMAIN as DOMAIN_PAGED
 from mla_compile.onnx.paged import in_pages
 from mla_compile.onnx.profile import Profile
@@ -154,58 +154,6 @@ def _capacity(dims: Mapping[str, str], profile: Profile) -> dict[str, str]:
 def _shape(value: ir.Value, axis: int | None) -> tuple[int | None, ...]:
     assert value.shape is not None
     return tuple(None if i in (0, axis) or not isinstance(d, int) else d for i, d in enumerate(value.shape))
-
-
-def attach_functions(model: ir.Model) -> None:
-    """Adds one function for each signature of the model's attention nodes, as overloads if there are several."""
-    opset = model.opset_imports[""]
-    signatures: dict[Signature, list[ir.Node]] = {}
-    for node in attention_nodes(model.graph):
-        signatures.setdefault(signature(node), []).append(node)
-    for number, (shape, nodes) in enumerate(signatures.items()):
-        overload = f"v{number}" if number else ""
-        added = ir.from_proto(function(shape, opset, overload))
-        model.functions[added.identifier()] = added
-        for node in nodes:
-            node.overload = overload
-    if signatures:
-        model.opset_imports[DOMAIN] = VERSION
-
-
-def signature(node: ir.Node) -> Signature:
-    """What determines the body of the function for a node."""
-    given = [*node.inputs, *[None] * 7][:7]
-    query, latent, rope, mask, seq_lens, sinks, values = given
-    assert query is not None
-    assert latent is not None
-
-    def width(value: ir.Value | None) -> int:
-        if value is None:
-            return 0
-        assert value.shape is not None
-        return int(value.shape[len(value.shape) - 1])
-
-    def attribute(name: str) -> float:
-        found = node.attributes.get(name)
-        return 0.0 if found is None else float(found.value)
-
-    producer = latent.producer()
-    return Signature(
-        query_dtype=int(query.dtype or latent.dtype or 1),
-        dtype=int(latent.dtype or 1),
-        La=width(latent),
-        Lb=width(rope),
-        mask=None if mask is None else int(mask.dtype or 9),
-        trimmed=producer is not None and producer.op_type == "TensorScatter",
-        seq_lens=seq_lens is not None,
-        sinks=sinks is not None,
-        values=values is not None,
-        causal=bool(attribute("causal")),
-        softcap=attribute("softcap") > 0,
-        window=attribute("window") > 0,
-        value_width=int(attribute("value_width")),
-        lse=len(node.outputs) > 1,
-    )
 
 
 def finish(converted: Converted, profile: Profile, *, strip: str) -> None:

@@ -32,6 +32,7 @@ from mla_compile.report.report import Report
 from mla_compile.runtime.folds import folded_values
 
 aten = torch.ops.aten
+_ATTENTION = (torch.ops.mla_compile.decode_attention, torch.ops.mla_compile.weigh_alike)
 _MOVES = (aten.permute, aten.reshape, aten.view, aten.squeeze, aten.unsqueeze, aten._to_copy, operator.getitem)
 
 
@@ -53,8 +54,8 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """The graph in the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     program = capture.from_exported(exported)
     tidy(program)
-    # Weights are baked into the file further on, dequantized or not. The ONNX operator is told keys by masks only.
-    outcome = pipeline.run(program, replace(options, dequantize="step", sparse="never"), frozen=True)
+    # Weights are baked into the file further on, dequantized or not.
+    outcome = pipeline.run(program, replace(options, dequantize="step"), frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
@@ -84,7 +85,7 @@ def _baked_name(new: str, targets: Sequence[str], program: Program) -> str:
     """The first weight of a product and the product's side: W_kc meets the queries, W_v what attention returns."""
     given: set[fx.Node] = set()
     (product,) = program.node(new).users
-    after = any(packet(n) is torch.ops.mla_compile.decode_attention for n in _nearest(product, given))
+    after = any(packet(n) in _ATTENTION for n in _nearest(product, given))
     folded = len(targets) > 1
     side = ("w_v_w_o" if folded else "w_v") if after else ("w_q_w_kc" if folded else "w_kc")
     return f"{targets[0]}.{side}"

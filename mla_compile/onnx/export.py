@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def export_onnx(
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
     fold: str = "auto",
+    sparse: str = "auto",
     verify: bool = True,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -48,6 +50,8 @@ def export_onnx(
             here.
         dynamic_shapes: as in ``torch.export.export``, together with ``example_inputs``.
         fold: as in ``optimize``; "auto" multiplies weights ahead of time where the cost model gains.
+        sparse: as in ``optimize``; "auto" gathers the rows of the keys that an indexer chose, "never" reads all rows
+            and the mask. ``ort-paged`` has no operator for lists and takes "never".
         verify: run prompts and steps through the graphs and the original before anything is written.
         overwrite: replace a directory that an earlier export wrote, once the new one is complete.
         progress: called with the name of each stage.
@@ -65,18 +69,21 @@ def export_onnx(
     # On use: these import the packages that were just asked for.
     from mla_compile.onnx import artifact, lm_export, program_export
 
-    chosen, kind, mode = find_profile(profile), _dtype(dtype), Options.parse({"fold": fold}).fold
+    chosen, kind = find_profile(profile), _dtype(dtype)
+    options = Options.parse({"fold": fold, "sparse": sparse}, forms="absorbed", verify=verify)
+    if not chosen.lists:
+        options = replace(options, sparse="never")
     target = Path(path).absolute()
     say = progress or (lambda _: None)
     with artifact.staged(target, overwrite) as stage:
         if isinstance(model, torch.nn.Module) and not isinstance(model, fx.GraphModule) and example_inputs is None:
             lm = causal_lm.wire(_cast(model, kind))
-            exported = lm_export.export(lm, stage, chosen, prefill=prefill, fold=mode, check=verify, say=say)
+            exported = lm_export.export(lm, stage, chosen, options, prefill=prefill, say=say)
         else:
             if kind is not None:
                 raise OptionError("dtype is for modules that are wired here; cast the model before tracing it")
             program = _traced(model, example_inputs, dynamic_shapes)
-            exported = program_export.export(program, stage, chosen, prefill=prefill, fold=mode, check=verify, say=say)
+            exported = program_export.export(program, stage, chosen, options, prefill=prefill, say=say)
         (stage / artifact.REPORT).write_text(json.dumps(exported.to_dict(), indent=2, allow_nan=False) + "\n")
         (stage / "report.txt").write_text(exported.text())
         say("moving the finished directory into place")

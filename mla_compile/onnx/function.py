@@ -7,13 +7,14 @@ reads the cache as it is, without a copy per head, and is the fastest that MatMu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
 from mla_compile.onnx.op import DOMAIN, INPUTS, NAME, VERSION
+from mla_compile.onnx.writer import Writer
 
 _FLOAT = TensorProto.FLOAT
 _LOWEST = -3.4028234663852886e38
@@ -42,26 +43,43 @@ class Signature:
     lse: bool = False
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """The formal inputs, up to the last one that is given."""
+    def given(self) -> tuple[str, ...]:
+        """The inputs that are given."""
         given = {"query": True, "latent": True, "rope": self.Lb > 0, "mask": self.mask is not None}
         given |= {"seq_lens": self.seq_lens, "sinks": self.sinks, "values": self.values}
-        last = max(k for k, name in enumerate(INPUTS) if given[name])
-        return INPUTS[: last + 1]
+        return tuple(name for name in INPUTS if given[name])
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The formal inputs, up to the last one that is given."""
+        return INPUTS[: INPUTS.index(self.given[-1]) + 1]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The formal outputs."""
+        return ("out", "lse") if self.lse else ("out",)
 
 
 def function(signature: Signature, opset: int, overload: str = "") -> onnx.FunctionProto:
     """The function for one signature, in the standard operators of ``opset`` (13 or later)."""
     body = _Body(signature)
     body.attention()
+    return defined(NAME, signature.inputs, signature, body, opset, overload)
+
+
+def defined(
+    name: str, inputs: Sequence[str], signature: Signature, body: Writer, opset: int, overload: str
+) -> onnx.FunctionProto:
+    """``body`` as a function with the operator's attributes; ``signature`` says which of them it reads."""
     attributes = ["scale", *(n for n in ("softcap", "window") if getattr(signature, n))]
+    inside = [] if name == NAME else [helper.make_opsetid(DOMAIN, VERSION)]
     result = helper.make_function(
         DOMAIN,
-        NAME,
-        signature.inputs,
-        ["out", *(["lse"] if signature.lse else [])],
+        name,
+        inputs,
+        signature.outputs,
         body.nodes,
-        [helper.make_opsetid("", opset)],
+        [helper.make_opsetid("", opset), *inside],
         attributes=attributes,
         doc_string="Decode attention over one shared row per token; see the model's metadata.",
     )
@@ -76,38 +94,12 @@ def function(signature: Signature, opset: int, overload: str = "") -> onnx.Funct
     return result
 
 
-class _Body:
-    """Writes nodes in order; every method returns the name of a value."""
+class _Body(Writer):
+    """The attention of one signature."""
 
     def __init__(self, signature: Signature) -> None:
+        super().__init__()
         self.s = signature
-        self.nodes: list[onnx.NodeProto] = []
-
-    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
-        name = f"v{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(inputs), [name], name=f"{kind}.{name}", **attributes))
-        return name
-
-    def ints(self, *values: int) -> str:
-        return self.op("Constant", value=helper.make_tensor("", TensorProto.INT64, [len(values)], values))
-
-    def number(self, value: float) -> str:
-        return self.op("Constant", value=helper.make_tensor("", _FLOAT, [], [value]))
-
-    def attribute(self, name: str, kind: onnx.AttributeProto.AttributeType) -> str:
-        """The value of one of the function's attributes, as a constant."""
-        field = {onnx.AttributeProto.FLOAT: "value_float", onnx.AttributeProto.INT: "value_int"}[kind]
-        output = f"v{len(self.nodes)}"
-        node = helper.make_node("Constant", [], [output])
-        node.attribute.append(onnx.AttributeProto(name=field, type=kind, ref_attr_name=name))
-        self.nodes.append(node)
-        return output
-
-    def wide(self, value: str, dtype: int) -> str:
-        return value if dtype == _FLOAT else self.op("Cast", value, to=_FLOAT)
-
-    def slice(self, value: str, start: int, stop: int, axis: int) -> str:
-        return self.op("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def attention(self) -> None:
         s = self.s
@@ -152,7 +144,7 @@ class _Body:
             probabilities = self.op("Reshape", probabilities, self.op("Shape", folded))
         summed = self.summed(probabilities, latent, rope)
         out = self.op("Reshape", summed, self.op("Concat", heads, self.ints(-1), axis=0))
-        self.nodes.append(helper.make_node("Cast", [out], ["out"], to=s.query_dtype))
+        self.result(out, "out", s.query_dtype)
 
     def rows(self, name: str) -> str:
         """The rows of a cache that are in use, in float32."""
@@ -180,15 +172,12 @@ class _Body:
                 if s.window:
                     oldest = self.op("Sub", newest, self.attribute("window", onnx.AttributeProto.INT))
                     conditions.append(self.op("Greater", keys, oldest))
-        allowed = conditions[0]
-        for other in conditions[1:]:
-            allowed = self.op("And", allowed, other)
-        return allowed
+        return self.both(conditions)
 
     def positions(self, scores: str) -> tuple[str, str]:
         """Key indices [T], and the number of keys: [B,1,1,1] or [1]."""
         keys = self.op("Shape", scores, start=3, end=4)
-        indices = self.op("Range", self.scalar(0), self.op("Squeeze", keys, self.ints(0)), self.scalar(1))
+        indices = self.counted(keys)
         if self.s.seq_lens:
             return indices, self.op("Reshape", "seq_lens", self.ints(-1, 1, 1, 1))
         return indices, keys
@@ -196,11 +185,8 @@ class _Body:
     def newest(self, length: str) -> str:
         """The last key that each query sees under ``causal``: length - S + s, as [B or 1,S,1,1]."""
         count = self.op("Shape", "query", start=1, end=2)
-        own = self.op("Range", self.scalar(0), self.op("Squeeze", count, self.ints(0)), self.scalar(1))
+        own = self.counted(count)
         return self.op("Add", self.op("Sub", length, count), self.op("Reshape", own, self.ints(1, -1, 1, 1)))
-
-    def scalar(self, value: int) -> str:
-        return self.op("Constant", value=helper.make_tensor("", TensorProto.INT64, [], [value]))
 
     def softmax(self, scores: str) -> str:
         if not self.s.sinks:
@@ -217,7 +203,7 @@ class _Body:
         if some:
             nothing = self.op("Squeeze", some, self.ints(-1))
             total = self.op("Where", nothing, total, self.number(float("-inf")))
-        self.nodes.append(helper.make_node("Identity", [total], ["lse"]))
+        self.result(total, "lse")
 
     def summed(self, probabilities: str, latent: str, rope: str) -> str:
         s = self.s
@@ -231,4 +217,4 @@ class _Body:
         return self.op("Concat", self.op("MatMul", probabilities, latent), second, axis=2)
 
 
-__all__ = ["DOMAIN", "NAME", "VERSION", "Signature", "function"]
+__all__ = ["DOMAIN", "NAME", "VERSION", "Signature", "defined", "function"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from mla_compile.onnx.ir_tools import Editor, axes_of, consumers, remove_unread, replace_input
-from mla_compile.onnx.op import NAME
+from mla_compile.onnx.op import LISTED, NAME
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Site:
 
 
 def attention_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """The DecodeAttention nodes, in order."""
-    return [node for node in graph if node.op_type == NAME]
+    """The DecodeAttention and ListedAttention nodes, in order."""
+    return [node for node in graph if node.op_type in (NAME, LISTED)]
 
 
 def widen_masks(graph: ir.Graph) -> None:

@@ -13,26 +13,24 @@ import torch
 from mla_compile.capture.causal_lm import CacheTensor, CausalLM, export_program
 from mla_compile.errors import ExportError
 from mla_compile.onnx import artifact, genai, verify
-from mla_compile.onnx.assemble import CacheIO, Wires, assemble, signature
+from mla_compile.onnx.assemble import CacheIO, Wires, assemble
+from mla_compile.onnx.attach import signature
 from mla_compile.onnx.convert import Converted, convert
 from mla_compile.onnx.exported import DTYPES, Exported, Progress, Verification
 from mla_compile.onnx.interface import attention_nodes
 from mla_compile.onnx.manifest import MANIFEST, WEIGHTS, AttentionNode, Cache, FileEntry, Manifest
 from mla_compile.onnx.profile import Profile
-from mla_compile.options import FoldMode, Options
+from mla_compile.options import Options
 from mla_compile.report.report import Report
 from mla_compile.version import __version__
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def export(
-    lm: CausalLM, stage: Path, profile: Profile, *, prefill: bool, fold: FoldMode, check: bool, say: Progress
-) -> Exported:
-    """Writes everything but the report into ``stage``."""
+def export(lm: CausalLM, stage: Path, profile: Profile, options: Options, *, prefill: bool, say: Progress) -> Exported:
+    """Writes everything but the report into ``stage``; ``options`` are those of the decode graph."""
     dtype = _NAMES[lm.dtype]
     one_graph = bool(profile.runner)
-    options = Options(forms="absorbed", fold=fold, verify=check)
     say("tracing and rewriting the decode graph")
     decode, one_token = _decode(lm, options, profile)
     require_absorbed(decode.report)
@@ -55,7 +53,7 @@ def export(
     written = artifact.write_graphs({name: made.model for name, made in graphs.items()}, stage)
     for name in graphs:
         onnx.checker.check_model(str(stage / name), full_check=True)
-    verification = _verify(lm, stage, graphs, caches, profile, dtype, one_token, check, say)
+    verification = _verify(lm, stage, graphs, caches, profile, dtype, one_token, options.verify, say)
     manifest = Manifest(
         profile=profile.name,
         dtype=dtype,

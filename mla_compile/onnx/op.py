@@ -1,15 +1,27 @@
-"""The ONNX operator ``mla_compile::DecodeAttention``: its schema, and how ``mla_compile::decode_attention`` becomes it.
+"""The ONNX operators of this library: their schemas, and how the operators of torch become them.
 
-Inputs: query [B,S,H,La+Lb], latent [B,C,La], and optionally rope [B,C,Lb], mask (bool or float) [B|1,H|1,S|1,T],
-seq_lens int64 [B], sinks float [H], values [B,C,Lv]. Outputs: out [B,S,H,Lv] in query's dtype, and optionally the
-natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is its last axis and rows of the cache from
-T on (C > T) are unused capacity; without one T = C. The formulas are those of :mod:`mla_compile.kernels.reference`;
-``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope] instead of the latent.
+``mla_compile::DecodeAttention``. Inputs: query [B,S,H,La+Lb], latent [B,C,La], and optionally rope [B,C,Lb], mask (bool
+or float) [B|1,H|1,S|1,T], seq_lens int64 [B], sinks float [H], values [B,C,Lv]. Outputs: out [B,S,H,Lv] in query's
+dtype, and optionally the natural logarithm of the sum of exponentials, float [B,S,H]. With a mask, T is its last axis
+and rows of the cache from T on (C > T) are unused capacity; without one T = C. The formulas are those of
+:mod:`mla_compile.kernels.reference`; ``value_width`` > 0 sums the first ``value_width`` columns of [latent, rope]
+instead of the latent.
+
+``mla_compile::ListedAttention`` has the same inputs and, behind them, indices int32 [B,S,k]: the keys that each query
+sees, if nothing else hides them. No key is named twice, and an entry outside of the T keys names none. What hides keys
+besides speaks of positions among all T of them.
+
+``mla_compile::IndexScores``: query [B,S,J,D], keys [B,T,D], weights [B,S,J] -> scores [B,S,T] in float32 (float64 for
+float64): ``sum_j weights_j relu(scale * q_j . k_t)``.
+
+``mla_compile::WeighAlike``: out [B,S,H,Lv], lse [B,S,H], values [B,C,Lv], optionally mask [B|1,H|1,S|1,T] with indices
+[B,S,k], and used int64 [1], the rows of values that are in use -> out, where a query that saw no key (lse at most
+``lowest``) is the mean of the rows, as :mod:`mla_compile.kernels.alike` defines it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -22,46 +34,92 @@ from mla_compile.onnx.manifest import OP_VERSION
 
 DOMAIN = "mla_compile"
 NAME = "DecodeAttention"
+LISTED = "ListedAttention"
+INDEX = "IndexScores"
+ALIKE = "WeighAlike"
 VERSION = OP_VERSION
 INPUTS = ("query", "latent", "rope", "mask", "seq_lens", "sinks", "values")
+LISTED_INPUTS = (*INPUTS, "indices")
+INDEX_INPUTS = ("query", "keys", "weights")
+ALIKE_INPUTS = ("out", "lse", "values", "mask", "indices", "used")
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
+_WHOLE = ["tensor(int32)", "tensor(int64)"]
+_KINDS = {
+    "query": "Q", "latent": "T", "rope": "T", "mask": "M", "seq_lens": "tensor(int64)", "sinks": "tensor(float)",
+    "values": "T", "indices": "I",
+}  # fmt: skip
+_TYPES = {
+    "Q": (_FLOATS, "query and result"),
+    "T": (_FLOATS, "rows of the cache"),
+    "M": ([*_FLOATS, "tensor(bool)"], "added to the scores, or True: attend"),
+    "I": (_WHOLE, "places of keys"),
+    "S": (["tensor(float)", "tensor(double)"], "scores"),
+}
 
 
-def schema() -> onnx.defs.OpSchema:
-    """The operator's schema; query may be float32 beside rows in half precision."""
-    kinds = {"query": "Q", "latent": "T", "rope": "T", "mask": "M", "seq_lens": "tensor(int64)"}
-    kinds |= {"sinks": "tensor(float)", "values": "T"}
+def schema(name: str = NAME) -> onnx.defs.OpSchema:
+    """The attention operator's schema, or that of lists; query may be float32 beside rows in half precision."""
+    names = LISTED_INPUTS if name == LISTED else INPUTS
+    given = {n: _KINDS[n] for n in names}
+    needed = ("query", "latent", "indices")
+    types = [key for key in _TYPES if key in given.values()]
+    numbers = {"causal": 0, "softcap": 0.0, "window": 0, "value_width": 0}
+    return _schema(name, given, needed, {"out": "Q", "lse": "tensor(float)"}, types, ("scale",), numbers)
+
+
+def _schema(
+    name: str,
+    inputs: Mapping[str, str],
+    needed: Sequence[str],
+    outputs: Mapping[str, str],
+    types: Sequence[str],
+    floats: Sequence[str],
+    numbers: Mapping[str, float],
+) -> onnx.defs.OpSchema:
+    """``floats``: attributes that have to be given; ``numbers``: others, with what they are otherwise."""
     parameter, option = onnx.defs.OpSchema.FormalParameter, onnx.defs.OpSchema.FormalParameterOption
-    optional = option.Optional
+    attribute = onnx.defs.OpSchema.Attribute
+
+    def described(kinds: Mapping[str, str], single: Sequence[str]) -> list[onnx.defs.OpSchema.FormalParameter]:
+        return [
+            parameter(key, kind, param_option=option.Single if key in single else option.Optional)
+            for key, kind in kinds.items()
+        ]
+
     return onnx.defs.OpSchema(
-        NAME,
+        name,
         DOMAIN,
         VERSION,
         doc=__doc__ or "",
-        inputs=[
-            parameter(name, kinds[name], param_option=option.Single if name in INPUTS[:2] else optional)
-            for name in INPUTS
-        ],
-        outputs=[parameter("out", "Q"), parameter("lse", "tensor(float)", param_option=optional)],
-        type_constraints=[
-            ("Q", _FLOATS, "query and result"),
-            ("T", _FLOATS, "rows of the cache"),
-            ("M", [*_FLOATS, "tensor(bool)"], "added to the scores, or True: attend"),
-        ],
+        inputs=described(inputs, needed),
+        outputs=described(outputs, list(outputs)[:1]),
+        type_constraints=[(key, *_TYPES[key]) for key in types],
         attributes=[
-            onnx.defs.OpSchema.Attribute("scale", onnx.defs.OpSchema.AttrType.FLOAT, required=True),
-            *(
-                onnx.defs.OpSchema.Attribute(name, onnx.helper.make_attribute(name, default))
-                for name, default in (("causal", 0), ("softcap", 0.0), ("window", 0), ("value_width", 0))
-            ),
+            *(attribute(key, onnx.defs.OpSchema.AttrType.FLOAT, required=True) for key in floats),
+            *(attribute(key, onnx.helper.make_attribute(key, default)) for key, default in numbers.items()),
         ],
     )
 
 
+def _index_schema() -> onnx.defs.OpSchema:
+    kinds = {"query": "Q", "keys": "T", "weights": "M"}
+    return _schema(INDEX, kinds, INDEX_INPUTS, {"scores": "S"}, ("Q", "T", "M", "S"), ("scale",), {})
+
+
+def _alike_schema() -> onnx.defs.OpSchema:
+    kinds = {
+        "out": "Q", "lse": "tensor(float)", "values": "T", "mask": "M", "indices": "I", "used": "tensor(int64)"
+    }  # fmt: skip
+    return _schema(ALIKE, kinds, ALIKE_INPUTS[:3], {"weighed": "Q"}, ("Q", "T", "M", "I"), ("lowest",), {"fill": 0.0})
+
+
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """For ``torch.onnx.export(custom_translation_table=...)``."""
-    operator = onnxscript_values.Op(onnxscript_values.Opset(DOMAIN, VERSION), NAME, schema())
+    opset = onnxscript_values.Opset(DOMAIN, VERSION)
+    dense, listed = (onnxscript_values.Op(opset, name, schema(name)) for name in (NAME, LISTED))
+    scores = onnxscript_values.Op(opset, INDEX, _index_schema())
+    alike = onnxscript_values.Op(opset, ALIKE, _alike_schema())
 
     def decode_attention(
         query: Any,
@@ -83,13 +141,22 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         if kv_scale is not None:
             raise ExportError("a cache with scales (kv_scale) has no counterpart in the ONNX operator")
+        numbers: dict[str, Any] = {"scale": scale, "causal": int(causal), "softcap": softcap, "window": window}
         if indices is not None:
-            raise ExportError(
-                "lists of keys (indices) have no counterpart in the ONNX operator; optimize(sparse='never')"
-            )
-        return operator(
-            query, latent, rope, mask, seq_lens, sinks, values,
-            scale=scale, causal=int(causal), softcap=softcap, window=window,
-        )  # fmt: skip
+            return listed(query, latent, rope, mask, seq_lens, sinks, values, indices, **numbers)
+        return dense(query, latent, rope, mask, seq_lens, sinks, values, **numbers)
 
-    return {torch.ops.mla_compile.decode_attention.default: decode_attention, ops.decode_attention: decode_attention}
+    def index_scores(query: Any, keys: Any, weights: Any, scale: float) -> Any:
+        return scores(query, keys, weights, scale=scale)
+
+    def weigh_alike(
+        out: Any, lse: Any, values: Any, lowest: float, mask: Any = None, indices: Any = None, fill: float = 0.0
+    ) -> Any:
+        return alike(out, lse, values, mask, indices, lowest=lowest, fill=fill)
+
+    return {
+        torch.ops.mla_compile.decode_attention.default: decode_attention,
+        ops.decode_attention: decode_attention,
+        torch.ops.mla_compile.index_scores.default: index_scores,
+        torch.ops.mla_compile.weigh_alike.default: weigh_alike,
+    }

@@ -29,6 +29,7 @@ class Profile:
         runner: the program that runs them, in words, where a :class:`~mla_compile.onnx.session.Session` does not. Such
             a program takes one graph for prompts and steps, of any number of tokens, and inputs whose meaning is known.
         cpu: whether ONNX Runtime has all of its operators for the CPU.
+        lists: whether its attention can read the rows of listed keys only.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Profile:
     minimum_onnxruntime: str
     runner: str = ""
     cpu: bool = True
+    lists: bool = True
 
 
 _GENAI = "onnxruntime-genai runs it: pip install onnxruntime-genai, then onnxruntime_genai.Model(directory)"
@@ -48,7 +50,7 @@ PROFILES = {
         Profile("portable", "appended", 21, "1.20.0"),
         Profile("inplace", "in place", 24, "1.25.0"),
         Profile("genai", "halves", 21, "1.20.0", _GENAI),
-        Profile("ort-paged", "pages", 21, "1.29.0", _SERVER, cpu=False),
+        Profile("ort-paged", "pages", 21, "1.29.0", _SERVER, cpu=False, lists=False),
     )
 }
 RUN_HERE = " or ".join(name for name, profile in PROFILES.items() if not profile.runner)

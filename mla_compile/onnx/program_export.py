@@ -27,7 +27,7 @@ from mla_compile.onnx.lm_export import require_absorbed
 from mla_compile.onnx.profile import RUN_HERE, Profile
 from mla_compile.onnx.rewrites import in_place
 from mla_compile.onnx.verify import TOLERANCE
-from mla_compile.options import FoldMode, Options
+from mla_compile.options import Options
 
 _TYPES = {ir.DataType.FLOAT: "float32", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 
@@ -36,20 +36,22 @@ def export(
     program: torch.export.ExportedProgram,
     stage: Path,
     profile: Profile,
+    options: Options,
     *,
     prefill: bool,
-    fold: FoldMode,
-    check: bool,
     say: Progress,
 ) -> Exported:
-    """Writes everything but the report into ``stage``; not in profiles that another program runs."""
+    """Writes everything but the report into ``stage``; not in profiles that another program runs.
+
+    ``options`` are those of the decode graph.
+    """
     if profile.runner:
         raise ExportError(
             f"profile {profile.name!r} needs inputs whose meaning is known, which a traced program does not say; pass "
             f"the module, or use {RUN_HERE}"
         )
     say("rewriting the decode graph")
-    decode = convert(program, Options(forms="absorbed", fold=fold, verify=check), profile.opset)
+    decode = convert(program, options, profile.opset)
     if not attention_nodes(decode.model.graph):  # a program may come with our operator in it already
         require_absorbed(decode.report)
     _finish(decode, profile)
@@ -65,7 +67,7 @@ def export(
     for name in graphs:
         onnx.checker.check_model(str(stage / name), full_check=True)
     verification = Verification(reason="verify=False")
-    if check:
+    if options.verify:
         say("comparing with the original")
         why_not = ""
         if profile.layout == "in place":

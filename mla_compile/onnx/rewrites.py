@@ -9,7 +9,7 @@ import onnx_ir as ir
 from mla_compile.errors import ExportError
 from mla_compile.onnx.interface import Append, Site
 from mla_compile.onnx.ir_tools import Editor, consumers, remove_unread, replace_input
-from mla_compile.onnx.op import NAME
+from mla_compile.onnx.op import ALIKE, LISTED, NAME
 
 
 def in_place(
@@ -18,7 +18,7 @@ def in_place(
     """Caches become buffers that are written from row ``total - query`` on.
 
     ``total`` and ``query``: an input and its axis with that many tokens, or the number. Attention nodes with a mask
-    read the buffer and stop where the mask ends; every other reader gets the rows in use.
+    read the buffer and stop where the mask ends, WeighAlike is told where; every other reader gets the rows in use.
     """
     edit = Editor(graph, graph[0], "cache_rows")
     zero = edit.ints(0)
@@ -39,6 +39,11 @@ def in_place(
         others = [(n, i) for n, i in consumers(old) if not _reads_buffer(n)]
         buffers = [(n, i) for n, i in consumers(old) if _reads_buffer(n)]
         replace_input(old, scatter, buffers)
+        for node in [n for n, i in others if n.op_type == ALIKE and i == 2]:
+            node.resize_inputs(6)
+            node.replace_input_with(2, scatter)
+            node.replace_input_with(5, used)
+        others = consumers(old)
         if others:
             replace_input(old, edit.slice(scatter, zero, used, 1), others)
         _replace_lengths(graph, append.past, past_readers, rows)
@@ -50,7 +55,7 @@ def in_place(
 
 
 def _reads_buffer(node: ir.Node) -> bool:
-    return node.op_type == NAME and len(node.inputs) > 3 and node.inputs[3] is not None
+    return node.op_type in (NAME, LISTED) and len(node.inputs) > 3 and node.inputs[3] is not None
 
 
 def _publish(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:

@@ -161,7 +161,9 @@ class Whole(Sides):
             again = call(
                 aten.eq.Tensor, call(aten.slice.Tensor, listed, 2, 1), call(aten.slice.Tensor, listed, 2, 0, -1)
             )
-            again = call(aten.constant_pad_nd.default, again, [1, 0], False)
+            first = call(aten.slice.Tensor, listed, 2, 0, 1)
+            # Not a pad, which takes symbolic sizes for the numbers that they had in the trace.
+            again = call(aten.cat.default, [call(aten.ne.Tensor, first, first), again], 2)
             listed = call(aten.masked_fill.Scalar, listed, again, -1)
         if chosen.any_number:  # those that int32 cannot hold are no keys either
             listed = call(aten.clamp.default, listed, -1, 2**31 // chosen.block - 1)

@@ -1,4 +1,4 @@
-"""The function of standard operators against the reference in float64: every input, every feature."""
+"""The functions of standard operators against the reference in float64: every input, every feature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from onnx import TensorProto, helper
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx.function import Signature, function
-from mla_compile.onnx.op import DOMAIN, INPUTS, NAME
+from mla_compile.onnx.listed import Listed, listed_function
+from mla_compile.onnx.op import DOMAIN, INPUTS, LISTED, LISTED_INPUTS, NAME
 
 TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 B, S, H, T, L, R = 2, 3, 5, 23, 16, 6
@@ -37,6 +38,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     query_dtype: torch.dtype = torch.float32
     S: int = S
+    listed: str = ""  # "some" keys of each query, the "best" of them, "all", or all "but one"
+    ranked: bool = False  # it is known that each entry names a key
 
 
 CASES = {
@@ -70,6 +73,37 @@ CASES = {
     ),
 }  # fmt: skip
 
+LISTS = {
+    "some keys": Case(mask=None, listed="some"),
+    "all keys": Case(listed="all"),
+    "all keys, ranked": Case(listed="all", ranked=True),
+    "best keys": Case(listed="best", ranked=True, lse=True),
+    "all keys but one": Case(listed="but one"),
+    "one query's keys": Case(S=1, mask_shape=(B, 1, 1, T), listed="some"),
+    "all keys, causal": Case(mask=None, listed="all", ranked=True, causal=True, lse=True),
+    "keys and boolean mask": Case(listed="some"),
+    "keys and mask of one row": Case(listed="some", mask_shape=(1, 1, 1, T)),
+    "keys and mask of one batch": Case(listed="some", mask="float", mask_shape=(1, 1, S, T)),
+    "keys and mask per head": Case(listed="some", mask="float", mask_shape=(B, H, S, T)),
+    "keys and mask per head alone": Case(listed="some", mask_shape=(1, H, 1, T)),
+    "keys and added mask of the lowest number": Case(listed="some", mask="lowest", lse=True),
+    "keys in spare rows": Case(listed="some", spare=9),
+    "all keys in spare rows": Case(listed="all", ranked=True, spare=9),
+    "keys and lengths": Case(listed="some", mask=None, lens=True, lse=True),
+    "keys, causal, lengths": Case(listed="some", mask=None, lens=True, causal=True),
+    "keys in a window": Case(listed="some", window=9),
+    "keys, sinks, soft cap": Case(listed="some", mask=None, sinks=True, softcap=2.0),
+    "keys, no rotary key": Case(listed="some", R=0),
+    "keys, own values": Case(listed="some", values=11),
+    "keys, halves": Case(listed="some", value_width=19),
+    "keys, half precision": Case(listed="some", mask="float", dtype=torch.float16, query_dtype=torch.float16),
+    "keys, half precision rows": Case(listed="some", mask="lowest", dtype=torch.float16),
+    "keys and everything": Case(
+        mask="float", lens=True, causal=True, sinks=True, softcap=2.0, window=15, spare=3, lse=True, values=9,
+        listed="some", mask_shape=(B, 1, 1, T),
+    ),
+}  # fmt: skip
+
 
 def tensors(case: Case) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
@@ -100,9 +134,20 @@ def tensors(case: Case) -> dict[str, torch.Tensor]:
         given["sinks"] = normal(H)
     if case.values:
         given["values"] = normal(B, T + case.spare, case.values).to(case.dtype)
+    if case.listed:
+        order = torch.rand(B, case.S, T, generator=generator).argsort(-1).int()
+        given["indices"] = order[..., : 7 if case.listed in ("some", "best") else T].contiguous()
+        if case.listed in ("some", "but one"):
+            given["indices"][0, -1, 2] = -1
+        if case.listed == "some":
+            given["indices"][-1, 0, 3:] = torch.tensor([-5, T, T + 1, 2**31 - 1], dtype=torch.int32)
     for name in ("latent", "rope", "values"):
         if case.spare and name in given:
             given[name][:, T:] = float("nan")
+        if case.listed in ("some", "best") and name in given:  # what no query lists is not read, but for the first row
+            named = torch.stack([torch.isin(torch.arange(T + case.spare), at[at < T]) for at in given["indices"]])
+            named[:, 0] = True
+            given[name][~named] = float("nan")
     return given
 
 
@@ -117,8 +162,12 @@ def run(case: Case, given: dict[str, torch.Tensor]) -> list[np.ndarray]:
     attributes |= {n: getattr(case, n) for n in ("softcap", "window", "value_width") if getattr(case, n)}
     if case.causal:
         attributes["causal"] = 1
-    names = [n if n in given else "" for n in INPUTS[: len(signature.inputs)]]
-    node = helper.make_node(NAME, names, ["out", "lse"] if case.lse else ["out"], domain=DOMAIN, **attributes)
+    functions, kind, inputs = [function(signature, 21)], NAME, INPUTS[: len(signature.inputs)]
+    if case.listed:
+        listed, kind, inputs = Listed(signature, case.ranked), LISTED, LISTED_INPUTS
+        functions += [function(listed.gathered, 21, "v1"), listed_function(listed, ("", "v1"), 21)]
+    names = [n if n in given else "" for n in inputs]
+    node = helper.make_node(kind, names, ["out", "lse"] if case.lse else ["out"], domain=DOMAIN, **attributes)
     kinds = {n: helper.np_dtype_to_tensor_dtype(t.numpy().dtype) for n, t in given.items()}
     graph = helper.make_graph(
         [node],
@@ -131,7 +180,7 @@ def run(case: Case, given: dict[str, torch.Tensor]) -> list[np.ndarray]:
     )
     model = helper.make_model(
         graph,
-        functions=[function(signature, 21)],
+        functions=functions,
         opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)],
         ir_version=10,
     )
@@ -140,9 +189,9 @@ def run(case: Case, given: dict[str, torch.Tensor]) -> list[np.ndarray]:
     return session.run(None, {n: t.numpy() for n, t in given.items()})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | LISTS)
 def test_function_is_the_reference(name):
-    case = CASES[name]
+    case = (CASES | LISTS)[name]
     given = tensors(case)
     out, *lse = run(case, given)
     wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
@@ -154,7 +203,7 @@ def test_function_is_the_reference(name):
     expected, expected_lse = reference.decode_attention(DecodeCall(
         wide["query"], wide["latent"], wide.get("rope"), wide.get("values"), wide.get("mask"), scale=0.3,
         causal=case.causal, seq_lens=wide.get("seq_lens"), sinks=wide.get("sinks"), softcap=case.softcap,
-        window=case.window,
+        window=case.window, indices=wide.get("indices"),
     ))  # fmt: skip
     tolerance = 2e-3 if case.query_dtype == torch.float16 else 2e-6
     assert out.shape == tuple(expected.shape)
@@ -170,7 +219,7 @@ def test_several_bodies_of_one_operator_stand_in_one_file():
     """Models whose attentions differ get an overload each; runtimes pick by it."""
     import onnx_ir as ir
 
-    from mla_compile.onnx.assemble import attach_functions
+    from mla_compile.onnx.attach import attach_functions
 
     float_ = ir.TensorType(ir.DataType.FLOAT)
     query = ir.Value(name="query", type=float_, shape=ir.Shape([1, 1, 2, 8]))

@@ -24,6 +24,9 @@ from onnx import TensorProto, helper
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.onnx import build
+from mla_compile.onnx.function import Signature
+from mla_compile.onnx.listed import Listed, listed_function
+from mla_compile.onnx.op import LISTED, LISTED_INPUTS, NAME
 from tests.support import onnx_native_cases
 from tests.support.onnx_native_cases import SMALL
 
@@ -249,6 +252,43 @@ def test_the_library_takes_the_place_of_the_function(options):
     assert torch.equal(without, torch.zeros_like(without))
     out, _ = run(options, given, case, function=True)
     assert (out.double() - exact(given, case)[0]).abs().max() < 1e-5
+
+
+def test_the_library_takes_the_place_of_the_function_inside_of_a_list(options):
+    """Lists are gathered by standard operators, around the node that the library has a kernel for."""
+    case = Case(S=2, lse=False, mask="bool B1ST")
+    given = tensors(case)
+    signature = Signature(1, 1, case.La, case.Lb, TensorProto.BOOL)
+    inside = Listed(signature, every=True)
+    wrong = []  # bodies that are wrong on purpose
+    for overload in ("", "v1"):
+        body = [helper.make_node("Sub", ["query", "query"], ["out"])]
+        wrong.append(helper.make_function(
+            "mla_compile", NAME, INPUTS[:4], ["out"], body, [helper.make_opsetid("", 21)], ["scale"]
+        ))  # fmt: skip
+        wrong[-1].overload = overload
+    for count in (9, 70):  # of 70 keys
+        order = torch.rand(case.B, case.S, case.C, generator=torch.Generator().manual_seed(1)).argsort(-1)
+        fed = given | {"indices": order[..., :count].int().contiguous()}
+        node = helper.make_node(
+            LISTED, [n if n in fed else "" for n in LISTED_INPUTS], ["out"], domain="mla_compile", scale=0.25
+        )
+        types = TYPES | {torch.int32: TensorProto.INT32}
+        graph = helper.make_graph(
+            [node], "one", [helper.make_tensor_value_info(n, types[x.dtype], [None] * x.dim()) for n, x in fed.items()],
+            [helper.make_tensor_value_info("out", TensorProto.FLOAT, [None] * 4)],
+        )  # fmt: skip
+        imports = [helper.make_opsetid("", 21), helper.make_opsetid("mla_compile", 1)]
+        functions = [*wrong, listed_function(inside, ("", "v1"), 21)]
+        made = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=functions)
+        (out,) = ort.InferenceSession(made.SerializeToString(), options).run(
+            None, {n: x.numpy() for n, x in fed.items()}
+        )
+        want, _ = reference.decode_attention(DecodeCall(
+            given["query"].double(), given["latent"].double(), given["rope"].double(), mask=given["mask"], scale=0.25,
+            indices=fed["indices"],
+        ))  # fmt: skip
+        assert (torch.from_numpy(out).double() - want).abs().max() <= TOLERANCE[F32] * want.abs().max()
 
 
 WRONG = {

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import mla_compile
 from mla_compile.codes import Code
 from tests.support.programs import OP, codes, error, optimized, seeded, trace
 
@@ -210,6 +211,29 @@ def test_indices_that_come_in_may_name_a_key_twice():
     found, targets = told(lambda S, i: ~hides(i, S), S, twice, other=[[torch.zeros(B, S, K, dtype=torch.int64)]])
     assert found == {"indices": (B, S, K), "causal": False}
     assert "aten.sort.default" in targets
+
+
+def test_keys_that_are_named_twice_are_dropped_for_sizes_that_were_not_traced():
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(L, H * (N + V), bias=False).double()
+
+        def forward(self, q: Tensor, c: Tensor, scores: Tensor) -> Tensor:
+            k, v = self.up(c).unflatten(-1, (H, -1)).transpose(1, 2).split([N, V], -1)
+            index = scores.topk(min(K, c.shape[1]), dim=-1).indices // 2
+            return sdpa(q, k, v, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, index, True)[:, None])
+
+    step = Step().eval().requires_grad_(False)
+    batch, queries, keys = torch.export.Dim("batch"), torch.export.Dim("queries"), torch.export.Dim("keys", min=K + 1)
+    shapes = ({0: batch, 2: queries}, {0: batch, 1: keys}, {0: batch, 1: queries, 2: keys})
+    given = seeded(B, H, 2, N), seeded(B, T, L), ranks(2)
+    program = torch.export.export(step, given, dynamic_shapes=shapes, strict=False)
+    for lowering in ("op", "aten"):
+        fast = mla_compile.optimize(program, forms="absorbed", lowering=lowering).module()
+        for batch, queries, keys in ((B, 2, T), (5, 4, 13), (2, 3, 6)):
+            given = seeded(batch, H, queries, N), seeded(batch, keys, L), seeded(batch, queries, keys, seed=7)
+            assert error(fast(*given), step(*given)) < 1e-10
 
 
 def test_an_entry_counts_where_its_flag_is_set():
