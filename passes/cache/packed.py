@@ -42,7 +42,8 @@ def pack(rows: X, width: int, call: Call[X]) -> X:
     values = call(aten._to_copy.default, call(aten.div.Tensor, x, scale), dtype=FLOAT8)
     parts = [call(aten.view.dtype, values, torch.uint8), call(aten.view.dtype, scale, torch.uint8)]
     if _aligned(width) != width:
-        parts[0] = call(aten.constant_pad_nd.default, parts[0], [0, _aligned(width) - width])
+        # Any bytes do. A pad would take symbolic sizes for the traced ones.
+        parts.insert(1, call(aten.slice.Tensor, parts[1], -1, 0, _aligned(width) - width))
     return call(aten.cat.default, parts, -1)
 
 
