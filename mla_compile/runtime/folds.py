@@ -166,12 +166,7 @@ def weight_reader(program: Program, positions: Mapping[str, int], name: str) -> 
         if constant is None:
             raise KeyError(name)
         return lambda inputs: constant
-    node = program.node(name)
-    if node.op == "call_function":  # one of the tensors that an input is made of
-        whole, attribute = node.args
-        read = weight_reader(program, positions, str(whole))
-        return lambda inputs: getattr(read(inputs), str(attribute))  # type: ignore[no-any-return]
-    target = str(node.target)
+    target = str(program.node(name).target)
     owner, _, leaf = target.rpartition(".")
     module = program.gm.get_submodule(owner)
     return lambda inputs: getattr(module, leaf)
