@@ -56,6 +56,10 @@ def by_transformers(model: Any, directory: str) -> nn.Module:
     return loaded.eval().requires_grad_(False)
 
 
+def small(**config: Any) -> Any:
+    return models.build("deepseek_v3", num_hidden_layers=1, **config)
+
+
 def generated(model: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [B,steps] and the logits [B,steps,vocabulary]."""
     with torch.no_grad():
@@ -99,15 +103,15 @@ def _reports(fast: Any) -> list[tuple[str, str]]:
 
 def another_verdict(rank: int, which: int) -> dict[str, Any]:
     """Rank ``which`` finds that rewritten attentions differ from the original."""
-    tokens, _ = generated(models.build("deepseek_v3"), 4)
-    fast = mla_compile.optimize(by_heads(models.build("deepseek_v3")), **EAGER)
+    tokens, _ = generated(small(), 3)
+    fast = mla_compile.optimize(by_heads(small()), **EAGER)
     honest = check.compare_values
     if rank == which:
         check.compare_values = lambda *_, **__: check.Check(None, "is told to differ")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ours, _ = generated(fast, 4)
+            ours, _ = generated(fast, 3)
     finally:
         check.compare_values = honest
     return {"tokens": torch.equal(ours, tokens), "sites": _reports(fast)}
@@ -117,8 +121,8 @@ def a_failure(rank: int, which: int, strict: bool) -> dict[str, Any]:
     """Rank ``which`` cannot rewrite anything."""
     from mla_compile import pipeline
 
-    tokens, _ = generated(models.build("deepseek_v3"), 4)
-    fast = mla_compile.optimize(by_heads(models.build("deepseek_v3")), strict=strict, **EAGER)
+    tokens, _ = generated(small(), 3)
+    fast = mla_compile.optimize(by_heads(small()), strict=strict, **EAGER)
     honest = pipeline.run
 
     def fails(*_: Any, **__: Any) -> Any:
@@ -129,7 +133,7 @@ def a_failure(rank: int, which: int, strict: bool) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ours, _ = generated(fast, 4)
+            ours, _ = generated(fast, 3)
         said = [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)]
         return {"tokens": torch.equal(ours, tokens), "said": said, "sites": _reports(fast)}
     except Exception as error:  # noqa: BLE001  what is raised is what the test is about
@@ -140,7 +144,7 @@ def a_failure(rank: int, which: int, strict: bool) -> dict[str, Any]:
 
 def other_options(rank: int) -> str:
     options = {"fold": "always" if rank else "auto", **EAGER}
-    fast = mla_compile.optimize(by_heads(models.build("deepseek_v3")), **options)
+    fast = mla_compile.optimize(by_heads(small()), **options)
     try:
         generated(fast, 2)
     except Exception as error:  # noqa: BLE001  likewise
@@ -150,7 +154,7 @@ def other_options(rank: int) -> str:
 
 def alone(rank: int, ranks: str) -> str:
     """Rank 0 compiles, and no other does."""
-    model = by_heads(models.build("deepseek_v3"))
+    model = by_heads(small())
     if rank:
         return ""
     dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=3))
@@ -164,7 +168,7 @@ def alone(rank: int, ranks: str) -> str:
 
 def dies(rank: int, which: int, after: int) -> str:
     """Rank ``which`` ends in the middle of a generation; what the others are told."""
-    fast = mla_compile.optimize(by_heads(models.build("deepseek_v3")), **EAGER)
+    fast = mla_compile.optimize(by_heads(small()), **EAGER)
     calls = [0]
 
     def count(*_: Any) -> None:
@@ -181,7 +185,7 @@ def dies(rank: int, which: int, after: int) -> str:
 
 
 def heads_that_cannot_be_divided(rank: int) -> str:
-    fast = mla_compile.optimize(by_heads(models.build("deepseek_v3", num_attention_heads=3)), **EAGER)
+    fast = mla_compile.optimize(by_heads(small(num_attention_heads=3)), **EAGER)
     try:
         generated(fast, 1)
     except Exception as error:  # noqa: BLE001  likewise

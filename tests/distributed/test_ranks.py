@@ -6,30 +6,30 @@ import pytest
 
 from tests.distributed import jobs
 
-STEPS = 64
 # Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token.
 HEADS, FLOPS, ROWS = 4, 1_152, 80
 
 
 @pytest.mark.parametrize(
-    ("count", "family", "how", "door"),
+    ("count", "family", "how", "door", "steps"),
     [
-        (2, "deepseek_v3", "heads", "optimize"),
-        (2, "deepseek_v2", "plan", "optimize"),
-        (2, "minicpm3", "plan", "backend"),
-        (2, "deepseek_v3", "fsdp", "optimize"),
-        (4, "minicpm3", "heads", "optimize"),
+        (2, "deepseek_v3", "heads", "optimize", 64),
+        (2, "deepseek_v2", "plan", "optimize", 64),
+        (2, "minicpm3", "plan", "backend", 64),
+        (2, "deepseek_v3", "fsdp", "optimize", 24),
+        (4, "minicpm3", "heads", "optimize", 24),  # one head a rank: rows are wider than its K and V
     ],
 )
-def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door):
+def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, steps):
     if how == "plan":
         jobs.saved(family, str(tmp_path))
     share = 1 if how == "fsdp" else count
-    for found in ranks(count).run(jobs.same_as_one_process, family, how, str(tmp_path), STEPS, door):
+    for found in ranks(count).run(jobs.same_as_one_process, family, how, str(tmp_path), steps, door):
         assert found["tokens"]
         assert found["logits"] < 1e-5
-        assert found["codes"] == ["absorbed", "cost_prefill"]
-        assert found["absorbed"] == [(HEADS // share, FLOPS // share, ROWS)] * 2
+        prompt = "cost_latent_wide" if share == HEADS else "cost_prefill"
+        assert found["codes"] == ["absorbed", prompt]
+        assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
 
 
 def test_all_ranks_leave_what_one_leaves(ranks):
@@ -67,7 +67,9 @@ def test_heads_that_cannot_be_divided(ranks):
 
 
 def test_a_rank_that_does_not_come(ranks):
-    text, _ = ranks(2).run(jobs.alone, "agree")
+    pool = ranks(2)
+    text, _ = pool.run(jobs.alone, "agree")
+    pool.stop()  # these ranks no longer agree on how often they met
     assert "RankError: rank 0 compiles a graph that it runs together with rank 1" in text
     assert 'ranks="alone"' in text
 

@@ -22,7 +22,7 @@ JOB_S = 150
 """How long a job may take in all (s): it never does, and a hang is a failure."""
 
 
-class Failed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised, or did not answer in time."""
 
 
@@ -47,14 +47,14 @@ class Ranks:
             theirs.close()
 
     def run(self, job: Callable[..., Any], *args: Any, seconds: float = JOB_S) -> list[Any]:
-        """What the job returns, by rank. Raises :class:`Failed` where one raises or does not come back."""
+        """What the job returns, by rank. Raises :class:`RankFailedError` where one raises or does not come back."""
         for pipe in self._pipes:
             pipe.send((job, args))
         answers = [self._answer(rank, seconds) for rank in range(len(self._pipes))]
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failed:
             self.stop()
-            raise Failed("\n".join(failed))
+            raise RankFailedError("\n".join(failed))
         return [value for _, value in answers]
 
     def _answer(self, rank: int, seconds: float) -> tuple[bool, Any]:
