@@ -66,7 +66,8 @@ CODES: dict[Code, CodeInfo] = {
         'nothing to change; forms="absorbed" forces the absorbed form where all calls need the same numerics',
     ),
     Code.COST_LATENT_WIDE: CodeInfo(
-        "kept", "the latent rows are as wide as the K and V they would replace, so there is nothing to save"
+        "kept",
+        "the rows are as wide as the K and V made of them, and the graph does not show that they are what is cached",
     ),
     Code.FORMS_EXPANDED: CodeInfo(
         "kept", 'the option forms="expanded" asks for the original form', 'use forms="auto" or forms="absorbed"'

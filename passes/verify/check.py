@@ -42,7 +42,7 @@ ROWS, TRIALS, MORE = 128, 16, 128
 """Rows of output wanted for a comparison of errors, and the most draws of inputs made to get them.
 
 The 0.9 quantile of 128 rows has a dozen rows beyond it. A decode step of one head has a single row per draw, so the
-draws are limited too. But the 0.9 quantile of two dozen rows is a matter of luck: only ``MORE`` draws condemn a site."""
+draws are limited too. But the 0.9 quantile of two dozen rows is luck: it takes ``MORE`` draws to condemn a site."""
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
 """What one check may cost: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
 LONG = 613

@@ -1,4 +1,4 @@
-"""A latent as wide as all K and V together: nothing is compressed, but its rows are what is cached, so they are read."""
+"""A latent as wide as all K and V together: nothing is compressed, but its rows are cached in any case."""
 
 from tests.zoo.base import Absorbed, Carry, Dims, Usual, rows
 
