@@ -80,7 +80,8 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
             if not is_dtensor(value):
                 return value
             found[node] = value._spec
-            return value._local_tensor
+            # A node of its own: what came in may be this rank's part of several DTensors, and a plain tensor besides.
+            return torch.ops.aten.alias.default(value._local_tensor)
 
         outputs = [n for n in region if any(user not in set(region) for user in n.users)]
         made = write_out(gm, region, sizes=sizes, enter=enter, leave=leave)

@@ -19,11 +19,12 @@ from mla_compile.errors import StaleWeightError, WeightError
 class _Seen:
     """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values.
 
-    ``snapshot`` is None where its version is to tell whether it has changed.
+    ``snapshot`` is None where its version is to tell whether it has changed. Of a weight that is made of several tensors,
+    or shared by ranks, it has the tensors that lie here: to compare the weight itself might take the other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
-    snapshot: torch.Tensor | None
+    snapshot: tuple[torch.Tensor, ...] | None
     versions: tuple[int, ...]
     addresses: tuple[int, ...]
 
@@ -31,7 +32,7 @@ class _Seen:
         """Whether it is unchanged since: cheap signs first, then every bit."""
         if self.tensor() is not live or self.versions != versions(live) or self.addresses != addresses(live):
             return False
-        return self.snapshot is None or same_bits(live.detach(), self.snapshot)
+        return self.snapshot is None or all(map(same_bits, _parts(live.detach()), self.snapshot))
 
 
 class FoldedWeights:
@@ -75,7 +76,7 @@ class FoldedWeights:
         for name in changed:
             tensor = live[name]
             owner = weakref.ref(tensor, lambda _: self._known.pop(key, None))
-            snapshot = tensor.detach().clone() if name in self._watched else None
+            snapshot = tuple(p.clone() for p in _parts(tensor.detach())) if name in self._watched else None
             seen[name] = _Seen(owner, snapshot, versions(tensor), addresses(tensor))
         self._known[key] = (seen, values)
         if len(self._known) > self.SETS:
@@ -191,7 +192,8 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
+    inner = (getattr(tensor, name) for name in names)
+    return [part for one in inner if isinstance(one, torch.Tensor) for part in _parts(one)]
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_compile.errors import StaleWeightError
 from mla_compile.passes.cache.recipe import Recipe, at_once, expand
-from mla_compile.runtime.folds import version
+from mla_compile.runtime.folds import version, versions
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class _Cell:
         self.leaves = tuple(leaves)
         self.full = full
         self.own = own
-        self.versions = [version(leaf) for leaf in leaves]
+        self.versions = [versions(leaf) for leaf in leaves]
         self._share()
 
     def _share(self) -> None:
@@ -85,12 +85,12 @@ class _Cell:
         self.rows = tuple(_once((row,), _zeros) for row in self.rows)
         if any(version(row) for row in self.rows):  # those that another was cleared to, and has written to since
             self.rows = tuple(map(_zeros, self.rows))
-        self.versions = [version(leaf) for leaf in self.leaves]
+        self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()
 
     def check(self) -> None:
         """Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
-        if any(version(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
+        if any(versions(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
             empty = "empty it with zero_()" if self.own else "start with an empty cache"
             raise StaleWeightError(
                 "a weight was changed after this cache was filled: its rows were made for the old weights; "
