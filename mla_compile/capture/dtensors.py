@@ -77,11 +77,10 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
         found: dict[fx.Node, Any] = {}
 
         def leave(node: fx.Node, value: Any, found: dict[fx.Node, Any] = found) -> Any:
-            if not is_dtensor(value):
-                return value
-            found[node] = value._spec
-            # A node of its own: what came in may be this rank's part of several DTensors, and a plain tensor besides.
-            return torch.ops.aten.alias.default(value._local_tensor)
+            if is_dtensor(value):
+                found[node], value = value._spec, value._local_tensor
+            # A node of its own: the same tensor may be this rank's part of a DTensor, and a plain tensor besides.
+            return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
 
         outputs = [n for n in region if any(user not in set(region) for user in n.users)]
         made = write_out(gm, region, sizes=sizes, enter=enter, leave=leave)
@@ -190,7 +189,7 @@ def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _is_more(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
+    value: Any = node.meta.get("example_value")
     if not is_dtensor(value):
         return isinstance(value, (tuple, list))
     from torch.distributed.tensor import Partial, Replicate, Shard  # on use: all of torch.distributed

@@ -67,7 +67,7 @@ def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.Process
         mesh = getattr(value, "device_mesh", value)
         if isinstance(mesh, dist.device_mesh.DeviceMesh):
             yield from mesh.get_all_groups()
-    named = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+    named: dict[str, dist.ProcessGroup] = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             if node.op == "call_function" and "c10d" in str(node.target):

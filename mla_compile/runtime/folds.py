@@ -19,8 +19,8 @@ from mla_compile.errors import StaleWeightError, WeightError
 class _Seen:
     """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values.
 
-    ``snapshot`` is None where its version is to tell whether it has changed. Of a weight that is made of several tensors,
-    or shared by ranks, it has the tensors that lie here: to compare the weight itself might take the other ranks.
+    ``snapshot`` is None where its version is to tell whether it has changed. Of a weight that is made of several
+    tensors, or shared by ranks, it has the tensors that lie here: comparing the weight itself might take other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
