@@ -16,6 +16,7 @@ from mla_compile.capture import cache_change, capture, emit
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
+from mla_compile.core.modules import shallow
 from mla_compile.core.program import Program
 from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
@@ -191,7 +192,7 @@ def _optimize_module(
 
 def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
     """A module object that shares parameters, buffers and submodules (also those replaced later) but not hooks."""
-    fast = copy.copy(module)
+    fast = shallow(module)
     for name, value in vars(module).items():
         if name.endswith("_hooks") or "_hooks_" in name:
             vars(fast)[name] = copy.copy(value)

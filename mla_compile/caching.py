@@ -12,7 +12,7 @@ from mla_compile.core.program import Program
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
-from mla_compile.passes.decide.cost import default_device
+from mla_compile.passes.decide.cost import default_device, saves_cache
 from mla_compile.passes.ir.walk import remove_dead_code
 
 
@@ -33,8 +33,12 @@ def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = 
             continue
         # Only what is legal is asked for, not what is cheaper.
         verdicts = analyse(program, slices=False).judged("absorbed", "never", default_device("cpu"))
-        # A side that stays would be expanded from its rows in every call.
-        read = (v for v in verdicts if v.absorb and v.plan is not None and v.plan.keys and v.plan.vals)
+        # A side that stays would be expanded from its rows in every call, and rows may be wider than K and V.
+        read = (
+            v
+            for v in verdicts
+            if v.absorb and v.plan is not None and v.plan.keys and v.plan.vals and saves_cache(v.plan.dims)
+        )
         wrong = sites - {v.site.node.name for v in read}
         if not wrong:
             program.gm.recompile()

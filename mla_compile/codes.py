@@ -26,6 +26,7 @@ class Code(str, Enum):
     VERIFY_FAILED = "verify_failed"
     TOO_MANY_SOURCES = "too_many_sources"
     TRAINING = "training"
+    RANKS_DIFFER = "ranks_differ"
 
     POSITION_DEPENDENT = "position_dependent"
     NONLINEAR = "nonlinear"
@@ -38,6 +39,7 @@ class Code(str, Enum):
     QUANTIZED_ROWS = "quantized_rows"
     UNKNOWN_PRODUCT = "unknown_product"
     UNSUPPORTED_OP = "unsupported_op"
+    COLLECTIVE = "collective"
     GRAPH_BREAK = "graph_break"
     EXPANDED_CACHE = "expanded_cache"
 
@@ -64,7 +66,8 @@ CODES: dict[Code, CodeInfo] = {
         'nothing to change; forms="absorbed" forces the absorbed form where all calls need the same numerics',
     ),
     Code.COST_LATENT_WIDE: CodeInfo(
-        "kept", "the latent rows are as wide as the K and V they would replace, so there is nothing to save"
+        "kept",
+        "the rows are as wide as the K and V made of them, and the graph does not show that they are what is cached",
     ),
     Code.FORMS_EXPANDED: CodeInfo(
         "kept", 'the option forms="expanded" asks for the original form', 'use forms="auto" or forms="absorbed"'
@@ -98,6 +101,11 @@ CODES: dict[Code, CodeInfo] = {
         "kept",
         "gradients are enabled, and training runs in the original form",
         "call it under torch.no_grad() or torch.inference_mode()",
+    ),
+    Code.RANKS_DIFFER: CodeInfo(
+        "kept",
+        "another rank of the group does not absorb this attention, and all ranks run the same form",
+        "look at the report of the rank that is named: its own reason is there",
     ),
     Code.POSITION_DEPENDENT: CodeInfo(
         "refused",
@@ -151,6 +159,11 @@ CODES: dict[Code, CodeInfo] = {
         "refused",
         "an operation between the latent and the attention is not known to be linear along features",
         "write that step with linear, matmul, view, transpose, slice, cat, add or mul by a constant",
+    ),
+    Code.COLLECTIVE: CodeInfo(
+        "refused",
+        "numbers of other ranks come in between the up-projection and the attention, so no weight of this rank makes K",
+        "shard the up-projection by heads (columns), and gather or reduce behind the attention or before the latent",
     ),
     Code.GRAPH_BREAK: CodeInfo(
         "refused",

@@ -38,6 +38,10 @@ class VerificationError(MlaCompileError, RuntimeError):
     """A rewritten attention differs from the original by more than rounding (raised only in strict mode)."""
 
 
+class RankError(MlaCompileError, RuntimeError):
+    """Ranks that run one program compile different things, or one of them has failed; raised on all of them."""
+
+
 class ExportError(MlaCompileError, RuntimeError):
     """A model could not be exported to ONNX; nothing was written to the path that was asked for."""
 

@@ -19,6 +19,7 @@ Appends = Literal["auto", "in_place", "copy"]
 Quantized = Literal["absorb", "exact"]
 Dequantize = Literal["auto", "once", "step"]
 Sparse = Literal["auto", "never"]
+Ranks = Literal["agree", "alone"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Options:
             each weight what moves fewer bytes in a step; for programs, whose weights may change unseen, ``step``.
         sparse: attentions whose mask shows each query the keys of a list (the top k of an indexer). ``auto`` reads the
             rows of these keys only, where that is cheaper; ``never`` reads all rows and the mask.
+        ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
+            attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
+            ``alone``: each by itself, for programs whose ranks compile at different points.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.
@@ -64,6 +68,7 @@ class Options:
     quantized: Quantized = "absorb"
     dequantize: Dequantize = "auto"
     sparse: Sparse = "auto"
+    ranks: Ranks = "agree"
     verify: bool = False
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import sympy
 from torch import fx
@@ -35,13 +36,14 @@ from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.collectives import collectives
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.report.draw import Sketch
-from mla_compile.passes.report.heads import Unsplit, gains, groups_of, reports_of, shown, unsplit
+from mla_compile.passes.report.heads import Unsplit, gains, groups_of, names_of, reports_of, shown, unsplit
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.columns import read_parts
@@ -88,6 +90,7 @@ class Outcome:
         absorbed: how many sites were rewritten.
         variants: sites whose form is picked in every call; then ``base`` is kept beside the rewritten program.
         base: what the sites were absorbed in: the captured program, or what its cache of rows made of it.
+        sites: for each entry of the report the name that :func:`run` takes in ``refused``.
     """
 
     program: Program
@@ -95,6 +98,7 @@ class Outcome:
     absorbed: int
     variants: tuple[SiteCost, ...]
     base: Program
+    sites: tuple[str, ...] = ()
 
 
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
@@ -113,12 +117,13 @@ def run(
     frozen: bool = False,
     own_cache: bool = False,
     draw: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
 
     ``frozen``: its weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
     ``cache="latent"``, inputs that hold K and V are taken to come from the program itself. ``draw``: the report keeps
-    each attention as a drawing.
+    each attention as a drawing. ``refused``: attentions that other ranks do not absorb, and why.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -131,7 +136,7 @@ def run(
     before = (PassRecord("capture", 0, program.seconds), kept)
     # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided
     # again without it. This ends, because every round adds a site.
-    failed: dict[str, str] = {}
+    failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
     while True:
         state = _State(base, options, frozen, failed, draw)
         for one in PASSES:
@@ -139,18 +144,21 @@ def run(
         new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
         if not new:
             done = state.outcome(name, before)
+            _check_collectives(program, done)
             if plain is program:
                 return done
             return replace(done, base=program if base is plain else settled(base))
         if options.strict:
             raise VerificationError(f"a rewritten attention {next(iter(new.values()))}; it was not used")
-        failed.update(new)
+        failed.update((name, (Code.VERIFY_FAILED, problem)) for name, problem in new.items())
 
 
 class _State:
     """One program on its way through the passes: what they have found so far, and the graph as it is now."""
 
-    def __init__(self, base: Program, options: Options, frozen: bool, failed: Mapping[str, str], draw: bool) -> None:
+    def __init__(
+        self, base: Program, options: Options, frozen: bool, failed: Mapping[str, tuple[Code, str]], draw: bool
+    ) -> None:
         self.base = base
         self.options = options
         self.failed = failed
@@ -205,6 +213,7 @@ class _State:
         self.program.gm.recompile()
         reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
         reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
+        sites = (*names_of(self.verdicts, self.splits), *(node.name for node, _ in self.lost))
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
@@ -213,7 +222,7 @@ class _State:
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)
         report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
-        return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base)
+        return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base, sites)
 
     def _drawings(self) -> list[SiteDrawing]:
         assert self.sketch is not None
@@ -235,6 +244,14 @@ def _check(one: Pass, program: Program) -> None:
     bare = [n.name for n in new if "val" not in n.meta]
     if bare:
         raise PassError(f"the pass {one.name} left nodes without metadata: {', '.join(bare)}")
+
+
+def _check_collectives(program: Program, done: Outcome) -> None:
+    """Other ranks may run another form of the graph, and wait for what this one sends."""
+    before = collectives(program.gm.graph)
+    for after in (done.program, done.base):
+        if collectives(after.gm.graph) != before:
+            raise PassError(f"the graph has {len(before)} collectives, and others after the passes: ranks would hang")
 
 
 @dataclass(frozen=True)
@@ -301,7 +318,7 @@ def _unfollowed(state: _State) -> int:
 
 def _absorb(state: _State) -> int:
     state.verdicts = [
-        replace(v, code=Code.VERIFY_FAILED, reason=state.failed[v.site.node.name])
+        replace(v, code=state.failed[v.site.node.name][0], reason=state.failed[v.site.node.name][1])
         if v.site.node.name in state.failed
         else v
         for v in state.verdicts

@@ -214,7 +214,7 @@ ROOMS = {
         passes.linear passes.report passes.rewrite passes.verify report stand_ins""",
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
-    "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime",
+    "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime version",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
         ops options passes.ir pipeline report runtime version""",
     # The doors.

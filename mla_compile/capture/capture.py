@@ -25,6 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.autocast import acting, has_regions, is_active, without_autocast, write_casts
+from mla_compile.capture.dtensors import localize, put_back
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
@@ -189,7 +190,9 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         with levels_restored():
             flat = _flat(written_out(gm))
             drop_idle_sets(flat, values)
-            values, opened = open_subclasses(flat, values)
+            local = localize(flat, values)
+            values, opened = open_subclasses(flat, local.values)
+            opened += local.opened
     except CaptureError:
         raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
@@ -249,7 +252,8 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         node._rename(origin.name)
         node.target = node.name
 
-    close_subclasses(graph, opened, tuple(mutated.values()))
+    parts = close_subclasses(graph, opened, tuple(mutated.values()))
+    put_back(graph, local.left_out, gm)
     mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
     used = {str(node.target) for node in _get_attrs(graph) if node.users or node.name in mutations}
     for node in _get_attrs(graph):
@@ -258,7 +262,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
             graph.erase_node(node)
     traced_gm = fx.GraphModule({target: attributes[target] for target in used}, graph)
     program = _finish(Program(traced_gm, mutations, weights, original=gm, autocast=autocast))
-    program.parts = {one.name: {name: tensor for name, _, tensor in one.parts} for one in opened}
+    program.parts = parts
     return program
 
 

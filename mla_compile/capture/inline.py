@@ -9,20 +9,17 @@ rewritten is compiled from the original all the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 from torch._higher_order_ops.wrap import wrap_with_autocast
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_compile.capture import autocast
+from mla_compile.capture.regions import write_out
 from mla_compile.core.program import copy_graph
 from mla_compile.errors import CaptureError
-from mla_compile.passes.ir.graph import splice
 
 # Operator -> the positions of its nested graph and of its first operand among its arguments.
 _CALLERS = {"tag_activation_checkpoint": (0, 1), "wrap_activation_checkpoint": (0, 1), "wrap": (0, 1)}
@@ -42,7 +39,7 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
         raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func cannot be seen")
     owner = fx.GraphModule(gm, graph)
     for region in regions:
-        _write_out_region(owner, graph, region)
+        write_out(owner, region)
     graph.lint()
     owner.recompile()
     return owner
@@ -132,38 +129,3 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 def _is_level(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
-
-
-def _write_out_region(owner: fx.GraphModule, graph: fx.Graph, region: Sequence[fx.Node]) -> None:
-    """Replaces a region by the operators that its batched tensors run, traced below the dispatcher on fake values."""
-    inside = set(region)
-    inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
-    outputs = [node for node in region if any(user not in inside for user in node.users)]
-    nested = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for n in inputs:
-        env[n] = nested.node_copy(n) if n.op == "get_attr" else nested.placeholder(n.name)
-    for node in region:
-        env[node] = nested.node_copy(node, lambda n: env[n])
-    nested.output(tuple(env[n] for n in outputs))
-    module = fx.GraphModule(owner, nested)
-    operands = [n for n in inputs if n.op != "get_attr"]
-
-    def run(*values: Any) -> Any:
-        # The fused attention operators below the dispatcher depend on the device; written as products they do not.
-        with sdpa_kernel(SDPBackend.MATH):
-            return fx.Interpreter(module).run(*values)
-
-    values = [n.meta["example_value"] for n in operands]
-    # Not the tracing context's mode: Dynamo makes a new one for the compiler that it calls.
-    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
-    with next(modes, nullcontext()), torch.no_grad(), fx.traceback.preserve_node_meta():
-        traced = make_fx(run)(*values)
-    results = splice(owner, region[0], traced, operands)
-    for node, result in zip(outputs, results, strict=True):
-        node.replace_all_uses_with(result)
-    for node in reversed(region):
-        graph.erase_node(node)
-    for node in graph.nodes:  # a later region may read these
-        if "example_value" not in node.meta and "val" in node.meta:
-            node.meta["example_value"] = node.meta["val"]

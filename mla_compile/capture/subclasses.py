@@ -75,8 +75,14 @@ def open_subclasses(gm: fx.GraphModule, values: Sequence[object]) -> tuple[list[
     return plain, opened
 
 
-def close_subclasses(graph: fx.Graph, opened: Sequence[Opened], mutated: Sequence[str]) -> None:
-    """Puts the opened inputs back and reads their plain tensors from them, under the names used in the trace."""
+def close_subclasses(
+    graph: fx.Graph, opened: Sequence[Opened], mutated: Sequence[str]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Puts the opened inputs back and reads their plain tensors from them.
+
+    Returns for each of these inputs the plain tensors, by the names of the nodes that read them.
+    """
+    parts: dict[str, dict[str, torch.Tensor]] = {one.name: {} for one in opened}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
     body = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for one in opened:
@@ -85,7 +91,7 @@ def close_subclasses(graph: fx.Graph, opened: Sequence[Opened], mutated: Sequenc
         with graph.inserting_before(nodes[one.parts[0][0]]):
             whole = graph.placeholder(one.name)
         whole.meta["val"] = one.value
-        for name, path, _ in one.parts:
+        for name, path, tensor in one.parts:
             part = whole
             with graph.inserting_before(body):
                 for attribute in path:
@@ -96,6 +102,8 @@ def close_subclasses(graph: fx.Graph, opened: Sequence[Opened], mutated: Sequenc
             old.replace_all_uses_with(part)
             graph.erase_node(old)
             part._rename(name)
+            parts[one.name][part.name] = tensor  # which may be another: a graph gives no name twice
+    return parts
 
 
 def _plain(value: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], torch.Tensor]]:

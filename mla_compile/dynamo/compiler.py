@@ -26,9 +26,10 @@ from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
+from mla_compile.dynamo.ranks import OtherRankFailedError, meeting
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.sizes import share_lengths
-from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, WeightError
+from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, RankError, WeightError
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pipeline import Outcome
@@ -131,6 +132,7 @@ class Compiler:
     def _rewrite(self, gm: fx.GraphModule, example_inputs: Inputs, latents: Latents) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
         self.compilations.stage("capture")
+        ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
         try:
             share_lengths(gm)
             program = capture.from_dynamo(gm, example_inputs)
@@ -138,8 +140,16 @@ class Compiler:
             program.own = self._own_buffers(program, example_inputs, latents)
             self.compilations.stage("passes")
             with without_autocast():
-                outcome, folds = self._outcome(program, example_inputs, str(gm.meta.get("dynamo_compile_id", "")))
+                name, left = str(gm.meta.get("dynamo_compile_id", "")), dict[str, str]()
+                outcome, folds = self._outcome(program, example_inputs, name, left)
+                while ranks is not None and (more := ranks.refused(outcome)) is not None:
+                    left |= more
+                    outcome, folds = self._outcome(program, example_inputs, name, left)
+        except RankError:
+            raise
         except Exception as error:  # whatever goes wrong, the user's model must run: the original graph is untouched
+            if ranks is not None and not isinstance(error, OtherRankFailedError):
+                ranks.failed(error)
             if self.options.strict and not self.explain_only:
                 raise
             logger.debug("a graph could not be rewritten", exc_info=error)
@@ -176,15 +186,17 @@ class Compiler:
             known |= {node.name for node, value in named if value in self.buffers}
         return frozenset(known)
 
-    def _outcome(self, program: Program, example_inputs: Inputs, name: str) -> tuple[Outcome, FoldedWeights | None]:
-        outcome = pipeline.run(program, self.options, name, draw=self.explain_only)
+    def _outcome(
+        self, program: Program, example_inputs: Inputs, name: str, left: Mapping[str, str]
+    ) -> tuple[Outcome, FoldedWeights | None]:
+        outcome = pipeline.run(program, self.options, name, draw=self.explain_only, refused=left)
         try:
             return outcome, self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
         except WeightError:
             if self.options.fold == "always":
                 raise
             without = replace(self.options, fold="never", dequantize="step")
-            return pipeline.run(program, without, name), None
+            return pipeline.run(program, without, name, refused=left), None
 
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""

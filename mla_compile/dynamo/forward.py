@@ -16,6 +16,7 @@ import torch
 from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
 
+from mla_compile.core.modules import shallow
 from mla_compile.core.places import Place
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
@@ -106,7 +107,7 @@ class CompiledForward:
 
     def _plain(self) -> torch.nn.Module:
         """The module as it was before: the same weights, buffers and submodules."""
-        plain = copy.copy(self.module)
+        plain = shallow(self.module)
         self.uninstall(plain)
         return plain
 

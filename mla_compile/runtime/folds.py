@@ -19,11 +19,12 @@ from mla_compile.errors import StaleWeightError, WeightError
 class _Seen:
     """A weight as it was when it was folded: the object, which may be gone by now, and a copy of its values.
 
-    ``snapshot`` is None where its version is to tell whether it has changed.
+    ``snapshot`` is None where its version is to tell whether it has changed. Of a weight that is made of several
+    tensors, or shared by ranks, it has the tensors that lie here: comparing the weight itself might take other ranks.
     """
 
     tensor: weakref.ref[torch.Tensor]
-    snapshot: torch.Tensor | None
+    snapshot: tuple[torch.Tensor, ...] | None
     versions: tuple[int, ...]
     addresses: tuple[int, ...]
 
@@ -31,7 +32,7 @@ class _Seen:
         """Whether it is unchanged since: cheap signs first, then every bit."""
         if self.tensor() is not live or self.versions != versions(live) or self.addresses != addresses(live):
             return False
-        return self.snapshot is None or same_bits(live.detach(), self.snapshot)
+        return self.snapshot is None or all(map(same_bits, parts_of(live.detach()), self.snapshot))
 
 
 class FoldedWeights:
@@ -75,7 +76,7 @@ class FoldedWeights:
         for name in changed:
             tensor = live[name]
             owner = weakref.ref(tensor, lambda _: self._known.pop(key, None))
-            snapshot = tensor.detach().clone() if name in self._watched else None
+            snapshot = tuple(p.clone() for p in parts_of(tensor.detach())) if name in self._watched else None
             seen[name] = _Seen(owner, snapshot, versions(tensor), addresses(tensor))
         self._known[key] = (seen, values)
         if len(self._known) > self.SETS:
@@ -179,19 +180,21 @@ def version(tensor: torch.Tensor) -> int:
 
 def versions(tensor: torch.Tensor) -> tuple[int, ...]:
     """:func:`version` of a tensor, or of the tensors that it is made of."""
-    return tuple(map(version, _parts(tensor)))
+    return tuple(map(version, parts_of(tensor)))
 
 
 def addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     """Where a tensor lies, or the tensors that it is made of."""
-    return tuple(part.data_ptr() for part in _parts(tensor))
+    return tuple(part.data_ptr() for part in parts_of(tensor))
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that ``tensor`` is made of and that lie here; itself where it is plain."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
+    inner = (getattr(tensor, name) for name in names)
+    return [part for one in inner if isinstance(one, torch.Tensor) for part in parts_of(one)]
 
 
 def with_folds(call: Call, folds: FoldedWeights) -> Call:

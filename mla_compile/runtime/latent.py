@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mla_compile.errors import StaleWeightError
+from mla_compile.errors import StaleWeightError, WeightError
 from mla_compile.passes.cache.recipe import Recipe, at_once, expand
-from mla_compile.runtime.folds import version
+from mla_compile.runtime.folds import parts_of, version, versions
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class _Cell:
         self.leaves = tuple(leaves)
         self.full = full
         self.own = own
-        self.versions = [version(leaf) for leaf in leaves]
+        self.versions = [versions(leaf) for leaf in leaves]
         self._share()
 
     def _share(self) -> None:
@@ -85,16 +85,21 @@ class _Cell:
         self.rows = tuple(_once((row,), _zeros) for row in self.rows)
         if any(version(row) for row in self.rows):  # those that another was cleared to, and has written to since
             self.rows = tuple(map(_zeros, self.rows))
-        self.versions = [version(leaf) for leaf in self.leaves]
+        self.versions = [versions(leaf) for leaf in self.leaves]
         self._share()
 
     def check(self) -> None:
-        """Raises :class:`StaleWeightError` if a weight has changed since the rows were made."""
-        if any(version(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
+        """Raises :class:`StaleWeightError` if a weight has changed since the rows were made, or is not there."""
+        if any(versions(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
             empty = "empty it with zero_()" if self.own else "start with an empty cache"
             raise StaleWeightError(
                 "a weight was changed after this cache was filled: its rows were made for the old weights; "
                 f'{empty}, or compile with the option cache="expanded"'
+            )
+        if any(part.numel() and not part.untyped_storage().nbytes() for leaf in self.leaves for part in parts_of(leaf)):
+            raise WeightError(
+                "a weight that this cache is expanded with has no memory now (FSDP frees weights outside of the layer "
+                'that they belong to): read the cache while they are there, or compile with cache="expanded"'
             )
 
 

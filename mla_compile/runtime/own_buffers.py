@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from mla_compile.core.modules import shallow
 from mla_compile.core.places import Link, Place, at_path, item, only_here, paths_of, tensors_of
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.errors import InputError, MlaCompileWarning
@@ -214,7 +215,7 @@ class OwnBuffers:
         for depth in range(len(place.modules)):
             owner, name, module = place.links(self._module)[depth]
             if module not in self._copies:
-                owner[name] = copy.copy(module)
+                owner[name] = shallow(module)
             self._detach(owner[name])
         for depth in range(len(place.modules), len(place.modules) + len(place.keys) - 1):
             holder, key, items = place.links(self._module)[depth]

@@ -20,6 +20,7 @@ from torch import fx
 
 from mla_compile.passes.cache.packed import packed_width, unpack
 from mla_compile.passes.ir.axes import Axis, axis_size, fixed_size, flatten
+from mla_compile.passes.ir.collectives import gathered
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
 from mla_compile.passes.ir.graph import shape, val
@@ -164,6 +165,9 @@ def make_recipe(
         if kind != "row" and not isinstance(kind, int):
             return Stop(node, "unsupported_op", "an axis of the cache is neither tokens, heads nor features")
         kinds.append(kind)
+    factors = [f for p in pieces for f in (p.weight, p.bias) if f is not None]
+    if gathered(leaf for f in factors for leaf in f.expr.leaves()):
+        return Stop(node, "collective", "a weight that is gathered from other ranks in every call")
     ingredients: dict[fx.Node, tuple[int, Ingredient]] = {}
     leaves: dict[fx.Node, int] = {}
     parts: list[ColumnBlock] = []

@@ -18,6 +18,7 @@ from torch import fx
 
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.decide.explain import explain_refusal
@@ -83,7 +84,8 @@ class _Judge:
             return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
         if site.problem is not None:
             return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
-        if not saves_cache(plan.dims):
+        # Of rows that are cached in any case, only the work is left to compare.
+        if not saves_cache(plan.dims) and not are_cached(plan.latent.node):
             rows, whole = plan.dims.latent_values, plan.dims.expanded_values
             reason = f"the latent rows hold {rows} values, K and V {whole}"
             return Verdict(site, Code.COST_LATENT_WIDE, reason, plan=plan)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.ir.graph import bytes_hint
 from mla_compile.passes.linear.records import Piece, Visit
 
@@ -61,7 +62,8 @@ def choose_sources(
     for node, using in proper.items():
         cuts = [c for c in (cut(p, proper=False) for p in using) if c is not None]
         # K and V may be two tensors made of the same rows: together they are what the rows stand for.
-        if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()):
+        # Rows that a cache holds are there, however few heads K and V are made for.
+        if any_width or bytes_hint(node) < sum({c.node: c.bytes for c in cuts}.values()) or are_cached(node):
             chosen.add(node)
         else:
             # No narrower than what it makes: a cache would rather hold K and V as they are.

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.passes.ir.graph import args_of, argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED
@@ -64,6 +65,8 @@ def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
     if node.op != "call_function":
         return Stop(node, "graph_break", f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
+    if is_collective(node):
+        return Stop(node, "collective", f"{operator_name(node)}: numbers of other ranks come in here")
     # Before `_NONLINEAR`, as it depends on the axis which of the two reasons is true.
     if name in ("sum", "mean", "amax", "amin", "logsumexp") and _along_last(node, (1, "dim")) == {False}:
         return Stop(node, "token_mixing", f"{name} over another axis than the last")

@@ -65,6 +65,14 @@ def reports_of(
     return reports
 
 
+def names_of(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[str]:
+    """The attention of each report of :func:`reports_of`, by its name in the graph before it was split."""
+    split_of = {g.node: s for s in splits for g in s.groups}
+    whole = (split_of.get(v.site.node) for v in verdicts)
+    names = (v.site.node.name if s is None else s.name for v, s in zip(verdicts, whole, strict=True))
+    return list(dict.fromkeys(names))
+
+
 def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verdict]:
     """One verdict for each report of :func:`reports_of`: of a split attention that of the first group absorbed."""
     by_node = {v.site.node: v for v in verdicts}

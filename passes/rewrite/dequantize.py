@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from mla_compile.core.program import Program
+from mla_compile.passes.ir.collectives import gathered
 from mla_compile.passes.ir.expr import Expr
 from mla_compile.passes.ir.graph import OURS, Builder, packet, val
 from mla_compile.passes.ir.walk import reachable, remove_dead_code
@@ -40,7 +41,7 @@ def dequantize_once(program: Program, weights: Collection[fx.Node], sites: Seque
     for site in sites:
         dtype = val(site.plan.site.v.node).dtype
         for weight in site.weights:
-            if weight not in weights or not weight.users:
+            if weight not in weights or not weight.users or gathered([weight]):
                 continue
             stored = stored_leaves(weight)
             if stored and (mode == "once" or _saves(weight, stored, dtype)):

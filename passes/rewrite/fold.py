@@ -26,6 +26,7 @@ from mla_compile.passes.decide.fold_sides import narrowest_cut, output_projectio
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, flatten
+from mla_compile.passes.ir.collectives import gathered
 from mla_compile.passes.ir.expr import Expr, Factor, wide
 from mla_compile.passes.ir.graph import Builder, args_of, val
 from mla_compile.passes.ir.walk import remove_dead_code
@@ -77,6 +78,8 @@ class _Folder:
         (piece, *others) = self.maps.with_sources([source], per_row=True).map(node).pieces
         # Two weights at least, or there is nothing to multiply ahead of time.
         if others or piece.source is not source or piece.weight is None or piece.path[-1].contractions < 2:
+            return None
+        if gathered(n for f in (piece.weight, piece.bias) if f is not None for n in f.expr.leaves()):
             return None
         # The size of a symbolic atom can only be read where it has an axis to itself.
         if any(len(axis) > 1 and not all(isinstance(a.size, int) for a in axis) for axis in piece.source_axes):

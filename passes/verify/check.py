@@ -38,11 +38,11 @@ ALLOWED = 1.5
 
 The absorbed form rounds at other places than the original, and no more often: the ratio is near 1, and quantiles of
 a sample scatter around it."""
-ROWS, TRIALS = 128, 16
+ROWS, TRIALS, MORE = 128, 16, 128
 """Rows of output wanted for a comparison of errors, and the most draws of inputs made to get them.
 
 The 0.9 quantile of 128 rows has a dozen rows beyond it. A decode step of one head has a single row per draw, so the
-draws are limited too."""
+draws are limited too. But the 0.9 quantile of two dozen rows is luck: it takes ``MORE`` draws to condemn a site."""
 BUDGET_FLOPS, BUDGET_BYTES = 1e11, 2**31
 """What one check may cost: FLOPs, and 2 GiB. Sites with a larger fixed context are reported as not checked."""
 LONG = 613
@@ -214,7 +214,8 @@ def compare_values(
     """Compares two nodes at ``sizes``; which inputs of ``boundary`` are ``counts`` and ``lists``, see :func:`draw`."""
     ours: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []
-    for trial in range(TRIALS):
+    rounds = val(old).dtype != torch.float64  # else the model runs in the precision of the truth: no error can be seen
+    for trial in range(MORE):
         generator = torch.Generator().manual_seed(seed + trial)
         scale = _SCALES[trial % len(_SCALES)]
         given = {
@@ -234,9 +235,14 @@ def compare_values(
         theirs.append(_row_errors(reference, truth, reference))
         if trial + 1 >= len(_SCALES) and sum(len(e) for e in ours) >= ROWS:
             break
-    if val(old).dtype == torch.float64:
-        return Check(None)  # the model runs in the precision of the truth: its own error cannot be seen
-    problem, ratio = _judge_errors(torch.cat(ours), torch.cat(theirs), torch.finfo(val(old).dtype).eps)
+        # Looked at once before the end, not after every draw: whoever looks often enough finds a lucky moment.
+        if trial + 1 == TRIALS and (not rounds or _judged(ours, theirs, old).problem is None):
+            break
+    return _judged(ours, theirs, old) if rounds else Check(None)
+
+
+def _judged(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], old: fx.Node) -> Check:
+    problem, ratio = _judge_errors(torch.cat(list(ours)), torch.cat(list(theirs)), torch.finfo(val(old).dtype).eps)
     return Check(ratio, problem)
 
 

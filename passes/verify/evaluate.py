@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.passes.ir.expr import is_foreign, widened
 from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor, val
 from mla_compile.passes.ir.sizes import Size, hint, size
@@ -155,7 +156,9 @@ class Evaluation:
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self.sizes.keys():
             return number(size(value), self.sizes)  # not computed: it may be counted in values that are drawn here
-        if node.op not in ("placeholder", "get_attr") and node.name not in self.weights:
+        # Nobody else computes with us now: what comes from other ranks is drawn.
+        inner = node.op not in ("placeholder", "get_attr") and node.name not in self.weights
+        if inner and not (is_collective(node) and is_tensor(node)):
             return None
         known = self.weights.get(node.name)
         if isinstance(known, torch.Tensor) and known.device.type != "meta" and not _is_fake(known):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 import re
+import subprocess
 import sys
 from importlib import metadata, util
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SAME = "the same as the original's: True"
@@ -41,6 +44,21 @@ def test_hf_generate(output):
     out = output("hf_generate.py", "--codegen=eager", "--tokens=6")
     assert out.count(SAME) == 2
     assert "4 absorbed" in out  # two layers in a step of each kind of cache
+
+
+def test_torchrun_generate():
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch has no gloo here")
+    file = EXAMPLES / "torchrun_generate.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)]
+    done = subprocess.run(
+        [*command, "--codegen=eager", "--tokens=5"], capture_output=True, text=True, timeout=240, check=True,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+    )  # fmt: skip
+    assert done.stdout.count("the same as one process's: True") == 2
+    assert done.stdout.count("absorbed (chained)") == 2
+    assert "rank 0 of 2: [" in done.stdout
+    assert "rank 1 of 2: [" in done.stdout
 
 
 def test_compile_backend(output, caplog):

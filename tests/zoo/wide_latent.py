@@ -1,8 +1,8 @@
-"""A latent as wide as all K and V together: nothing is compressed, so there is nothing to save. Legal, kept."""
+"""A latent as wide as all K and V together: nothing is compressed, but its rows are cached in any case."""
 
-from tests.zoo.base import Carry, Dims, Kept, Usual, rows
+from tests.zoo.base import Absorbed, Carry, Dims, Usual, rows
 
-EXPECTED = Kept("cost_latent_wide")
+EXPECTED = Absorbed()
 
 
 def build(dims):

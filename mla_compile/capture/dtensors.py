@@ -1,0 +1,197 @@
+"""Tensors of several ranks (DTensor): before a graph is captured, it becomes the graph of one rank's part of them.
+
+A DTensor is this rank's tensor, and a spec that says which part of the whole it is. What an operator on DTensors runs
+is decided by the specs alone: operators on the ranks' own tensors, and collectives. So such an operator is replaced by
+these, and the node of each DTensor by one of this rank's tensor. Weights are read with ``_local_tensor``, which is the
+same object in every call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mla_compile.capture.regions import write_out
+from mla_compile.capture.subclasses import Opened
+from mla_compile.errors import CaptureError
+
+LOCAL = "_local_tensor"
+
+
+@dataclass
+class Localized:
+    """What a graph of one rank takes in place of the inputs of the original."""
+
+    values: list[Any]
+    opened: list[Opened] = field(default_factory=list)
+    left_out: list[Opened] = field(default_factory=list)
+    """Inputs that are objects (a mesh), of which nothing is left in the graph."""
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether ``value`` is a DTensor, without importing them where none can be."""
+    return isinstance(value, torch.Tensor) and hasattr(value, LOCAL) and hasattr(value, "placements")
+
+
+def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
+    """Changes ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor.
+
+    Raises :class:`CaptureError` where the graph writes to a DTensor that comes in, or returns one.
+    """
+    graph = gm.graph
+    inputs = graph.find_nodes(op="placeholder")
+    objects = {n: v for n, v in zip(inputs, values, strict=True) if not isinstance(v, _PLAIN)}
+    touched = _touched(graph, objects)
+    done = Localized([])
+    if not touched and not objects and not any(map(is_dtensor, values)):
+        done.values = list(values)
+        return done
+    _check(graph, touched)
+    specs: dict[fx.Node, Any] = {}
+    for node, value in zip(inputs, values, strict=True):
+        if node in objects:
+            done.left_out.append(Opened(node.name, value, ()))
+        elif is_dtensor(value):
+            part = _open(graph, node, value)
+            specs[part] = node.meta["example_value"]._spec
+            done.values.append(value._local_tensor)
+            done.opened.append(Opened(node.name, value, ((part.name, (LOCAL,), value._local_tensor),)))
+            graph.erase_node(node)
+        else:
+            done.values.append(value)
+
+    def enter(node: fx.Node, value: Any) -> Any:
+        if node in objects:
+            return objects[node]
+        return value if node not in specs else _whole(value, specs[node])
+
+    sizes = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta["example_value"], torch.SymInt)]
+    for region in _regions(touched):
+        found: dict[fx.Node, Any] = {}
+
+        def leave(node: fx.Node, value: Any, found: dict[fx.Node, Any] = found) -> Any:
+            if is_dtensor(value):
+                found[node], value = value._spec, value._local_tensor
+            # A node of its own: the same tensor may be this rank's part of a DTensor, and a plain tensor besides.
+            return torch.ops.aten.alias.default(value) if isinstance(value, torch.Tensor) else value
+
+        outputs = [n for n in region if any(user not in set(region) for user in n.users)]
+        made = write_out(gm, region, sizes=sizes, enter=enter, leave=leave)
+        for old, new in zip(outputs, made, strict=True):
+            if old in found:
+                specs[new] = found[old]
+    for node in objects:
+        if node.users:
+            raise CaptureError(f"the graph uses {node.name}, which is no tensor and no number")
+        graph.erase_node(node)
+    graph.lint()
+    gm.recompile()
+    return done
+
+
+def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModule) -> None:
+    """Puts inputs that nothing reads any more back among the others, in the order of ``original``."""
+    known = {one.name: one.value for one in left_out}
+    later = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
+    named = {n.name: n for n in graph.find_nodes(op="placeholder")}
+    for node in reversed(original.graph.find_nodes(op="placeholder")):
+        if node.name in known:
+            with graph.inserting_before(later):
+                named[node.name] = graph.placeholder(node.name)
+            named[node.name].meta["val"] = known[node.name]
+        later = named[node.name]
+
+
+_PLAIN = (torch.Tensor, int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+
+
+def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
+    """The input that takes this rank's tensor in the place of ``node``."""
+    local, fake = value._local_tensor, node.meta["example_value"]._local_tensor
+    if is_traceable_wrapper_subclass(local):
+        raise CaptureError(f"{node.name} is a DTensor of {type(local).__name__}, which is made of several tensors")
+    if not all(isinstance(size, int) for size in fake.shape):
+        raise CaptureError(f"the size of {node.name}, a DTensor, differs from call to call")
+    with graph.inserting_before(node):
+        part = graph.placeholder(f"{node.name}{LOCAL}")
+    part.meta["example_value"] = fake
+    node.replace_all_uses_with(part)
+    return part
+
+
+def _whole(local: torch.Tensor, spec: Any) -> Any:
+    from torch.distributed.tensor import DTensor  # on use: all of torch.distributed
+
+    # As DTensor's own dispatcher makes its results: `from_local` would compute sizes, which the spec has.
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    return pytree.tree_leaves(node.meta.get("example_value"))
+
+
+def _touched(graph: fx.Graph, objects: dict[fx.Node, Any]) -> list[fx.Node]:
+    """The operators that read or make a DTensor, or read an object."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op in ("call_function", "call_method", "call_module")
+        and (any(map(is_dtensor, _leaves(node))) or any(_is_read(n, objects) for n in node.all_input_nodes))
+    ]
+
+
+def _is_read(node: fx.Node, objects: dict[fx.Node, Any]) -> bool:
+    return node in objects or any(map(is_dtensor, _leaves(node)))
+
+
+def _check(graph: fx.Graph, touched: Sequence[fx.Node]) -> None:
+    for node in graph.output_node().all_input_nodes:
+        if any(map(is_dtensor, _leaves(node))):
+            raise CaptureError(f"the graph returns {node.name}, a DTensor: return its to_local()")
+    for node in touched:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        written = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if written or node.target is operator.setitem:
+            raise CaptureError(f"{name} writes to a DTensor in place")
+
+
+def _regions(touched: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """``touched`` operators one by one, but together where what passes between them is no tensor and its spec alone.
+
+    That is a tuple, or a sum over ranks that remembers more than its spec (the rows of a vocabulary that this rank has
+    not).
+    """
+    leader = {node: node for node in touched}
+
+    def find(node: fx.Node) -> fx.Node:
+        while leader[node] is not node:
+            node = leader[node]
+        return node
+
+    for node in touched:
+        for user in node.users if _is_more(node) else ():
+            if user in leader:
+                a, b = find(node), find(user)
+                first, later = (a, b) if a < b else (b, a)
+                leader[later] = first
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in touched:
+        groups.setdefault(find(node), []).append(node)
+    # By the last of each: what it reads is there by then.
+    return sorted(groups.values(), key=lambda group: touched.index(group[-1]))
+
+
+def _is_more(node: fx.Node) -> bool:
+    value: Any = node.meta.get("example_value")
+    if not is_dtensor(value):
+        return isinstance(value, (tuple, list))
+    from torch.distributed.tensor import Partial, Replicate, Shard  # on use: all of torch.distributed
+
+    return any(type(p) not in (Partial, Replicate, Shard) for p in value.placements)

@@ -1,0 +1,193 @@
+"""What the ranks of a distributed program agree on when they compile a graph.
+
+An attention is absorbed only where every rank absorbs it: each rank verifies with its own part of the weights, and may
+come to another verdict. Ranks tell each other what they decided through the store in which torch.distributed set them
+up, and run no collective for it: a rank that compiles alone (its guards failed, and those of no other) must not wait in
+one that the others answer with a step of the model.
+
+Only graphs that need other ranks are told of: those with collectives in them, or with tensors of several ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from mla_compile.core.program import Inputs
+from mla_compile.core.records import SiteReport
+from mla_compile.errors import RankError, brief
+from mla_compile.options import Options
+from mla_compile.pipeline import Outcome
+from mla_compile.version import __version__
+
+Told = dict[int, dict[str, Any]]
+"""What each rank said, by its number in the whole program."""
+
+_SLICE = timedelta(seconds=5)
+"""How long a wait is, at most, in which Python hears no signal."""
+
+_met: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How often the ranks of a group have met, by the store in which they do."""
+_lock = threading.Lock()
+
+
+class OtherRankFailedError(RuntimeError):
+    """Another rank could not rewrite the graph: this one leaves it as it is, too."""
+
+
+def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Meeting | None:
+    """Where the ranks that run this graph together agree on it; None for a graph that one rank runs alone."""
+    if options.ranks == "alone" or not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_backend() == "fake":  # of one process that plays a rank of many
+        return None
+    own = dist.get_rank()
+    groups = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in _groups(gm, example_inputs))
+    together = [ranks for ranks in groups if len(ranks) > 1 and own in ranks]
+    return Meeting(together, own, options) if together else None
+
+
+def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.ProcessGroup]:
+    """The groups of ranks that hold the inputs of a Dynamo graph together, or that its operators name."""
+    for value in example_inputs:
+        if isinstance(value, dist.ProcessGroup):
+            yield value
+        mesh = getattr(value, "device_mesh", value)
+        if isinstance(mesh, dist.device_mesh.DeviceMesh):
+            yield from mesh.get_all_groups()
+    named: dict[str, dist.ProcessGroup] = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "call_function" and "c10d" in str(node.target):
+                given = (*node.args, *node.kwargs.values())
+                yield from (named[a] for a in given if isinstance(a, str) and a in named)
+
+
+class Meeting:
+    """The ranks that compile one graph: ``groups`` that share its collectives, in the order in which it names them.
+
+    Each rank says what it decided to its first group, then what it has heard so far to the next one. As the groups of a
+    program are the axes of a mesh, all ranks have heard of all others after the last.
+    """
+
+    def __init__(self, groups: list[tuple[int, ...]], rank: int, options: Options) -> None:
+        self.groups = groups
+        self.rank = rank
+        self.program = {
+            "mla_compile": __version__,
+            "torch": torch.__version__,
+            **{name: repr(value) for name, value in vars(options).items()},
+        }
+
+    def refused(self, outcome: Outcome) -> dict[str, str] | None:
+        """The attentions to leave, by their names in ``outcome.sites``, because another rank does; None: all agree.
+
+        Every rank gets None in the same round, and otherwise has to come back with what it decides then.
+
+        Raises:
+            OtherRankFailedError: another rank failed.
+            RankError: on all ranks, where they compile different things or one of them does not come.
+        """
+        sites = [_said_of(site) for site in outcome.report.sites]
+        told = self._exchange({"program": self.program, "problem": None, "sites": sites})
+        problems = {rank: one["problem"] for rank, one in told.items() if one["problem"] is not None}
+        if problems:
+            raise OtherRankFailedError(_each(problems))
+        self._check(told)
+        left: dict[str, str] = {}
+        again = False
+        for index, name in enumerate(outcome.sites):
+            said = {rank: one["sites"][index] for rank, one in told.items()}
+            forms = {rank: one["form"] for rank, one in said.items()}
+            if len(set(forms.values())) == 1 or not any(one["absorbed"] for one in said.values()):
+                continue
+            again = True
+            if outcome.report.sites[index].verdict == "absorbed":
+                others = {rank: one["why"] for rank, one in said.items() if not one["absorbed"]}
+                left[name] = _each(others or forms)
+        return left if again else None
+
+    def failed(self, error: Exception) -> None:
+        """Tells the other ranks that this one leaves the graph as it is."""
+        self._exchange({"program": self.program, "problem": brief(error), "sites": []})
+
+    def _exchange(self, mine: dict[str, Any]) -> Told:
+        store = dist.distributed_c10d._get_default_store()
+        told: Told = {self.rank: mine}
+        for ranks in self.groups:
+            with _lock:
+                counts = _met.setdefault(store, Counter())
+                counts[ranks] += 1
+            where = f"mla_compile/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{counts[ranks]}"
+            keys = {rank: f"{where}/{rank}" for rank in ranks}
+            try:
+                store.set(keys[self.rank], json.dumps(told))
+                self._wait(store, keys)
+                for rank in ranks:
+                    heard = json.loads(store.get(keys[rank]))
+                    told.update({int(of): said for of, said in heard.items()})
+            except RuntimeError as error:
+                if isinstance(error, RankError):
+                    raise
+                raise RankError(f"the other ranks cannot be asked what they compile: {brief(error)}") from error
+        return told
+
+    def _wait(self, store: Any, keys: Mapping[int, str]) -> None:
+        """Until all have spoken, for as long as the process group waits for its ranks."""
+        end = time.monotonic() + store.timeout.total_seconds()
+        missing = list(keys)
+        while missing := [rank for rank in missing if not store.check([keys[rank]])]:
+            left = timedelta(seconds=max(0.0, end - time.monotonic()))
+            if not left:
+                names = ", ".join(map(str, missing))
+                raise RankError(
+                    f"rank {self.rank} compiles a graph that it runs together with rank {names}, which did not compile "
+                    f"it within {store.timeout}: it ended, or its call needed no compilation; ranks that compile at "
+                    'different points need the option ranks="alone"'
+                )
+            with suppress(RuntimeError):  # what all stores raise when the time is over
+                store.wait([keys[rank] for rank in missing], min(left, _SLICE))
+
+    def _check(self, told: Told) -> None:
+        """Raises, on all ranks alike, where what was compiled is not the same program."""
+        for name in self.program:
+            _same({rank: one["program"].get(name) for rank, one in told.items()}, name)
+        _same({rank: len(one["sites"]) for rank, one in told.items()}, "attentions in the graph")
+        for index in range(len(told[self.rank]["sites"])):
+            _same({rank: one["sites"][index]["source"] for rank, one in told.items()}, f"attention {index}")
+
+
+def _said_of(site: SiteReport) -> dict[str, Any]:
+    absorbed = site.verdict == "absorbed"
+    form = f"{site.form} {' '.join(site.parts)}".strip() if absorbed else site.verdict
+    return {
+        "absorbed": absorbed,
+        "form": form if absorbed else "left",
+        "why": f"{site.code}: {site.reason}",
+        "source": site.where.source or site.where.op,
+    }
+
+
+def _same(found: Mapping[int, object], what: str) -> None:
+    if len(set(map(repr, found.values()))) > 1:
+        raise RankError(f"the ranks of one program compile different things: {what}: {_each(found)}")
+
+
+def _each(found: Mapping[int, object]) -> str:
+    """What each rank says, ranks that say the same together."""
+    by_text: dict[str, list[int]] = {}
+    for rank, said in sorted(found.items()):
+        by_text.setdefault(str(said), []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {said}" for said, ranks in by_text.items())

@@ -1,0 +1,58 @@
+"""Rows that outlive a call: those that a cache holds, whatever is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
+from mla_compile.passes.ir.operators import (
+    CONTRACTIONS,
+    Broadcast,
+    Copy,
+    Join,
+    Permute,
+    Regroup,
+    Select,
+    Slice,
+    Write,
+    WriteOne,
+    WriteRows,
+    decode,
+)
+from mla_compile.passes.ir.walk import REACH, reachable
+
+_VIEWS = (Broadcast, Copy, Permute, Regroup, Select, Slice)
+
+
+def are_cached(rows: fx.Node) -> bool:
+    """Whether new rows stand behind, or are written between, rows that came in, perhaps under a norm of all of them.
+
+    Then the caller keeps the rows and not what they are expanded into, which is made anew in every call. A projection
+    on the way makes other rows of them.
+    """
+
+    def same_rows(node: fx.Node) -> Iterable[fx.Node]:
+        ends = packet(node) in CONTRACTIONS or _held(node)
+        return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
+
+    start = whole_rows(rows)
+    return any(_comes_in(past) for node in reachable([start], same_rows, REACH) for past in _held(node))
+
+
+def _held(node: fx.Node) -> Sequence[fx.Node]:
+    """The tensors among whose rows ``node`` puts others."""
+    match decode(node):
+        case Join(parts=parts):
+            return parts
+        case Write(base=base) | WriteOne(base=base) | WriteRows(base=base):
+            return (base,)
+    return ()
+
+
+def _comes_in(node: fx.Node) -> bool:
+    """Whether ``node`` shows an input of the graph, or state that it owns."""
+    while isinstance(how := decode(node), _VIEWS):
+        node = how.x
+    return node.op in ("placeholder", "get_attr")

@@ -1,0 +1,198 @@
+"""What the ranks of these tests run: every function is called on each of them, with its rank first."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.distributed import DistributedConfig
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.passes.verify import check
+from tests.support import models
+
+EAGER = {"codegen": "eager"}
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def by_heads(model: nn.Module) -> nn.Module:
+    """Each rank its heads, by a plan of ``parallelize_module``."""
+    over = mesh()
+    for module in model.modules():
+        if isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
+            columns = [name for name, _ in module.named_children() if name in ("q_proj", "q_b_proj", "kv_b_proj")]
+            plan = {**dict.fromkeys(columns, ColwiseParallel()), "o_proj": RowwiseParallel()}
+            parallelize_module(module, over, plan)
+    return model
+
+
+def fsdp(model: Any) -> nn.Module:
+    over = mesh()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=over)
+    return fully_shard(model, mesh=over)
+
+
+def by_transformers(model: Any, directory: str) -> nn.Module:
+    """The plan that the model of transformers has itself."""
+    loaded = type(model).from_pretrained(
+        directory, distributed_config=DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size())
+    )
+    loaded.generation_config = copy.deepcopy(model.generation_config)
+    return loaded.eval().requires_grad_(False)
+
+
+def small(**config: Any) -> Any:
+    return models.build("deepseek_v3", num_hidden_layers=1, **config)
+
+
+def generated(model: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [B,steps] and the logits [B,steps,vocabulary]."""
+    with torch.no_grad():
+        done = model.generate(
+            **models.prompt(2, 9), max_new_tokens=steps, do_sample=False, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    return done.sequences[:, -steps:], torch.stack(done.logits, 1)
+
+
+def same_as_one_process(
+    rank: int, family: str, how: str, directory: str | None, steps: int, door: str = "optimize"
+) -> dict[str, Any]:
+    """Generates with one process and with all of them; what differs, and what the report of this rank says."""
+    whole = models.build(family)
+    tokens, logits = generated(whole, steps)
+    if how == "plan":
+        model = by_transformers(whole, str(directory))
+    else:
+        model = by_heads(whole) if how == "heads" else fsdp(whole)
+    before = len(backend.reports())
+    if door == "optimize":
+        fast = mla_compile.optimize(model, **EAGER)
+        ours, numbers = generated(fast, steps)
+        sites = fast.mla_report.sites
+    else:
+        model.forward = torch.compile(model.forward, backend="mla", options={**EAGER, "verify": True})
+        ours, numbers = generated(model, steps)
+        sites = tuple(site for report in backend.reports()[before:] for site in report.sites)
+    return {
+        "tokens": torch.equal(ours, tokens),
+        "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
+        "codes": sorted({str(s.code) for s in sites}),
+        "absorbed": [(s.dims.H, s.decode_flops_after, s.cache_values_latent) for s in sites if s.verdict == "absorbed"],
+    }
+
+
+def _reports(fast: Any) -> list[tuple[str, str]]:
+    return [(str(s.code), s.reason) for s in fast.mla_report.sites]
+
+
+def another_verdict(rank: int, which: int) -> dict[str, Any]:
+    """Rank ``which`` finds that rewritten attentions differ from the original."""
+    tokens, _ = generated(small(), 3)
+    fast = mla_compile.optimize(by_heads(small()), **EAGER)
+    honest = check.compare_values
+    if rank == which:
+        check.compare_values = lambda *_, **__: check.Check(None, "is told to differ")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours, _ = generated(fast, 3)
+    finally:
+        check.compare_values = honest
+    return {"tokens": torch.equal(ours, tokens), "sites": _reports(fast)}
+
+
+def a_failure(rank: int, which: int, strict: bool) -> dict[str, Any]:
+    """Rank ``which`` cannot rewrite anything."""
+    from mla_compile import pipeline
+
+    tokens, _ = generated(small(), 3)
+    fast = mla_compile.optimize(by_heads(small()), strict=strict, **EAGER)
+    honest = pipeline.run
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise mla_compile.CaptureError("this rank has had enough")
+
+    if rank == which:
+        pipeline.run = fails
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours, _ = generated(fast, 3)
+        said = [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)]
+        return {"tokens": torch.equal(ours, tokens), "said": said, "sites": _reports(fast)}
+    except Exception as error:  # noqa: BLE001  what is raised is what the test is about
+        return {"raised": str(error)}
+    finally:
+        pipeline.run = honest
+
+
+def other_options(rank: int) -> str:
+    options = {"fold": "always" if rank else "auto", **EAGER}
+    fast = mla_compile.optimize(by_heads(small()), **options)
+    try:
+        generated(fast, 2)
+    except Exception as error:  # noqa: BLE001  likewise
+        return str(error)
+    return ""
+
+
+def alone(rank: int, ranks: str) -> str:
+    """Rank 0 compiles, and no other does."""
+    model = by_heads(small())
+    if rank:
+        return ""
+    dist.distributed_c10d._get_default_store().set_timeout(datetime.timedelta(seconds=3))
+    fast = mla_compile.optimize(model, ranks=ranks, **EAGER)
+    try:
+        generated(fast, 1)
+    except Exception as error:  # noqa: BLE001  likewise
+        return str(error)
+    return ""
+
+
+def dies(rank: int, which: int, after: int) -> str:
+    """Rank ``which`` ends in the middle of a generation; what the others are told."""
+    fast = mla_compile.optimize(by_heads(small()), **EAGER)
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+        if rank == which and calls[0] > after:
+            os._exit(1)
+
+    fast.register_forward_pre_hook(count)
+    try:
+        generated(fast, after + 20)
+    except Exception as error:  # noqa: BLE001  likewise
+        return f"after {calls[0]}: {type(error).__name__}: {error}"
+    return ""
+
+
+def heads_that_cannot_be_divided(rank: int) -> str:
+    fast = mla_compile.optimize(by_heads(small(num_attention_heads=3)), **EAGER)
+    try:
+        generated(fast, 1)
+    except Exception as error:  # noqa: BLE001  likewise
+        return str(error)
+    return ""
+
+
+def saved(family: str, directory: str) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    models.build(family).save_pretrained(directory)

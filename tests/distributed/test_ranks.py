@@ -1,0 +1,82 @@
+"""Models whose heads are shared by ranks: the tokens of one process, all attentions absorbed, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import jobs
+
+# Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token.
+HEADS, FLOPS, ROWS = 4, 1_152, 80
+
+
+@pytest.mark.parametrize(
+    ("count", "family", "how", "door", "steps"),
+    [
+        (2, "deepseek_v3", "heads", "optimize", 64),
+        (2, "deepseek_v2", "plan", "optimize", 64),
+        (2, "minicpm3", "plan", "backend", 64),
+        (2, "deepseek_v3", "fsdp", "optimize", 24),
+        (4, "minicpm3", "heads", "optimize", 24),  # one head a rank: rows are wider than its K and V
+    ],
+)
+def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, steps):
+    if how == "plan":
+        jobs.saved(family, str(tmp_path))
+    share = 1 if how == "fsdp" else count
+    for found in ranks(count).run(jobs.same_as_one_process, family, how, str(tmp_path), steps, door):
+        assert found["tokens"]
+        assert found["logits"] < 1e-5
+        prompt = "cost_latent_wide" if share == HEADS else "cost_prefill"
+        assert found["codes"] == ["absorbed", prompt]
+        assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
+
+
+def test_all_ranks_leave_what_one_leaves(ranks):
+    first, second = ranks(2).run(jobs.another_verdict, 1)
+    assert first["tokens"]
+    assert second["tokens"]
+    assert ("ranks_differ", "rank 1: verify_failed: is told to differ") in first["sites"]
+    assert ("verify_failed", "is told to differ") in second["sites"]
+    assert not any(code == "absorbed" for code, _ in (*first["sites"], *second["sites"]))
+
+
+def test_a_rank_that_fails_tells_the_others(ranks):
+    first, second = ranks(2).run(jobs.a_failure, 0, False)
+    assert first["tokens"]
+    assert second["tokens"]
+    assert any("this rank has had enough" in text for text in first["said"])
+    assert any("rank 0: CaptureError: this rank has had enough" in text for text in second["said"])
+    assert not first["sites"]
+    assert not second["sites"]
+
+
+def test_strict_ranks_all_raise(ranks):
+    for found in ranks(2).run(jobs.a_failure, 1, True):
+        assert "this rank has had enough" in found["raised"]
+
+
+def test_options_that_differ_are_an_error_on_every_rank(ranks):
+    for text in ranks(2).run(jobs.other_options):
+        assert "RankError" in text
+        assert "fold: rank 0: 'auto'; rank 1: 'always'" in text
+
+
+def test_heads_that_cannot_be_divided(ranks):
+    assert all("invalid for input of size" in text for text in ranks(2).run(jobs.heads_that_cannot_be_divided))
+
+
+def test_a_rank_that_does_not_come(ranks):
+    pool = ranks(2)
+    text, _ = pool.run(jobs.alone, "agree")
+    pool.stop()  # these ranks no longer agree on how often they met
+    assert "RankError: rank 0 compiles a graph that it runs together with rank 1" in text
+    assert 'ranks="alone"' in text
+
+
+def test_a_rank_that_dies(ranks):
+    pool = ranks(2)
+    text, ended = pool.run(jobs.dies, 1, 6)
+    pool.stop()
+    assert ended is None
+    assert text.startswith("after 7: "), text

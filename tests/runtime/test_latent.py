@@ -1,0 +1,32 @@
+"""Tensors that carry rows, when the weights that they are expanded with are not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_compile
+from mla_compile.runtime.latent import LatentTensor
+from tests.support import latent_modules
+from tests.support.programs import seeded
+
+
+def test_weights_without_memory():
+    """FSDP frees the weights of a layer after each call of it."""
+    model = latent_modules.Model()
+    fast, cache = mla_compile.optimize(model, codegen="eager"), latent_modules.Cache()
+    with torch.no_grad():
+        fast(seeded(2, 5, latent_modules.D), cache, 0)
+    k = cache.keys[0]
+    assert isinstance(k, LatentTensor)
+    before = k + 0
+    weight = model.layers[0].up.weight
+    values = weight.detach().clone()
+    with torch.no_grad():
+        weight.untyped_storage().resize_(0)
+        with pytest.raises(mla_compile.WeightError, match="has no memory now"):
+            k + 0
+        weight.untyped_storage().resize_(values.numel() * values.element_size())
+        with torch.autograd._unsafe_preserve_version_counter(weight):  # as FSDP fills it again
+            weight.copy_(values)
+    assert torch.equal(k + 0, before)
