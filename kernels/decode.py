@@ -16,6 +16,7 @@ does to a score is in the equations of :mod:`mla_compile.kernels.reference`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def run(call: DecodeCall, plan: Plan | None = None, *, check_values: bool = Fals
     if cpu.suits(call):
         return cpu.decode_attention(call)
     if call.indices is not None:
-        return chosen.decode_attention(call, run)
+        return chosen.decode_attention(call, partial(run, plan=plan))
     with torch.autocast(call.query.device.type, enabled=False):  # the reference chooses its own precision
         return reference.decode_attention(call)
 

@@ -5,6 +5,9 @@ which grows with T where the requests lie behind each other. All else that follo
 plan for more tokens serves fewer: splits past the last tile are empty, as they are for a request that is shorter than
 the cache. So calls are planned, compiled and bound for T rounded up, and told T itself when they are launched.
 
+While a cache holds fewer tokens than a query may choose, the lists of chosen keys grow with it: their length is told
+too, and the plan is for a longer one.
+
 Not so with a mask or with scales by token, whose own sizes follow from T, and where offsets could need 64 bits.
 """
 
@@ -14,7 +17,8 @@ from typing import Any, NamedTuple
 
 from mla_compile.kernels.call import DecodeCall
 
-SIZED = ("T", "latent_b", "rope_b", "values_b")  # the scalars that a launch is told
+# The scalars that a launch is told.
+SIZED = ("T", "latent_b", "rope_b", "values_b", "entries", "indices_b", "indices_s")
 STEP = 64  # tokens to which T is rounded up, up to 1024; from there on to an eighth of a power of two
 LARGEST = 1 << 20  # tokens up to which it is rounded
 _I32 = 1 << 31
@@ -23,8 +27,8 @@ _I32 = 1 << 31
 class Grown(NamedTuple):
     """Of the rows of a call: what a launch depends on, and what it is told.
 
-    ``most`` is T rounded up, ``forms`` shapes and strides as far as they do not follow from T, ``scalars`` the values
-    of :data:`SIZED`.
+    ``most`` is the number of keys that a query may see, rounded up: T, or the length of its list. ``forms`` are shapes
+    and strides as far as they do not follow from T, ``scalars`` the values of :data:`SIZED`.
     """
 
     most: int
@@ -64,4 +68,9 @@ def grown(call: DecodeCall) -> Grown | None:
         distance = -1 if outer == T * row else outer
         forms.append((B, tokens == T, width, distance, outer % 16 == 0, row, column))
         scalars.append(outer)
-    return Grown(most, tuple(forms), tuple(scalars))
+    if call.indices is None:
+        return Grown(most, tuple(forms), (*scalars, 0, 0, 0))
+    if call.indices.dim() != 3 or call.indices.stride(0) >= _I32:
+        return None
+    B, S, entries = call.indices.shape
+    return Grown(rounded(entries), (*forms, (B, S)), (*scalars, entries, *call.indices.stride()[:2]))

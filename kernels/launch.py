@@ -34,15 +34,15 @@ from mla_compile.kernels.kinds import SIZED, grown
 from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
 from mla_compile.kernels.reference import additive_mask
 from mla_compile.kernels.shared import ALIGNMENT, Buffers, elements, offsets
-from mla_compile.kernels.triton import runner, steps
+from mla_compile.kernels.triton import lists, runner, steps
 from mla_compile.kernels.triton.runner import Launch
-from mla_compile.kernels.triton.steps import Step
+from mla_compile.kernels.triton.step import Step
 
 LOG = logging.getLogger("mla_compile.kernels")
 REMEMBERED = 1024  # calls of different sizes
 _KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}  # what a plan's kernel launches
 _SCHEDULE = DecodeCall._fields.index("schedule")
-_ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values"))
+_ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values", "indices"))
 
 
 class _Bound(NamedTuple):
@@ -88,11 +88,11 @@ def clear() -> None:
 def suits(call: DecodeCall) -> bool:
     """Whether a kernel takes this call: a GPU from sm_80 on, Triton, anything but float64, something to compute.
 
-    Not with ``indices``: the rows that they name are gathered first (:mod:`mla_compile.kernels.chosen`).
+    Lists of keys beside a mask that tells heads apart: the rows are gathered first (:mod:`mla_compile.kernels.chosen`).
     """
     return (
         call.query.is_cuda
-        and call.indices is None
+        and (call.indices is None or lists.suits(call))
         and call.latent.dtype != torch.float64
         and call.query.numel() > 0
         and call.latent.numel() > 0
@@ -127,6 +127,8 @@ def _launch(call: DecodeCall, own: Plan | None, bind: _Binder) -> list[Tensor] |
     query = call.query
     if query.stride(-1) != 1:
         call = call._replace(query=query.contiguous())
+    if call.indices is not None and call.indices.dim() == 3 and call.indices.stride(2) != 1:
+        call = call._replace(indices=call.indices.contiguous())
     if call.mask is not None and call.mask.dtype == torch.float64:
         call = call._replace(mask=additive_mask(call.mask, torch.float32))
     index = query.get_device()
@@ -235,10 +237,16 @@ def _check(call: DecodeCall) -> None:
 def chosen_plan(
     call: DecodeCall, device: Device, own: Plan | None = None, *, most: int = 0, gluon: bool = True
 ) -> Plan:
-    """The plan of a call: the caller's own, verified, or the planner's, for ``most`` tokens where it is not 0."""
+    """The plan of a call: the caller's own, verified, or the planner's, for ``most`` tokens where it is not 0.
+
+    With lists of keys, every query token is a request of the keys of its list.
+    """
     z = call.sizes
     width = None if call.values is None else z.V
     masked, mask_bytes = call.mask is not None, steps.read_mask_bytes(call.mask)
+    listed = call.indices is not None
+    if call.indices is not None:
+        z = z._replace(B=z.B * z.S, S=1, T=call.indices.shape[2])
     if own is not None:
         return check(
             own,
@@ -250,6 +258,7 @@ def chosen_plan(
             paged=bool(z.page),
             masked=masked,
             mask_bytes=mask_bytes,
+            listed=listed,
         )
     return plan(
         B=z.B,
@@ -268,6 +277,7 @@ def chosen_plan(
         splits=call.num_splits or None,
         deterministic=call.deterministic,
         gluon=gluon,
+        listed=listed,
     )
 
 

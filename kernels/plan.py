@@ -218,6 +218,7 @@ def plan(
     splits: int | None = None,
     deterministic: bool = False,
     gluon: bool = True,
+    listed: bool = False,
 ) -> Plan:
     """The launch for B requests of S query tokens and H heads over at most T tokens of L+R columns.
 
@@ -225,7 +226,9 @@ def plan(
     serves every length. ``Lv`` is the width of separate values (None: the latent rows are the values), ``page_size``
     None for a contiguous cache, ``masked`` whether a mask's list of tiles is walked, ``mask_bytes`` how much of it the
     loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None or 0: chosen here.
-    ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not compile).
+    ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not compile). ``listed``:
+    a list says which T tokens; B counts query tokens then, of which a grid takes any number. A row's place is
+    looked up before it is needed: the loop is that of a cache in one piece without a mask.
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
     or together with ``deterministic``; :class:`NoPlanError`, one of them, for rows too wide for shared memory.
@@ -243,17 +246,19 @@ def plan(
     )
     wanted = splits or 0
     _require(0 <= wanted <= GRID_LIMIT, f"num_splits is {wanted}, expected 0 (chosen) to {GRID_LIMIT}")
-    _require(B <= GRID_LIMIT, f"B is {B}, more than the {GRID_LIMIT} of a grid's axis; call it in parts")
+    _require(listed or B <= GRID_LIMIT, f"B is {B}, more than the {GRID_LIMIT} of a grid's axis; call it in parts")
     _require(
         not (deterministic and wanted),
         f"num_splits is {wanted} beside deterministic, which cuts every {CHUNK} tokens; give one of them",
     )
     rows, kind = S * H, _cache_kind(cache_dtype)
-    layout = _layout(L, R, Lv, cache_dtype, page_size is not None, _mask_bytes(masked, mask_bytes))
-    if gluon and _hopper_suits(rows, (L, R, Lv), (query_dtype, cache_dtype), page_size, layout.mask_bytes, device):
+    page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(masked, mask_bytes))
+    layout = _layout(L, R, Lv, cache_dtype, page is not None, mask_bytes)
+    dtypes, gluon = (query_dtype, cache_dtype), gluon and not listed
+    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
-        row, smem = fitted(starting_row(kind, rows, layout, device, "triton"), layout, device)
+        row, smem = fitted(starting_row(kind, rows, layout, device, "triton", listed=listed), layout, device)
     if deterministic:
         wanted = max(1, -(-T // CHUNK))
         _require(wanted <= GRID_LIMIT, f"T is {T}, more than {GRID_LIMIT} chunks of {CHUNK} tokens")
@@ -285,6 +290,7 @@ def check(
     paged: bool = False,
     masked: bool = False,
     mask_bytes: int | None = None,
+    listed: bool = False,
 ) -> Plan:
     """A caller's own plan with its shared memory filled in; raises :class:`InputError` where it cannot be launched."""
     for name, size, least in (
@@ -296,6 +302,10 @@ def check(
         chosen.kernel == "triton" or (chosen.block_m, chosen.block_n) == (HOPPER_BLOCK, HOPPER_BLOCK),
         f"the tile is {chosen.block_m}x{chosen.block_n}, the Hopper kernel has one of {HOPPER_BLOCK}x{HOPPER_BLOCK}",
     )
+    _require(
+        chosen.kernel == "triton" or not listed,
+        "kernel is gluon, which reads no lists of keys; pass a plan with kernel triton, or none",
+    )
     _require(chosen.num_stages >= 1, f"num_stages is {chosen.num_stages}, expected at least 1")
     _require(1 <= chosen.splits <= GRID_LIMIT, f"splits is {chosen.splits}, expected 1 to {GRID_LIMIT}")
     _require(
@@ -303,7 +313,8 @@ def check(
         f"chunk is {chosen.chunk}, expected a multiple of block_n = {chosen.block_n}",
     )
     _cache_kind(cache_dtype)
-    layout = _layout(L, R, Lv, cache_dtype, paged, _mask_bytes(masked, mask_bytes))
+    read = 0 if listed else _mask_bytes(masked, mask_bytes)
+    layout = _layout(L, R, Lv, cache_dtype, paged and not listed, read)
     smem = HOPPER_SMEM
     if chosen.kernel == "triton":
         smem = shared_memory(

@@ -86,14 +86,16 @@ def shared_memory(
     return queries + block_n * (ring + converted) + weights + mask + SLACK
 
 
-def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel) -> Row:
+def starting_row(kind: str, rows: int, layout: Layout, device: Device, kernel: Kernel, *, listed: bool = False) -> Row:
     """The table's row for this device; for wider output than any of its rows has, the widest, with fewer query rows."""
-    known = [r for r in table() if r.kernel == kernel and r.cache == kind and r.capability <= device.capability]
+    known = [r for r in table() if (r.kernel, r.cache) == (kernel, kind) and r.capability <= device.capability]
+    known = [r for r in known if listed or not r.listed]
     if not known:
         raise InputError(f"plan: tuned.json has no {kernel} row for {device.name}, capability {device.capability}")
     newest = max(r.capability for r in known)
     known = [r for r in known if r.capability == newest]
     suitable = [r for r in known if r.suits(rows, layout.paged)] or known[-1:]
+    suitable.sort(key=lambda r: not r.listed)
     for row in suitable:
         if row.max_width is None or layout.out <= row.max_width:
             return row

@@ -19,6 +19,7 @@ class Row:
 
     It is for devices from this ``capability`` up to the next one in the table, for ``min_rows`` to ``max_rows`` query
     rows, at most ``max_width`` columns of output, and for a cache that is ``paged`` or not; None is any.
+    Rows that are ``listed`` are for calls with lists of keys alone, and come before those for a cache in one piece.
 
     Times are microseconds, for rows of ``WIDTH`` columns: ``t0_us`` of a block without tiles, ``tile_us`` that an SM's
     units need for a tile.
@@ -40,6 +41,7 @@ class Row:
     tma: bool = False
     pdl: bool = False
     min_rows: int = 1
+    listed: bool = False
     provenance: str = field(default="", compare=False)
 
     @classmethod

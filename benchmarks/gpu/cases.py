@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_compile.kernels import reference
+from mla_compile.kernels import chosen, reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.plan import Device, Plan, plan
 from mla_compile.kernels.triton.steps import read_mask_bytes
@@ -28,7 +28,10 @@ CACHE_SPREAD = 0.1
 
 @dataclass(frozen=True)
 class Shape:
-    """Letters of mla_compile.core.dims; ``kv`` is the longest request, ``page`` None a contiguous cache [B,T,L+R]."""
+    """Letters of mla_compile.core.dims; ``kv`` is the longest request, ``page`` None a contiguous cache [B,T,L+R].
+
+    ``k`` is how many keys a list names for each query token, 0 where there are no lists.
+    """
 
     B: int
     kv: int
@@ -39,6 +42,7 @@ class Shape:
     page: int | None = 64
     dtype: torch.dtype = torch.bfloat16
     cache: torch.dtype | None = None
+    k: int = 0
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -56,17 +60,21 @@ class Shape:
         return max(1, -(-self.kv // (self.page or self.kv or 1)))
 
     def cost(self, tokens: int | None = None) -> tuple[int, int]:
-        """Bytes that have to be moved (cache, query, output, each once) and FLOPs; ``tokens`` of all requests."""
-        total = self.B * self.kv if tokens is None else tokens
+        """Bytes that have to be moved (cache, query, output, each once) and FLOPs; ``tokens`` of all requests.
+
+        Of lists, the rows of one for each request, and the list: those of other query tokens may name the same rows.
+        """
+        total = self.B * (self.k or self.kv) if tokens is None else tokens
         rows = self.B * self.S * self.H
         moved = total * (self.L + self.R) * self.cache_dtype.itemsize
-        moved += rows * (2 * self.L + self.R) * self.dtype.itemsize
+        moved += rows * (2 * self.L + self.R) * self.dtype.itemsize + 4 * self.B * self.S * self.k
         return moved, 2 * self.S * self.H * total * (2 * self.L + self.R)
 
     def __str__(self) -> str:
         extra = "" if self.page == 64 else f" page{self.page}"
         extra += "" if (self.L, self.R) == (512, 64) else f" {self.L}+{self.R}"
         extra += "" if self.dtype == torch.bfloat16 else f" {str(self.dtype).removeprefix('torch.')}"
+        extra += f" k{self.k}" if self.k else ""
         extra += "" if self.cache is None else f" cache {str(self.cache).removeprefix('torch.')}"
         return f"b{self.B} kv{self.kv} h{self.H} s{self.S}{extra}"
 
@@ -82,13 +90,13 @@ class Problem:
     lens: Tensor
     options: dict[str, Any] = field(default_factory=dict)
 
-    def ours(self, chosen: Plan | None = None, **more: Any) -> tuple[Tensor, Tensor]:
+    def ours(self, own: Plan | None = None, **more: Any) -> tuple[Tensor, Tensor]:
         """Our public function on this problem: ``out``, ``lse``."""
         from mla_compile.kernels import decode
 
         options = {"scale": self.shape.scale, **self.options, **more}
-        if chosen is not None:
-            options["plan"] = chosen
+        if own is not None:
+            options["plan"] = own
         if self.table is None:
             L = self.shape.L
             rope = self.kv[..., L:] if self.shape.R else None
@@ -96,6 +104,19 @@ class Problem:
         return decode.paged_decode_attention(
             self.query, self.kv, self.table, self.lens, latent_width=self.shape.L, **options
         )
+
+    def places(self) -> Tensor:
+        """The lists as row numbers in the cache, int32 [B,S,k], as peers take them; -1 where no key is named."""
+        at = self.options["indices"].long()
+        named = (at >= 0) & (at < self.lens[:, None, None])
+        at = at.masked_fill(~named, 0)
+        batch = torch.arange(self.shape.B, device=at.device)[:, None, None]
+        if self.table is None:
+            at = batch * self.kv.shape[1] + at
+        else:
+            page = self.kv.shape[1]
+            at = self.table.long()[batch, at // page] * page + at % page
+        return at.masked_fill(~named, -1).int()
 
     def rows(self, capacity: int) -> Tensor:
         """The cache as [B,capacity,L+R], gathered; slots without a page read page 0, which no length reaches."""
@@ -109,6 +130,8 @@ class Problem:
         L, options = self.shape.L, dict(self.options)
         for name in ("num_splits", "deterministic", "plan"):
             options.pop(name, None)
+        if self.shape.k:
+            return self._truth_of_lists(options)
         kv = self.rows(self.shape.kv)
         scales = options.pop("kv_scale", None)
         kv = kv.to(torch.float64)
@@ -120,6 +143,18 @@ class Problem:
             scale=self.shape.scale, seq_lens=self.lens, **options,
         )  # fmt: skip
         return reference.decode_attention(call)
+
+    def _truth_of_lists(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The same for lists alone, from their rows: all rows in float64 may not fit in memory."""
+        L, R = self.shape.L, self.shape.R
+        call = DecodeCall(
+            self.query, self.kv[..., :L], self.kv[..., L:] if R else None, seq_lens=self.lens, block_table=self.table,
+            scale=self.shape.scale, **options,
+        )  # fmt: skip
+        few = chosen.gathered(call)
+        few = few._replace(query=few.query.double(), latent=few.latent.double())
+        out, lse = reference.decode_attention(few._replace(rope=None if few.rope is None else few.rope.double()))
+        return out.view(*self.query.shape[:3], L), lse.view(self.query.shape[:3])
 
     def _by_row(self, scales: Tensor) -> Tensor:
         """Per-token scales [P,page] or [B,T] as [B,T,1]."""
@@ -142,12 +177,15 @@ def plan_of(shape: Shape, device: torch.device, kernel: str, options: dict[str, 
     if kernel != "triton" and any(options.get(name) for name in ("softcap", "window")):
         return None
     values, mask = options.get("values"), options.get("mask")
+    B, S, T = shape.B, shape.S, shape.kv if shape.page is None else shape.pages * shape.page
+    entries = options["indices"].shape[2] if "indices" in options else shape.k
+    if entries:  # as kernels/launch.py has it
+        B, S, T = B * S, 1, entries
     made = plan(
-        B=shape.B, S=shape.S, H=shape.H, L=shape.L, R=shape.R,
-        T=shape.kv if shape.page is None else shape.pages * shape.page, query_dtype=shape.dtype,
-        cache_dtype=shape.cache_dtype, page_size=shape.page, Lv=None if values is None else values.shape[-1],
-        masked=mask is not None, mask_bytes=read_mask_bytes(mask), device=Device.of(device),
-        splits=options.get("num_splits"), deterministic=options.get("deterministic", False), gluon=kernel != "triton",
+        B=B, S=S, H=shape.H, L=shape.L, R=shape.R, T=T, query_dtype=shape.dtype, cache_dtype=shape.cache_dtype,
+        page_size=shape.page, Lv=None if values is None else values.shape[-1], masked=mask is not None,
+        mask_bytes=read_mask_bytes(mask), device=Device.of(device), splits=options.get("num_splits"),
+        deterministic=options.get("deterministic", False), gluon=kernel != "triton", listed=bool(entries),
     )  # fmt: skip
     if kernel == "gluon splits":
         return replace(made, scheduled=False) if made.scheduled else None
@@ -158,6 +196,13 @@ def kernels_for(shape: Shape, device: torch.device, options: dict[str, Any]) -> 
     """The plans of the kernels that take such a call here, by the names of :func:`plan_of`, the portable one first."""
     plans = {name: plan_of(shape, device, name, options) for name in ("triton", "gluon", "gluon splits")}
     return {name: made for name, made in plans.items() if made is not None}
+
+
+def lists(shape: Shape, k: int, device: torch.device, seed: int = 8) -> Tensor:
+    """int32 [B,S,k]: distinct keys of [0, kv) in any order for each query token, a tenth of them -1."""
+    g = torch.Generator(device).manual_seed(seed)
+    order = torch.rand(shape.B, shape.S, shape.kv, generator=g, device=device).argsort(-1)[..., :k].int()
+    return order.masked_fill(torch.rand(order.shape, generator=g, device=device) < 0.1, -1)
 
 
 def left_padded(lens: Sequence[int], kv: int, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.cases import FP8, Problem, Shape, kernels_for, left_padded, poisoned, problem
+from benchmarks.gpu.cases import FP8, Problem, Shape, kernels_for, left_padded, lists, poisoned, problem
 from benchmarks.gpu.common import Case, Row, Run, SkipError
 from mla_compile.kernels.tuned import TABLE
 
@@ -163,6 +163,17 @@ def _scales(shape: Shape, device: torch.device) -> dict[str, Any]:
     return {"kv_scale": 0.05 + 0.1 * torch.rand(count, shape.page, generator=generator, device=device)}
 
 
+def _lists(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """A list for each query token, of half the keys."""
+    return {"indices": lists(shape, shape.kv // 2, device)}
+
+
+def _lists_and_mask(shape: Shape, device: torch.device, *, heads: bool = False, added: bool = False) -> dict[str, Any]:
+    """Lists, and a mask of what remains; one that tells heads apart has the rows gathered first."""
+    mask = _additive(shape if heads else replace(shape, H=1), device)["mask"]
+    return {**_lists(shape, device), "mask": mask if added else mask > 0}
+
+
 def features(run: Run) -> Iterator[Case]:
     """One case for each feature and layout, for few and for many query rows."""
     kv = 70 if run.dry else 1500
@@ -188,6 +199,20 @@ def features(run: Run) -> Iterator[Case]:
         ("many splits", {}, lambda *_: {"num_splits": 100}),
         ("one split", {}, lambda *_: {"num_splits": 1}),
         ("deterministic", {}, lambda *_: {"deterministic": True}),
+        ("lists", {}, _lists),
+        ("lists contiguous", {"page": None}, _lists),
+        ("lists, float16", {"dtype": torch.float16}, _lists),
+        ("lists, float32", {"dtype": torch.float32}, _lists),
+        ("lists, fp8, scale per token", {"cache": FP8}, lambda s, d: {**_lists(s, d), **_scales(s, d)}),
+        ("lists, mask", {"page": None}, _lists_and_mask),
+        ("lists, added mask", {"page": None}, lambda s, d: _lists_and_mask(s, d, added=True)),
+        ("lists, mask of heads", {"page": None}, lambda s, d: _lists_and_mask(s, d, heads=True)),
+        (
+            "lists, sinks, softcap, window",
+            {},
+            lambda s, d: {**_lists(s, d), **sinks(s, d), "softcap": 3.0, "window": 9},
+        ),
+        ("lists, deterministic", {}, lambda s, d: {**_lists(s, d), "deterministic": True}),
         ("sinks, softcap, window", {}, lambda s, d: {**sinks(s, d), "softcap": 3.0, "window": 200}),
     ]
     heads = (3,) if run.dry else (16, 128)
@@ -206,9 +231,15 @@ def features(run: Run) -> Iterator[Case]:
 
 
 def hidden_rows_of_nan(posed: Problem) -> Problem:
-    """The same, with NaN in the rows that a boolean mask hides from all queries."""
+    """The same, with NaN in the rows that a boolean mask hides from all queries, or that none of their lists names."""
     mask = posed.options.get("mask")
-    if mask is not None and mask.dtype == torch.bool:
+    if "indices" in posed.options:
+        places = posed.places()
+        named = torch.zeros(posed.kv.shape[:2].numel(), dtype=torch.bool, device=places.device)
+        named[places[places >= 0].long()] = True
+        bits = posed.kv.view(torch.uint8) if posed.kv.dtype == FP8 else posed.kv
+        bits[~named.view(posed.kv.shape[:2])] = 0x7F if posed.kv.dtype == FP8 else float("nan")
+    elif mask is not None and mask.dtype == torch.bool:
         posed.kv[~mask[:, 0, 0]] = float("nan")
     return posed
 
@@ -255,12 +286,12 @@ def replace_pool(posed: Problem, pool: Tensor) -> Problem:
     return Problem(posed.shape, posed.query, pool, posed.table, posed.lens, posed.options)
 
 
-def graph_replay(run: Run, kernel: str) -> Row:
-    """Capture once, then change lengths, pages and queries in place: the replay follows them."""
+def graph_replay(run: Run, kernel: str, options: Options = _none) -> Row:
+    """Capture once, then change lengths, pages, queries and lists in place: the replay follows them."""
     if run.device.type != "cuda":
         raise SkipError("CUDA graphs need a GPU")
     shape = Shape(B=6, kv=4096, H=64)
-    first = problem(shape, run.device, 14)
+    first = problem(shape, run.device, 14, **options(shape, run.device))
     chosen = first.plan(kernel)
     if chosen is None:
         raise SkipError(f"the plan does not take {kernel} here")
@@ -272,8 +303,11 @@ def graph_replay(run: Run, kernel: str) -> Row:
         got = first.ours(chosen)
     worst: Row = {}
     for seed, how in ((15, "varied"), (16, "zeros"), (17, "full")):
-        other = problem(shape, run.device, seed, how=how)
+        other = problem(shape, run.device, seed, how=how, **options(shape, run.device))
         assert other.table is not None
+        if "indices" in first.options:
+            other.options["indices"] = other.options["indices"].roll(seed, 0)
+            first.options["indices"].copy_(other.options["indices"])
         for x in got:
             x.fill_(float("nan"))
         first.query.copy_(other.query)
@@ -289,17 +323,16 @@ def graph_replay(run: Run, kernel: str) -> Row:
     return worst
 
 
-def batch_invariance(run: Run, H: int) -> Row:
+def batch_invariance(run: Run, H: int, options: Options = _none) -> Row:
     """deterministic=True: a request's bits are the same alone, in a batch, and in a larger table."""
     shape = Shape(B=5, kv=90 if run.dry else 5000, H=H)
-    posed = problem(shape, run.device, 18, how="varied", deterministic=True)
+    posed = problem(shape, run.device, 18, how="varied", deterministic=True, **options(shape, run.device))
     assert posed.table is not None
     together = posed.ours()
     for b in range(shape.B):
         table = torch.cat([posed.table[b : b + 1], torch.full_like(posed.table[b : b + 1], -1)], dim=1)
-        alone = Problem(
-            replace(shape, B=1), posed.query[b : b + 1], posed.kv, table, posed.lens[b : b + 1], posed.options
-        )
+        own = {name: x[b : b + 1] if name == "indices" else x for name, x in posed.options.items()}
+        alone = Problem(replace(shape, B=1), posed.query[b : b + 1], posed.kv, table, posed.lens[b : b + 1], own)
         for name, a, c in zip(("out", "lse"), together, alone.ours(), strict=True):
             if not torch.equal(a[b : b + 1], c):
                 return {"status": "failed", "error": f"{name} of request {b} differs between alone and together"}
@@ -353,6 +386,8 @@ def cases(run: Run) -> Iterator[Case]:
         ("triton: float32 query", lambda: float32_query(run)),
         *((f"{kernel}: graph replay", lambda k=kernel: graph_replay(run, k)) for kernel in ("triton", "gluon")),  # type: ignore[misc]
         *((f"{kernel}: repeated", lambda k=kernel: repeated(run, k)) for kernel in ("triton", "gluon")),  # type: ignore[misc]
+        ("triton: graph replay, lists", lambda: graph_replay(run, "triton", _lists)),
+        ("triton: batch invariance, lists", lambda: batch_invariance(run, 16, _lists)),
         ("triton: batch invariance h16", lambda: batch_invariance(run, 16)),
         ("gluon: batch invariance h128", lambda: batch_invariance(run, 128)),
         ("triton: large offsets", lambda: large_offsets(run)),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common import table
 from benchmarks.gpu import timing
-from benchmarks.gpu.cases import Problem, Shape, kernels_for, left_padded
+from benchmarks.gpu.cases import Problem, Shape, kernels_for, left_padded, lists
 from benchmarks.gpu.common import Case, Row, Run, SkipError, Store, _short
 from benchmarks.gpu.correctness import compare_out, not_replaced, seed_of
 from benchmarks.gpu.peers import OTHER_NUMBERS, PEERS, where_timed
@@ -38,6 +38,10 @@ NEXT = (  # what the targets of the project speak of, and one shape for each reg
 RAGGED = ((16, 4, (4641, 45118, 1730, 1696)), (128, 1, tuple(512 << (i % 7) for i in range(32))))
 
 
+# Lists of 2048 keys, as DeepSeek-V3.2's indexer makes them: heads, requests, tokens. 16 heads: one of 8 GPUs.
+CHOSEN = 2048
+LISTED = ((128, 1, 32768), (128, 64, 32768), (128, 128, 8192), (128, 8, 131072), (16, 1, 131072), (16, 64, 32768))
+
 LEFT_PADDED = tuple((H, 1, tuple(4096 - 96 * i for i in range(32))) for H in (32, 128))  # as generate() pads prompts
 PAGE = 64
 
@@ -48,6 +52,13 @@ def uneven(dry: bool) -> list[tuple[str, Shape, tuple[int, ...]]]:
     made = [("ragged", Shape(B=len(lens), kv=max(lens), H=H, S=S, page=PAGE), lens) for H, S, lens in pages]
     made += [("left-padded", Shape(B=len(lens), kv=max(lens), H=H, S=S, page=None), lens) for H, S, lens in masked]
     return [(f"{name} {shape}", shape, lens) for name, shape, lens in made]
+
+
+def with_lists(dry: bool) -> list[tuple[str, Shape, tuple[int, ...] | None]]:
+    """Sparse attention: whatever the length of a request, its list is as long."""
+    made = [(4, 2, 70)] if dry else LISTED
+    every = [Shape(B=B, kv=kv, H=H, page=PAGE, k=30 if dry else CHOSEN) for H, B, kv in made]
+    return [(str(shape), shape, None) for shape in every]
 
 
 def shapes(dry: bool) -> list[Shape]:
@@ -99,6 +110,8 @@ class Pool:
             shape.B, shape.S, shape.H, 576, generator=generator, device=self.run.device, dtype=torch.float32
         )
         options = {"causal": shape.S > 1, **masks(shape, lens, self.run.device)}
+        if shape.k:
+            options["indices"] = lists(shape, shape.k, self.run.device)
         if shape.page is None:
             full = torch.full((shape.B,), shape.kv, dtype=torch.int32, device=self.run.device)
             whole = self.kv[:count].view(shape.B, -1, 576)[:, : shape.kv]
@@ -149,7 +162,7 @@ def measure(run: Run, pool: Pool, shape: Shape, lens: tuple[int, ...] | None = N
         run.at(name)
         try:
             where_timed(name, shape)
-            call = make(posed, run.peers.get(name))
+            call = make(posed, run.peers.get(name.split()[0]))
             call()
             calls[name] = call
         except SkipError as reason:
@@ -179,7 +192,8 @@ def measure(run: Run, pool: Pool, shape: Shape, lens: tuple[int, ...] | None = N
 
 def _agree(run: Run, posed: Problem, calls: dict[str, Any], row: Row) -> list[str]:
     """Takes what fails, or differs from the truth, out of ``calls``; returns what is wrong with ours."""
-    subset = posed.shape.B * posed.shape.kv * posed.shape.H * posed.shape.S > 1 << 28
+    shape = posed.shape
+    subset = shape.B * (shape.k or shape.kv) * shape.H * shape.S > 1 << 28
     reference = None if subset else posed.truth()[0]
     problems = []
     for name in [n for n in calls if n not in OTHER_NUMBERS]:
@@ -204,7 +218,7 @@ def cases(run: Run) -> Iterator[Case]:
     """The headline shapes, the next ones, requests of uneven lengths, the grid."""
     listed: list[tuple[str, Shape, tuple[int, ...] | None]] = [(str(shape), shape, None) for shape in shapes(run.dry)]
     place = len(HEADLINE) + len(NEXT)
-    listed[place:place] = uneven(run.dry)
+    listed[place:place] = [*uneven(run.dry), *with_lists(run.dry)]
     pool = Pool(run, [shape for _, shape, _ in listed])
     for index, (key, shape, lens) in enumerate(listed):
         first = index < (1 if run.dry else len(HEADLINE))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu.launches                          # three layers of the sizes of MiniCPM3 and DeepSeek-V3
     python -m benchmarks.gpu.launches --models tiny,minicpm3
+    python -m benchmarks.gpu.launches --models v32 --tokens 4096    # room for more tokens than an indexer chooses
 
 A step in a ``StaticCache`` is compiled on the CPU up to the graph that Inductor is given. That graph is traced again
 with fake tensors on a GPU and lowered, with stand-ins for what Inductor asks a device; nothing is compiled further or
@@ -39,8 +40,8 @@ SMS, WARP, REGISTERS, THREADS, SHARED = 132, 32, 65536, 2048, 232448  # of an H1
 _CALL = re.compile(r"^\s*(?:\w+ = )?(?:(triton_\w+)\.run|extern_kernels\.(\w+)|torch\.ops\.(\w+\.\w+))", re.MULTILINE)
 
 
-def step_graph(model: Any, batch: int) -> tuple[fx.GraphModule, list[Any]]:
-    """The graph of a decode step as Inductor is given it, and its example inputs."""
+def step_graph(model: Any, batch: int, tokens: int = 256) -> tuple[fx.GraphModule, list[Any]]:
+    """The graph of a decode step in a cache of so many tokens, as Inductor is given it, and its example inputs."""
     from transformers import StaticCache
 
     given: list[tuple[fx.GraphModule, list[Any]]] = []
@@ -51,7 +52,7 @@ def step_graph(model: Any, batch: int) -> tuple[fx.GraphModule, list[Any]]:
 
     with mock.patch.object(Compiler, "_generate", kept), torch.no_grad():
         fast = mla_compile.optimize(model, strict=True, verify=False)
-        cache: Any = StaticCache(config=model.config, max_cache_len=256)
+        cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
         for count in (6, 1):  # a prompt, then a step
             fast(torch.ones(batch, count, dtype=torch.long), past_key_values=cache)
     return given[-1]
@@ -150,13 +151,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=names(list(MODELS)), default=["minicpm3", "v3"])
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256, help="that the cache has room for")
     parser.add_argument("--out", type=Path, help="also write the counts here, as JSON")
     args = parser.parse_args()
     rows = []
     for name in args.models:
         torch._dynamo.reset()
-        model = build(name, torch.bfloat16, 3, 512)
-        counts = Counter(per_layer(launches(generated(*step_graph(model, args.batch)))))
+        model = build(name, torch.bfloat16, 3, 2 * args.tokens)
+        counts = Counter(per_layer(launches(generated(*step_graph(model, args.batch, args.tokens)))))
         rows.append({"model": name, "batch": args.batch, "launches": dict(counts)})
     print(table([list(row.values()) for row in rows], ("model", "batch", "launches of a layer")))
     if args.out:

@@ -26,9 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,137 +35,20 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import ptx
-from mla_compile.kernels.call import DecodeCall, IndexCall
-from mla_compile.kernels.devices import PRESETS, Device
+from benchmarks.gpu.offline_cases import AMD, Case, cases
 from mla_compile.kernels.hopper import runner as hopper_runner
-from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.steps import GluonStep
-from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import NoPlanError, Plan
-from mla_compile.kernels.triton.index_steps import index_step
-from mla_compile.kernels.triton.steps import Step, steps
-from mla_compile.kernels.tuned import table
+from mla_compile.kernels.triton.step import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = ROOT / "docs" / "kernel_table.md"
-# The AMD cards' LDS and bandwidth are from their datasheets; the capability says whose tiles they are given.
-AMD = {
-    "gfx942": Device("AMD Instinct MI300X", (8, 0), 304, 64 * 1024, 5.3e12),
-    "gfx950": Device("AMD Instinct MI355X", (8, 0), 256, 160 * 1024, 8.0e12),
-}
-DEVICES = {name: PRESETS[name] for name in ("sm_80", "sm_90", "sm_100", "sm_120")} | AMD
-CACHES = {"half": torch.bfloat16, "float8": torch.float8_e4m3fn, "float32": torch.float32}
-NAMES = {"half": "bf16", "float8": "fp8", "float32": "fp32"}
 MMA = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma.sync", "QGMMA": "wgmma", "UTCQMMA": "tcgen05"}  # by SASS
-B, T = 4, 4096
 # Both consumers score a block (9 chunks of 64 columns x 4 steps of 16) and apply two, with one more for the last block.
 SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
 # Its arrives: the producer's three; of each consumer the query, the sums, P, three stage halves and the last block's.
 ARRIVES = 3 + 2 * 6
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel to compile."""
-
-    arch: str
-    label: str
-    kernel: str  # name of the step
-    rows: int = 16
-    cache: str = "half"
-    page: int = 0
-    query: str | None = None  # "float32" beside a half cache
-    mask: torch.dtype | None = None  # of a mask [B,1,1,T]: bool hides tokens, a number is added to their scores
-    hopper: bool = False
-    splits: int = 4  # 0: the plan's own, which on Hopper cuts a paged batch on the device
-
-    @property
-    def tolerated(self) -> int:
-        """Bytes of spill stores that are put up with, each for its reason."""
-        if self.kernel == "attend" and self.rows == 32 and self.page:
-            return 16  # 3.6 keeps three scalars of the block table outside the registers
-        if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.cache == "float8":
-            return 384  # the converted tile beside 64 x 512 sums; 32 rows would not, and read twice
-        if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
-            # A listed tile's bits beside 64 x 512 sums (the Hopper kernel takes such calls), an added mask's place.
-            return 20 if self.mask == torch.bool else 64
-        return 0
-
-    def call(self) -> DecodeCall:
-        """The call, on meta tensors."""
-        dtype = CACHES[self.cache]
-        query = torch.float32 if self.query else (torch.bfloat16 if self.cache == "float8" else dtype)
-        outer, inner = (B * T // self.page, self.page) if self.page else (B, T)
-
-        def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=of, device="meta")
-
-        cache = empty(outer, inner, 576, of=dtype)
-        return DecodeCall(
-            empty(B, 1, self.rows, 576, of=query),
-            cache[..., :512],
-            cache[..., 512:],
-            mask=empty(B, 1, 1, T, of=self.mask) if self.mask else None,
-            block_table=empty(B, T // self.page) if self.page else None,
-            seq_lens=empty(B) if self.page else None,
-            kv_scale=empty(of=torch.float32) if self.cache == "float8" else None,
-            scale=0.1,
-            causal=True,
-            num_splits=self.splits,
-        )
-
-    def indexer(self) -> IndexCall:
-        """A decode step of an indexer of as many heads as there are rows, on meta tensors."""
-        shapes, dtype = ((B, 1, self.rows, 128), (B, T, 128)), CACHES[self.cache]
-        query, keys = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-        return IndexCall(query, keys, torch.empty(B, 1, self.rows, device="meta"), 0.1)
-
-    @property
-    def device(self) -> Device:
-        """What is compiled for."""
-        return DEVICES[self.arch]
-
-    def step(self) -> tuple[Step, Plan]:
-        """The launch that this case is about. That of an indexer has no plan, and beside it stands an attention's."""
-        if self.kernel == "index_scores":
-            return index_step(self.indexer()), chosen_plan(replace(self, cache="half").call(), self.device)
-        call, device = self.call(), self.device
-        found = chosen_plan(call, device, gluon=self.hopper)
-        every = hopper_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
-        return next(s for s in every if s.name == self.kernel), found
-
-
-def cases() -> Iterator[Case]:
-    """Every tuned row at the largest number of query rows it is for, contiguous and paged; then variants."""
-    for arch, device in DEVICES.items():
-        for cache in CACHES:
-            known = [r for r in table() if (r.kernel, r.capability, r.cache) == ("triton", device.capability, cache)]
-            for rows in sorted({r.max_rows or 128 for r in known}):
-                for page in (0, 64):
-                    label = f"{NAMES[cache]}, {rows} rows{f', page {page}' if page else ''}"
-                    yield Case(arch, label, "attend", rows, cache, page)
-        yield Case(arch, "bf16, 16 rows, page 16", "attend", 16, page=16)
-        yield Case(arch, "bf16, 128 rows, mask", "attend", 128, mask=torch.bool)
-        yield Case(arch, "bf16, 128 rows, added mask", "attend", 128, mask=torch.bfloat16)
-        yield Case(arch, "bf16, 128 rows, fp32 query", "attend", 128, query="float32")
-        yield Case(arch, "combine", "combine")
-        yield Case(arch, "indexer, bf16, 64 heads", "index_scores", 64)
-        yield Case(arch, "indexer, fp32, 64 heads", "index_scores", 64, "float32")
-    yield Case("sm_90", "mask: scan", "scan_mask", mask=torch.bool)
-    yield Case("sm_90", "mask: list", "list_tiles", mask=torch.bool)
-    hopper = Case("sm_90", "", "mla_seesaw", 128, hopper=True)
-    yield replace(hopper, label="Hopper, bf16, 1 split", splits=1)
-    yield replace(hopper, label="Hopper, bf16")
-    yield replace(hopper, label="Hopper, bf16, fp32 query", query="float32")
-    yield replace(hopper, label="Hopper, bf16, mask", mask=torch.bool)
-    yield replace(hopper, label="Hopper, bf16, mask, 1 split", mask=torch.bool, splits=1)
-    yield replace(hopper, label="Hopper, bf16, 17 rows", rows=17)
-    for page in (16, 32, 64):
-        yield replace(hopper, label=f"Hopper, bf16, page {page}", page=page)
-        yield replace(hopper, label=f"Hopper, bf16, page {page}, scheduled", page=page, splits=0)
-    yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
-    yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)
 
 
 def tool(name: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.gpu.cases import Problem, Shape
+from benchmarks.gpu.cases import FP8, Problem, Shape
 from benchmarks.gpu.common import SkipError
 
 Call = Callable[[], Tensor]
@@ -139,6 +139,55 @@ def flashmla(posed: Problem, path: str | None) -> Call:
     return run
 
 
+def flashmla_sparse(posed: Problem, path: str | None) -> Call:
+    """FlashMLA's sparse attention over half precision rows: the kernel it has for prompts, here for one token each."""
+    s = posed.shape
+    module = _module("flash_mla", path)
+    _needs((s.L, s.R) == (512, 64) and s.cache_dtype == torch.bfloat16, "FlashMLA takes bfloat16 and 512+64 only")
+    _needs(s.H in (64, 128), "FlashMLA takes 64 or 128 heads")
+    rows, places = posed.kv.reshape(-1, 1, 576), posed.places().view(s.B * s.S, 1, s.k)
+    query = posed.query.reshape(s.B * s.S, s.H, 576)
+
+    def run() -> Tensor:
+        out: Tensor = module.flash_mla_sparse_fwd(query, rows, places, s.scale)[0]
+        return out.view(s.B, s.S, s.H, s.L)
+
+    return run
+
+
+def flashmla_fp8(posed: Problem, path: str | None) -> Call:
+    """FlashMLA's sparse decode, which reads rows of 656 bytes in fp8. Its rows are rounded ones: not compared."""
+    s = posed.shape
+    module = _module("flash_mla", path)
+    _needs((s.page, s.L, s.R) == (64, 512, 64), "FlashMLA takes pages of 64 and 512+64 only")
+    _needs(s.H in (64, 128), "FlashMLA takes 64 or 128 heads")
+    cache, places = _fp8_records(posed.kv)[:, :, None], posed.places()
+    metadata, splits = module.get_mla_metadata(posed.lens, s.S * s.H, 1, num_heads_q=s.H, is_fp8_kvcache=True, topk=s.k)
+
+    def run() -> Tensor:
+        out: Tensor = module.flash_mla_with_kvcache(
+            posed.query, cache, posed.table, posed.lens, s.L, metadata, splits, softmax_scale=s.scale,
+            is_fp8_kvcache=True, indices=places,
+        )[0]  # fmt: skip
+        return out
+
+    return run
+
+
+def _fp8_records(kv: Tensor) -> Tensor:
+    """[P,page,656] float8: of each row 512 values in e4m3, a float32 scale for each 128 of them, 64 in bfloat16."""
+    made = torch.empty(*kv.shape[:2], 656, dtype=torch.uint8, device=kv.device)
+    for part, into in zip(
+        kv.split(1024), made.split(1024), strict=True
+    ):  # float32 of all at once would be twice the memory
+        blocks = part[..., :512].float().unflatten(-1, (4, 128))
+        scales = (blocks.abs().amax(-1) / 448).clamp(min=1e-12)
+        into[..., :512] = (blocks / scales[..., None]).flatten(-2).to(FP8).view(torch.uint8)
+        into[..., 512:528] = scales.contiguous().view(torch.uint8)
+        into[..., 528:] = part[..., 512:].contiguous().view(torch.uint8)
+    return made.view(FP8)
+
+
 def flashinfer(posed: Problem, path: str | None) -> Call:
     """FlashInfer's BatchMLAPagedAttentionWrapper; its plan is made once, outside the timed call."""
     s = posed.shape
@@ -207,8 +256,12 @@ def sglang(posed: Problem, path: str | None) -> Call:
     device = query.device
     token = torch.arange(s.kv, device=device)
     slots = posed.table.long()[:, token // s.page] * s.page + token % s.page
-    indices = slots[token < posed.lens[:, None]].contiguous()
-    starts = F.pad(posed.lens.cumsum(0), (1, 0)).int()
+    read, count = token < posed.lens[:, None], posed.lens
+    if s.k:
+        slots = posed.places()[:, 0]
+        read, count = slots >= 0, (slots >= 0).sum(-1)
+    indices = slots[read].contiguous()
+    starts = F.pad(count.cumsum(0), (1, 0)).int()
     out = torch.empty(s.B, s.H, s.L, dtype=s.dtype, device=device)
     parts = torch.empty(s.B, s.H, splits, s.L, dtype=torch.float32, device=device)
     lses = torch.empty(s.B, s.H, splits, dtype=torch.float32, device=device)
@@ -261,18 +314,26 @@ PEERS: dict[str, Callable[[Problem, str | None], Call]] = {
     "sdpa": sdpa,
     "flex": flex,
     "flashmla": flashmla,
+    "flashmla sparse": flashmla_sparse,
+    "flashmla fp8": flashmla_fp8,
     "flashinfer": flashinfer,
     "vllm": vllm,
     "sglang": sglang,
     "flaggems": flaggems,
 }
-OTHER_NUMBERS = ("sdpa",)  # works on expanded keys and values: its output is not comparable
+# They work on expanded keys and values, and on rows rounded to fp8: their output is not comparable.
+OTHER_NUMBERS = ("sdpa", "flashmla fp8")
+OF_LISTS = ("flashmla sparse", "flashmla fp8")  # take lists of keys and nothing else; sglang takes both
 FLEX_SHAPES = ((8, 4096, 128, 1), (1, 32768, 16, 1))  # each is compiled anew, which takes seconds
 
 
 def where_timed(name: str, shape: Shape) -> None:
     """Raises :class:`SkipError` for a peer that is worth a few shapes only; a cache in one piece comes with a mask."""
     _needs(shape.page is not None, "timed over pages, without a mask")
+    if shape.k:
+        _needs(name in (*OF_LISTS, "sglang"), "takes no lists of keys")
+    else:
+        _needs(name not in OF_LISTS, "takes lists of keys only")
     if name == "sdpa":
         _needs(shape.B * shape.kv <= 65536, "timed where B * kv is at most 65536")
     if name == "flex":

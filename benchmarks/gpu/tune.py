@@ -77,7 +77,7 @@ class Candidate:
 def candidates(kind: str, rows: int, paged: bool, device: Device) -> Iterator[Candidate]:
     """Tiles for a class that fit shared memory: the plan's of today, the table's others, then the nearest to it."""
     blocks = [m for m in (16, 32, 64) if m <= max(16, 2 * rows)]
-    known = [r for r in tuned.table() if r.cache == kind and r.kernel == "triton"]
+    known = [r for r in tuned.table() if r.cache == kind and r.kernel == "triton" and not r.listed]
     query = torch.float32 if kind == "float32" else torch.bfloat16
     now = planning.plan(
         B=64, S=1, H=rows, L=512, R=64, T=4096, query_dtype=query, cache_dtype=DTYPES[kind], device=device,
@@ -316,7 +316,7 @@ def _how(paged: bool) -> str:
 
 def _without(new: dict[str, Any], old: dict[str, Any]) -> list[dict[str, Any]]:
     """What is left of an old row: nothing, or its half for the other loop."""
-    if any(new[k] != old[k] for k in ("kernel", "capability", "cache", "max_rows", "max_width")):
+    if old.get("listed") or any(new[k] != old[k] for k in ("kernel", "capability", "cache", "max_rows", "max_width")):
         return [old]
     return [{**old, "paged": not new["paged"]}] if old["paged"] in (None, not new["paged"]) else []
 

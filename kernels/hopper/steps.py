@@ -28,11 +28,10 @@ from mla_compile.kernels.plan import (
 from mla_compile.kernels.shared import Buffers
 from mla_compile.kernels.triton import schedule
 from mla_compile.kernels.triton import steps as portable
+from mla_compile.kernels.triton.step import TYPES, Step
 from mla_compile.kernels.triton.steps import (
     COMBINE_COLUMNS,
     COMBINE_SPLITS,
-    TYPES,
-    Step,
     combine_step,
     list_shape,
     read_mask_bytes,
@@ -77,11 +76,14 @@ def takes(call: DecodeCall, device: Device) -> bool:
     """Whether dtypes, widths and features are the Hopper kernel's: what the layers of a model have in common.
 
     Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
-    a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. A float32 query
-    goes with a bfloat16 cache only: for float16 it would have to be scaled. Sizes are not judged here.
+    a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. No lists of
+    keys: TMA gathers rows on Blackwell only. A float32 query goes with a bfloat16 cache only: for float16 it would have
+    to be scaled. Sizes are not judged here.
     """
     z, rope = call.sizes, call.rope
     if rope is None or call.values is not None or call.kv_scale is not None or read_mask_bytes(call.mask):
+        return False
+    if call.indices is not None:
         return False
     dtype = call.latent.dtype
     query = call.query.dtype == dtype or (dtype == torch.bfloat16 and call.query.dtype == torch.float32)

@@ -13,6 +13,8 @@ One load of the tile c serves both products. The flags below are compile-time co
   place (a weight of 0 times NaN is NaN). There is no separate loop for whole tiles: two loops spill registers.
 * The running maximum starts at the lowest float32, so a row that has seen nothing makes no ``inf - inf``.
 * Grid (row blocks, splits, B): the row blocks of one tile run side by side and share it through the L2 cache.
+* Or tiles come from a list of keys, which each query token has for itself: then a block holds heads of one token, along
+  the first axis of the grid alone (kernels/triton/lists_triton.py).
 * A float32 query beside half precision rows is rounded to their dtype here, once; for float16 each row is first
   brought to a largest magnitude of 2^13..2^14 by a power of two, which the scores are multiplied by again.
 * Hopper's products take a computed left factor from registers, 144 of each thread for a query, and a loaded one from
@@ -26,6 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from mla_compile.kernels.triton.combine_triton import sink_factor
+from mla_compile.kernels.triton.lists_triton import base_2, entries_of, names, write_places
 from mla_compile.kernels.triton.tiles_triton import COUNT, LN2, LOG2E, LOWEST, TILE, WORD, key_range, tile_rows
 
 
@@ -67,6 +70,9 @@ def attend(
     lengths,  # int32 [B] or None
     work,  # int64, see kernels/triton/tiles_triton.py, or None
     mask,  # uint8 or float [B,H,S,T] by strides; None: no mask, or all of it is in work
+    indices,  # int32 [B,S,entries] or None
+    places,  # int32 [B*S,entries], scratch, or None; see kernels/triton/lists_triton.py
+    bias,  # float32 [B*S,entries], scratch, or None
     sinks,  # [H] or None
     kv_scale,  # [] or by token
     scale,
@@ -92,6 +98,9 @@ def attend(
     scale_t,
     work_b,  # 0 where all requests share one list
     work_plane,
+    indices_b,
+    indices_s,
+    entries,
     S,
     H,
     T,  # capacity: tokens of the cache, or of a row of the block table
@@ -105,7 +114,9 @@ def attend(
     BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,  # 0: contiguous
+    PAGE: tl.constexpr,  # 0: contiguous, or pages behind each other and a list of places
+    LIST_PAGE: tl.constexpr,  # where a list is looked up: rows of a page, or 0
+    LOOKED_UP: tl.constexpr,  # how many at a time
     WIDE: tl.constexpr,  # offsets inside a request (or a page) need 64 bits
     DTYPE: tl.constexpr,  # of the products
     PRECISION: tl.constexpr,  # of float32 products
@@ -122,10 +133,24 @@ def attend(
     """One split of one block of rows; see the module's docstring. Strides are in elements, named by tensor and axis."""
     i_m = tl.program_id(0)
     i_split = tl.program_id(1)
-    b = tl.program_id(2)
-    M = S * H
+    if indices is None:
+        b = tl.program_id(2)
+        i_r = b  # the query rows are a request's
+        requests = tl.num_programs(2)
+        M = S * H
+    else:
+        blocks = tl.cdiv(H, BLOCK_M)
+        i_r = i_m // blocks  # or a query token's
+        requests = tl.num_programs(0) // blocks
+        i_m = i_m % blocks
+        b = i_r // S
+        M = H
+    LISTED: tl.constexpr = indices is not None
     length, begin = key_range(lengths, b, S, T, window, WINDOW)
-    if work is not None:
+    if indices is not None:
+        first = tl.zeros([], tl.int32)
+        last = tl.cdiv(entries, BLOCK_N)
+    elif work is not None:
         work += b.to(tl.int64) * work_b
         first = tl.zeros([], tl.int32)
         last = tl.load(work + COUNT * work_plane).to(tl.int32)
@@ -138,11 +163,15 @@ def attend(
 
     m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     m_row = m < M
-    o_row = (i_split.to(tl.int64) * tl.num_programs(2) + b) * M + m  # row m's place in out and lse
+    o_row = (i_split.to(tl.int64) * requests + i_r) * M + m  # row m's place in out and lse
     m_query = m_row & (first < last)  # a split without tiles loads nothing; leaving here instead costs 200 B of spills
 
-    s_token = m // H
-    head = m % H
+    if indices is None:
+        s_token = m // H
+        head = m % H
+    else:
+        s_token = i_r % S
+        head = m
     p_query = (
         query + b.to(tl.int64) * query_b + s_token.to(tl.int64) * query_s + head.to(tl.int64) * query_h
     )  # [BLOCK_M]
@@ -174,7 +203,7 @@ def attend(
     if R > 0:
         b_qr = b_qr.to(DTYPE)
     if staged is not None:
-        p_staged = staged + (b.to(tl.int64) * M + m)[:, None] * (L + R)
+        p_staged = staged + (i_r.to(tl.int64) * M + m)[:, None] * (L + R)
         tl.store(p_staged + c_l[None, :], b_q, mask=m_q)
         if R > 0:
             tl.store(p_staged + (L + c_r)[None, :], b_qr, mask=m_qr)
@@ -184,7 +213,7 @@ def attend(
             b_qr = tl.load(p_staged + (L + c_r)[None, :], mask=m_qr, other=0.0)
 
     # Bases of this request's rows; pages are looked up from the start of the cache.
-    if PAGE == 0:
+    if table is None:
         latent += b.to(tl.int64) * latent_b
         if R > 0:
             rope += b.to(tl.int64) * rope_b
@@ -196,7 +225,9 @@ def attend(
         table += b.to(tl.int64) * table_b
     if mask is not None:
         mask += b.to(tl.int64) * mask_b
-        if MASK_ROWS:
+        if indices is not None:
+            mask += s_token.to(tl.int64) * mask_s
+        elif MASK_ROWS:
             p_mask = mask + head.to(tl.int64) * mask_h + s_token.to(tl.int64) * mask_s  # [BLOCK_M]
     if kv_scale is not None:
         if not TOKEN_SCALE:
@@ -210,6 +241,23 @@ def attend(
         work += first
         next_tile = tl.load(work + TILE * work_plane, mask=first < last, other=0)
         next_word = tl.load(work + WORD * work_plane, mask=first < last, other=0)
+    if indices is not None:
+        indices += b.to(tl.int64) * indices_b + s_token.to(tl.int64) * indices_s
+        if places is not None:
+            places += i_r.to(tl.int64) * entries
+            if bias is not None:
+                bias += i_r.to(tl.int64) * entries
+            stop = tl.minimum(last * BLOCK_N, entries)
+            for start in range(first * BLOCK_N, stop, LOOKED_UP):
+                write_places(
+                    indices, table, mask, places, bias, start, stop, length, end, window, mask_t,
+                    LIST_PAGE, LOOKED_UP, CAUSAL, WINDOW,
+                )  # fmt: skip
+            tl.debug_barrier()
+            indices = places
+        next_n = entries_of(indices, first, entries, BLOCK_N, -1)
+        if bias is not None:
+            next_bias = entries_of(bias, first, entries, BLOCK_N, 0.0)
     for i in tl.range(first, last):
         if work is not None:
             tile = next_tile.to(tl.int32)
@@ -220,13 +268,25 @@ def attend(
         else:
             tile = i
         start = tile * BLOCK_N
-        n = start + tl.arange(0, BLOCK_N)
-        seen = n < length  # [BLOCK_N]: by some row of the request
-        if WINDOW:
-            seen = seen & (n >= begin)
+        if indices is None:
+            n = start + tl.arange(0, BLOCK_N)
+            seen = n < length  # [BLOCK_N]: by some row of the request
+            if WINDOW:
+                seen = seen & (n >= begin)
+        else:
+            n = next_n
+            next_n = entries_of(indices, i + 1, entries, BLOCK_N, -1)
+            if bias is not None:
+                b_bias = next_bias
+                next_bias = entries_of(bias, i + 1, entries, BLOCK_N, 0.0)
+            if places is not None:
+                seen = n >= 0
+            else:
+                seen = names(n, length, end, window, CAUSAL, WINDOW)
+            n = tl.where(seen, n, 0)
         if work is not None:
             seen = seen & (((word >> tl.arange(0, BLOCK_N).to(tl.int64)) & 1) != 0)
-        p_k, o_k = tile_rows(latent, table, start, length, latent_b, latent_t, PAGE, BLOCK_N, WIDE)
+        p_k, o_k = tile_rows(latent, table, start, n, length, latent_b, latent_t, PAGE, BLOCK_N, WIDE, LISTED)
         m_k = seen[:, None]
         if BLOCK_L != L:
             m_k = m_k & (c_l < L)[None, :]
@@ -234,13 +294,13 @@ def attend(
         b_k = to_dot(b_k, DTYPE)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M,BLOCK_N]
         if TOKEN_SCALE:
-            p_kv, o_kv = tile_rows(kv_scale, table, start, length, scale_b, scale_t, PAGE, BLOCK_N, WIDE)
+            p_kv, o_kv = tile_rows(kv_scale, table, start, n, length, scale_b, scale_t, PAGE, BLOCK_N, WIDE, LISTED)
             b_kv = tl.load(p_kv + o_kv, mask=seen, other=0.0).to(tl.float32)[None, :]  # [1,BLOCK_N]
         if kv_scale is not None:
             if not ROPE_SCALED:
                 b_s = b_s * b_kv
         if R > 0:
-            p_r, o_r = tile_rows(rope, table, start, length, rope_b, rope_t, PAGE, BLOCK_N, WIDE)
+            p_r, o_r = tile_rows(rope, table, start, n, length, rope_b, rope_t, PAGE, BLOCK_N, WIDE, LISTED)
             m_r = seen[:, None]
             if BLOCK_R != R:
                 m_r = m_r & (c_r < R)[None, :]
@@ -256,15 +316,17 @@ def attend(
             b_s = b_s * scale
         if SOFTCAP:  # scale has 1 / softcap in it; tanh x = 2 / (1 + e^-2x) - 1
             b_s = (2.0 / (1.0 + tl.exp2(b_s * (-2.0 * LOG2E))) - 1.0) * softcap
-        if CAUSAL:
+        if CAUSAL and indices is None:
             visible = n[None, :] <= end[:, None]
             if work is not None:
                 visible = visible & seen[None, :]
         else:
             visible = seen[None, :]
-        if WINDOW:
+        if WINDOW and indices is None:
             visible = visible & (n[None, :] > end[:, None] - window)
-        if mask is not None:
+        if bias is not None:
+            b_s = b_s + b_bias[None, :]
+        if mask is not None and indices is None:
             if WIDE:
                 n = n.to(tl.int64)
             if MASK_ROWS:
@@ -276,10 +338,8 @@ def attend(
             b_mask = tl.load(o_mask, mask=m_mask, other=0)
             if mask.dtype.element_ty == tl.uint8:
                 visible = visible & (b_mask != 0)
-            else:  # the lowest values stay finite in base 2
-                bias = b_mask.to(tl.float32)
-                bias = tl.where((bias < -2.3e38) & (bias != float("-inf")), -2.3e38, bias)
-                b_s = b_s + bias * LOG2E
+            else:
+                b_s = b_s + base_2(b_mask)
         b_s = tl.where(visible, b_s, float("-inf"))
         new_top = tl.maximum(top, tl.max(b_s, 1))
         decay = tl.exp2(top - new_top)
@@ -289,7 +349,7 @@ def attend(
         if TOKEN_SCALE:
             b_p = b_p * b_kv
         if values is not None:
-            p_v, o_v = tile_rows(values, table, start, length, values_b, values_t, PAGE, BLOCK_N, WIDE)
+            p_v, o_v = tile_rows(values, table, start, n, length, values_b, values_t, PAGE, BLOCK_N, WIDE, LISTED)
             c_v = tl.arange(0, BLOCK_V)
             if WIDE:
                 c_v = c_v.to(tl.int64)

@@ -1,4 +1,4 @@
-"""What one call of the indexer launches with Triton, as data (:class:`mla_compile.kernels.triton.steps.Step`).
+"""What one call of the indexer launches with Triton, as data (:class:`mla_compile.kernels.triton.step.Step`).
 
 Blocks are sizes that compile without spills everywhere (benchmarks/gpu/offline.py); none was tuned on a GPU.
 """
@@ -9,7 +9,7 @@ import torch
 
 from mla_compile.kernels.call import IndexCall
 from mla_compile.kernels.tiles import padded
-from mla_compile.kernels.triton.steps import Arguments, Step
+from mla_compile.kernels.triton.step import Arguments, Step
 
 HEADS, KEYS, FEATURES = 64, 64, 64  # of a block, in half precision
 FLOAT32 = 32  # the same of float32, whose products have no tensor core instruction: of keys and features

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mla_compile.kernels.triton.steps import TYPES, Step
+from mla_compile.kernels.triton.step import TYPES, Step
 
 LOG = logging.getLogger("mla_compile.kernels")
 Launch = Callable[[int, list[int]], None]  # stream, addresses

@@ -7,7 +7,6 @@ interpreter (tests/support/interpreter.py) all take its answer, so they cannot d
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from mla_compile.kernels.devices import Device
 from mla_compile.kernels.plan import MIN_SPLIT, Plan
 from mla_compile.kernels.shared import PLANES, Buffers
 from mla_compile.kernels.tiles import padded
+from mla_compile.kernels.triton import lists
+from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 
 # Sizes of the small kernels' blocks, by what the threads hold in registers. Not tuned on a GPU yet.
 WORD_BITS = 64  # keys of a tile that the mask's pre-pass can tell apart: the bits of an int64
@@ -30,103 +31,6 @@ _I32 = 1 << 31
 _HALF = (torch.float16, torch.bfloat16)
 _SHORT = {"seq_lens": "lengths", "block_table": "table"}
 BUFFERS = tuple(_SHORT.get(name, name) for name in DecodeCall._fields[:TENSORS])  # what steps call a call's tensors
-TYPES = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.bool: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch. ``buffers`` maps arguments to buffer names, ``scalars`` to numbers, ``constants`` to constexprs."""
-
-    name: str
-    fn: Any  # triton.JITFunction
-    grid: tuple[int, int, int]
-    buffers: dict[str, str]
-    scalars: dict[str, int | float]
-    constants: dict[str, Any]
-    types: dict[str, str]  # of the buffers that are arguments
-    aligned: frozenset[str]  # arguments that are multiples of 16 (bytes of a pointer, elements of a stride)
-    options: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        # Products and sums of registers are fused. Triton 3.9 warns where that is left open: 3.10 will not.
-        object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
-
-    def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
-        """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
-        signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        attributes: dict[tuple[int], Any] = {}
-        for i, name in enumerate(self.fn.arg_names):
-            if name in self.buffers:
-                signature[name] = self.types[name]
-            elif name in self.scalars:
-                value = self.scalars[name]
-                signature[name] = "fp32" if isinstance(value, float) else ("i32" if -_I32 <= value < _I32 else "i64")
-            else:
-                signature[name] = "constexpr"
-                constants[(i,)] = self.constants[name]
-            if name in self.aligned:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        return self.fn, signature, constants, attributes, self.options
-
-    def arguments(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        """Every argument by name, pointers from ``buffers``."""
-        given: dict[str, Any] = {**self.scalars, **self.constants}
-        given.update((argument, buffers[name]) for argument, name in self.buffers.items())
-        return given
-
-
-class Arguments:
-    """Collects the arguments of a step: what is None or 0 wide becomes a constant that compiles to nothing."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, str] = {}
-        self.scalars: dict[str, int | float] = {}
-        self.constants: dict[str, Any] = {}
-        self.types: dict[str, str] = {}
-        self.aligned: set[str] = set()
-
-    def pointer(self, name: str, tensor: Tensor | None, *, bits: bool = False) -> None:
-        """A tensor of the call; ``bits``: float8 is passed as bytes."""
-        if tensor is None:
-            self.constants[name] = None
-            return
-        self.buffers[name] = name
-        self.types[name] = "*u8" if bits and tensor.dtype.itemsize == 1 else TYPES[tensor.dtype]
-        if tensor.data_ptr() % 16 == 0:
-            self.aligned.add(name)
-
-    def scratch(self, name: str, buffer: str, kind: str) -> None:
-        """A buffer of ours, which torch's allocator aligns."""
-        self.buffers[name] = buffer
-        self.types[name] = kind
-        self.aligned.add(name)
-
-    def strides(self, given: dict[str, int], fixed: tuple[int, ...] = ()) -> None:
-        """Strides: 0 and 1 are constants, and so is a row's stride that is one of ``fixed``."""
-        for name, stride in given.items():
-            if stride in (0, 1) or (name.endswith("_t") and stride in fixed):
-                self.constants[name] = stride
-            else:
-                self.scalars[name] = stride
-                if stride % 16 == 0:
-                    self.aligned.add(name)
-
-    def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
-        """The launch of ``fn`` with what was collected."""
-        return Step(
-            name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options
-        )
 
 
 def dot_dtype(call: DecodeCall) -> torch.dtype:
@@ -155,12 +59,15 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
         found["part_lse"] = ((plan.splits, z.B, z.S * z.H), torch.float32)
     if _staged(call, plan, device):
         found["staged"] = ((z.B, z.S * z.H, z.L + z.R), dot_dtype(call))
+    found |= lists.scratch(call)
     return found if call.schedule is not None else found | prepared(call, plan, device)
 
 
 def prepared(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
     """The buffers that :func:`preparing` writes: what calls of the same mask, lengths and sizes can share."""
-    return {} if call.mask is None else {"work": (list_shape(call, plan), torch.int64)}
+    if call.mask is None or call.indices is not None:
+        return {}
+    return {"work": (list_shape(call, plan), torch.int64)}
 
 
 def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = None) -> tuple[Step, ...]:
@@ -189,8 +96,8 @@ def list_shape(call: DecodeCall, plan: Plan) -> tuple[int, int, int]:
     """``(planes, lists, tiles)`` of a mask's lists; one list where all requests have the same mask and length."""
     assert call.mask is not None
     z = call.sizes
-    lists = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
-    return PLANES, lists, max(1, -(-z.T // plan.block_n))
+    count = z.B if _stride(call.mask, 0) or call.seq_lens is not None else 1
+    return PLANES, count, max(1, -(-z.T // plan.block_n))
 
 
 def read_mask_bytes(mask: Tensor | None) -> int:
@@ -213,14 +120,15 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
     """The launches before attention, which make a mask's lists of tiles of plan.block_n keys."""
     import mla_compile.kernels.triton.tiles_triton as kernels
 
-    if call.mask is None:
+    if not prepared(call, plan, device):
         return ()
+    assert call.mask is not None
     if plan.block_n > WORD_BITS:
         raise InputError(
             f"plan: block_n is {plan.block_n}, expected at most {WORD_BITS} beside a mask; make it smaller"
         )
     z, mask = call.sizes, call.mask
-    _, lists, capacity = list_shape(call, plan)
+    _, count, capacity = list_shape(call, plan)
     scan = Arguments()
     scan.pointer("mask", mask)
     scan.pointer("lengths", call.seq_lens)
@@ -247,8 +155,8 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
     listing.scalars["capacity"] = capacity
     listing.constants["BLOCK"] = LIST_BLOCK
     return (
-        scan.step("scan_mask", kernels.scan_mask, (-(-capacity // GROUP), lists, 1), {"num_warps": 4, "num_stages": 1}),
-        listing.step("list_tiles", kernels.list_tiles, (lists, 1, 1), {"num_warps": 4, "num_stages": 1}),
+        scan.step("scan_mask", kernels.scan_mask, (-(-capacity // GROUP), count, 1), {"num_warps": 4, "num_stages": 1}),
+        listing.step("list_tiles", kernels.list_tiles, (count, 1, 1), {"num_warps": 4, "num_stages": 1}),
     )
 
 
@@ -285,19 +193,21 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         to.pointer("staged", None)
     to.pointer("table", call.block_table)
     to.pointer("lengths", call.seq_lens)
-    mask = call.mask
-    by_row = mask is not None and bool(_stride(mask, 1) or _stride(mask, 2))
-    if mask is None:
+    mask, listed = call.mask, call.indices is not None
+    by_row = mask is not None and not listed and bool(_stride(mask, 1) or _stride(mask, 2))
+    if mask is None or listed:
         to.constants["work"] = None
         to.strides({"work_b": 0, "work_plane": 0})
     else:
         to.scratch("work", "work", "*i64")
-        _, lists, capacity = list_shape(call, plan)
-        to.scalars |= {"work_b": capacity if lists > 1 else 0, "work_plane": capacity * lists}
+        _, count, capacity = list_shape(call, plan)
+        to.scalars |= {"work_b": capacity if count > 1 else 0, "work_plane": capacity * count}
         wide |= z.T * _stride(mask, 3) >= _I32
-    read_mask = mask if mask is not None and (by_row or mask.dtype.is_floating_point) else None  # else: all in work
+    read_mask = mask if mask is not None and (listed or read_mask_bytes(mask)) else None  # else: all in work
     to.pointer("mask", read_mask)
     to.strides({f"mask_{axis}": 0 for axis in "bhst"} if read_mask is None else _mask_strides(read_mask))
+    page, far = lists.arguments(call, to)
+    wide |= far
     to.pointer("sinks", call.sinks if direct else None)
     to.pointer("kv_scale", call.kv_scale)
     by_token = call.kv_scale is not None and call.kv_scale.dim() > 0
@@ -327,7 +237,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         "BLOCK_V": padded(z.V),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "PAGE": z.page,
+        "PAGE": page,
         "WIDE": wide,
         "DTYPE": languages[dot],
         # tf32x3 keeps both halves of the split query in registers: 3 to 13 KB of spills, where FMA has none.
@@ -343,7 +253,10 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         "PDL": plan.pdl and not direct,
     }
     options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    return to.step("attend", fn, (plan.row_blocks(z.S * z.H), plan.splits, z.B), options)
+    grid = (plan.row_blocks(z.S * z.H), plan.splits, z.B)
+    if listed:  # a block is for one query token; along the first axis, which has room for those of a long prompt
+        grid = (plan.row_blocks(z.H) * z.B * z.S, plan.splits, 1)
+    return to.step("attend", fn, grid, options)
 
 
 def combine_step(call: DecodeCall, plan: Plan, fn: Any) -> Step:

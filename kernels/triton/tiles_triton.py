@@ -48,36 +48,40 @@ def tile_rows(
     x,
     table,
     start,
+    n,
     length,
     stride_page,
     stride_row,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
-    """``(pointer, offsets)``: the BLOCK_N rows of ``x`` from token ``start`` on are ``pointer + offsets`` [BLOCK_N].
+    """``(pointer, offsets)``: the rows of ``x`` of tokens ``n`` [BLOCK_N] are ``pointer + offsets`` [BLOCK_N].
 
-    ``x`` points to the request's rows (PAGE = 0) or to the first page. Products with a page number are 64-bit; those
-    inside a request or a page are where WIDE says that they could pass 2^31, since 64-bit ones cost the loop registers.
-    ``table`` is read below ``length`` only: what stands past it may be anything.
+    ``x`` points to the request's rows (PAGE = 0) or to the first page. The tokens are those from ``start`` on; LISTED,
+    they are places (kernels/triton/lists_triton.py). Products with a page number are 64-bit; those inside a request or
+    a page are where WIDE says that they could pass 2^31, since 64-bit ones cost the loop registers. ``table`` is read
+    below ``length`` only: what stands past it may be anything.
     """
-    n = start + tl.arange(0, BLOCK_N)
     if PAGE == 0:
         if WIDE:
             n = n.to(tl.int64)
         return x, n * stride_row
-    elif PAGE % BLOCK_N == 0:  # one page holds the tile: one scalar look-up
+    elif not LISTED and PAGE % BLOCK_N == 0:  # one page holds the tile: one scalar look-up
         page = tl.load(table + start // PAGE).to(tl.int64)
         slot = start % PAGE + tl.arange(0, BLOCK_N)
         if WIDE:
             slot = slot.to(tl.int64)
         return x + page * stride_page, slot * stride_row
     else:
-        page = tl.load(table + n // PAGE, mask=n < length, other=0).to(tl.int64)
+        page = n // PAGE
+        if not LISTED:
+            page = tl.load(table + page, mask=n < length, other=0)
         slot = n % PAGE
         if WIDE:
             slot = slot.to(tl.int64)
-        return x, page * stride_page + slot * stride_row
+        return x, page.to(tl.int64) * stride_page + slot * stride_row
 
 
 @triton.jit

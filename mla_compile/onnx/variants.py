@@ -25,7 +25,8 @@ from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.kernels.plan import Plan
 from mla_compile.kernels.tiles import Layout, fitted, padded, starting_row
-from mla_compile.kernels.triton.steps import Step, steps
+from mla_compile.kernels.triton.step import Step
+from mla_compile.kernels.triton.steps import steps
 from mla_compile.kernels.tuned import Row, table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

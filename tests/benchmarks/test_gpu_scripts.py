@@ -220,7 +220,8 @@ def test_a_tuned_table_changes_only_the_rows_whose_tile_it_changes(monkeypatch, 
     anew = {key for key in before if before[key] != after[key]}
     assert anew
     assert all(" h16 " in key for key in anew)
-    assert sum(" h16 " in key for key in before) == len(anew) + 1  # b4 kv45118 h16 s4 has 64 rows
+    # b4 kv45118 h16 s4 has 64 rows; lists have the tiles of a cache in one piece.
+    assert sum(" h16 " in key and " k2048" not in key for key in before) == len(anew) + 1
 
 
 def test_kernels_that_hang_or_die_bar_themselves(tmp_path):
@@ -333,6 +334,46 @@ def test_a_peer_given_by_path_is_imported_from_there(tmp_path):
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("flash_mla")
+
+
+def test_sparse_peers_are_given_places_in_the_cache(tmp_path):
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import torch\n"
+        "def get_mla_metadata(*a, **k): return k, None\n"
+        "def flash_mla_sparse_fwd(q, kv, indices, scale):\n"
+        "    at = indices[:, 0].long()\n"
+        "    score = torch.einsum('shd,skd->shk', q.double(), kv[at, 0].double()) * scale\n"
+        "    weight = score.masked_fill(at[:, None] < 0, -torch.inf).softmax(-1)\n"
+        "    return torch.einsum('shk,skd->shd', weight, kv[at, 0, :512].double()).to(q.dtype), None\n"
+        "def flash_mla_with_kvcache(q, k_cache, table, lens, width, meta, splits, *, softmax_scale, is_fp8_kvcache,\n"
+        "                           indices):\n"
+        "    assert meta == {'num_heads_q': 64, 'is_fp8_kvcache': True, 'topk': 30}\n"
+        "    rows = k_cache.flatten(0, 2)\n"
+        "    scales = rows[:, 512:528].view(torch.float32).repeat_interleave(128, -1)\n"
+        "    latent = rows[:, :512].float() * scales\n"
+        "    kv = torch.cat([latent, rows[:, 528:].view(torch.bfloat16).float()], -1)[:, None]\n"
+        "    out = flash_mla_sparse_fwd(q[:, 0].float(), kv, indices, softmax_scale)[0]\n"
+        "    return out[:, None].to(q.dtype), None\n"
+    )
+    shape = Shape(B=2, kv=70, H=64, k=30)
+    posed = problem(shape, CPU, seed=4, indices=cases.lists(shape, 30, CPU))
+    posed.kv.nan_to_num_()
+    truth = posed.truth()[0]
+    plain = Shape(B=2, kv=70, H=64)
+    assert torch.allclose(truth, cases.Problem(plain, *list(vars(posed).values())[1:]).truth()[0])
+    try:
+        for make, error in ((peers.flashmla_sparse, 0.01), (peers.flashmla_fp8, 0.1)):
+            got = make(posed, str(tmp_path))()
+            assert (got - truth).norm() < error * truth.norm()
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("flash_mla")
+    for name, listed in (("flashmla", shape), ("flashmla sparse", plain), ("flashinfer", shape)):
+        with pytest.raises(SkipError, match="lists of keys"):
+            peers.where_timed(name, listed)
+    peers.where_timed("sglang", shape)
 
 
 def test_a_single_file_of_a_large_project_runs_over_stand_ins(tmp_path):

@@ -14,16 +14,9 @@ from mla_compile.kernels import chosen, decode, reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.decode import decode_attention, paged_decode_attention
 from tests.support.cpu_cases import TOLERANCE, Case
+from tests.support.lists import lists
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def lists(B: int, S: int, T: int, k: int, *, empty: float = 0.2, seed: int = 1) -> Tensor:
-    """[B,S,k] int32: distinct keys in any order, and entries that name none."""
-    g = torch.Generator().manual_seed(seed)
-    index = torch.rand(B, S, T, generator=g).argsort(-1)[..., :k].int()
-    none = torch.where(torch.rand(index.shape, generator=g) < 0.5, -1, T)
-    return index.where(torch.rand(index.shape, generator=g) >= empty, none.int())
 
 
 def masks(kind: str, B: int, S: int, H: int, T: int, dtype: torch.dtype) -> Tensor:

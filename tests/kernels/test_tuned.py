@@ -22,7 +22,7 @@ def test_the_table_says_where_it_comes_from_and_every_row_is_used_as_it_stands()
                 continue
             got = make(
                 H=row.max_rows or 128, L=row.max_width or 512, cache_dtype=dtypes[row.cache], page_size=page,
-                device=device, gluon=row.kernel == "gluon",
+                device=device, gluon=row.kernel == "gluon", listed=row.listed,
             )  # fmt: skip
             shape = (got.block_m, got.block_n, got.num_warps, got.num_stages)
             assert shape == (row.block_m, row.block_n, row.num_warps, row.num_stages), row

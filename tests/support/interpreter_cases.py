@@ -17,6 +17,7 @@ from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import Plan
 from mla_compile.kernels.triton.steps import dot_dtype
 from tests.support import interpreter
+from tests.support.lists import lists
 
 FP8 = torch.float8_e4m3fn
 # Relative RMS error, and largest error over the largest value, by the dtype of the products: weights and result are
@@ -48,6 +49,7 @@ class Case:
     sinks: bool = False
     kv_scale: str | None = None
     mask: str | None = None  # kind and axes: "bool B11T", "add 1HST", "lowest B1ST"
+    k: int = 0  # entries of a list of keys for each query token; 0: no lists
     sees: str = "random"  # of the mask: random, left (padding), tail (of a static cache), holes, nothing
     splits: int = 1
     chunk: int | None = None
@@ -125,8 +127,11 @@ def make(case: Case) -> Made:
     seen = reference._visible(B, case.S, T, lens, case.causal, case.window, torch.device("cpu")).expand(
         B, case.H, -1, -1
     )
-    if sees is not None:
+    if sees is not None and not (case.k and "lowest" in case.mask):  # the keys of a list are weighed as they are
         seen = seen & sees
+    indices = lists(B, case.S, T, case.k, seed=case.seed) if case.k else None
+    if indices is not None:
+        seen = seen & reference._named(indices, T)
     unread = ~seen.any(dim=2).any(dim=1)  # [B,T]
 
     stored = rows.to(case.dtype)
@@ -149,6 +154,7 @@ def make(case: Case) -> Made:
         None if values is None else values.to(case.dtype).double(),
         _exact_mask(mask),
         lens,
+        indices=indices,
         **numbers,
     )
 
@@ -172,7 +178,7 @@ def make(case: Case) -> Made:
         latent, rope = _contiguous(latent), _contiguous(rope)
     sinks = torch.randn(case.H, generator=g) if case.sinks else None
     call = DecodeCall(
-        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, block_table=table, **numbers
+        query, latent, rope if case.R else None, values, mask, lens, sinks, scale, indices, block_table=table, **numbers
     )  # fmt: skip
     return Made(call, exact._replace(sinks=None if sinks is None else sinks.double()))
 
@@ -228,7 +234,7 @@ def check(case: Case, plan: Plan | None = None) -> float:
     out, lse = interpreter.run(made.call, plan, PRESETS[case.device], least=case.least, seen=seen)
     want, want_lse = reference.decode_attention(made.exact)
     compare(out, lse, want, want_lse, dot_dtype(made.call), case)
-    if made.call.mask is not None and case.sees in ("tail", "left"):
+    if "work" in seen and case.sees in ("tail", "left"):
         tiles = -(-made.call.sizes.T // plan.block_n)
         assert int(seen["work"][5, 0, 0]) < tiles, "a tile that nobody sees is on the list"
     error: float = ((out.double() - want).norm() / want.norm().clamp(min=1e-30)).item()
@@ -262,7 +268,7 @@ def launched_for_another_length(case: Case, tokens: tuple[int, ...], splits: int
     """
     device, bound, plans = PRESETS[case.device], None, set()
     for T in tokens:
-        made = make(replace(case, T=T, lens=tuple(min(n, T) for n in case.lens), seed=T))
+        made = make(replace(case, T=T, lens=tuple(min(n, T) for n in case.lens), seed=T, k=min(case.k, T)))
         room = torch.full((len(case.lens), T if dense else max(tokens) + 5, case.L + case.R), torch.nan)
         room = room.to(case.dtype)
         assert made.call.rope is not None
@@ -322,11 +328,11 @@ def alone_and_together(case: Case, capacities: tuple[int, ...]) -> None:
     plan = planned(case)
     assert plan.chunk is not None
     together = make(case).call
-    out, lse = interpreter.run(together, replace(plan, splits=-(-case.T // plan.chunk)))
+    out, lse = interpreter.run(together, replace(plan, splits=-(-(case.k or case.T) // plan.chunk)))
     for b in range(len(case.lens)):
         for capacity in capacities:
             own = _request(together, b, capacity)
-            splits = max(1, -(-own.sizes.T // plan.chunk))
+            splits = max(1, -(-(case.k or own.sizes.T) // plan.chunk))
             own_out, own_lse = interpreter.run(own, replace(plan, splits=splits))
             assert torch.equal(own_out[0], out[b]), f"request {b} with room for {capacity}"
             assert torch.equal(own_lse[0], lse[b])
@@ -336,6 +342,7 @@ def _request(call: DecodeCall, b: int, capacity: int) -> DecodeCall:
     """Request b of a batch, its cache cut or continued with garbage to ``capacity`` tokens."""
     assert call.seq_lens is not None
     one = slice(b, b + 1)
+    call = call._replace(indices=None if call.indices is None else call.indices[one])
     if call.block_table is not None:
         pages = -(-capacity // call.latent.shape[1])
         table = torch.full((1, pages), -1, dtype=torch.int32)
@@ -356,7 +363,7 @@ def _request(call: DecodeCall, b: int, capacity: int) -> DecodeCall:
     return call._replace(query=call.query[one], latent=latent, rope=cut(call.rope), seq_lens=call.seq_lens[one])
 
 
-def far_rows(paged: bool) -> None:
+def far_rows(paged: bool, listed: bool) -> None:
     """Rows beyond 2^31 elements, in memory that is reserved and never touched but for them."""
     L, R, H, page = 64, 16, 3, 16
     elements = (1 << 31) + (1 << 22)
@@ -381,8 +388,11 @@ def far_rows(paged: bool) -> None:
         cache[0] = rows
         call = DecodeCall(query, cache[..., :L], cache[..., L:], scale=0.2)
         assert 39 * stride > 1 << 31
-    out, lse = interpreter.run(call, Plan("triton", 16, 32, 4, 2, 2, None, 0), least=0)
     exact = DecodeCall(query.double(), rows[None, :, :L].double(), rows[None, :, L:].double(), scale=0.2)
+    if listed:
+        indices = lists(1, 1, 40, 30)
+        call, exact = call._replace(indices=indices), exact._replace(indices=indices)
+    out, lse = interpreter.run(call, Plan("triton", 16, 32, 4, 2, 2, None, 0), least=0)
     want, want_lse = reference.decode_attention(exact)
     compare(out, lse, want, want_lse, torch.float16, Case())
 

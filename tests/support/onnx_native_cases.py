@@ -24,7 +24,8 @@ from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS, Device
 from mla_compile.kernels.launch import chosen_plan
-from mla_compile.kernels.triton.steps import Step, steps
+from mla_compile.kernels.triton.step import Step
+from mla_compile.kernels.triton.steps import steps
 from mla_compile.onnx import build, cubins
 from mla_compile.onnx.cubins import Cubin
 from mla_compile.onnx.variants import DTYPES, TUNED, Dims, Variant, variants

@@ -156,9 +156,10 @@ def test_infinite_garbage(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
 
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
-def test_rows_beyond_2_to_the_31_elements(paged: bool, run: Run):
-    run(interpreter_cases.far_rows, paged)
+def test_rows_beyond_2_to_the_31_elements(paged: bool, listed: bool, run: Run):
+    run(interpreter_cases.far_rows, paged, listed)
 
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_90", "sm_100"])

@@ -1,0 +1,74 @@
+"""Keys by a list: what the attention kernel does with ``indices``, an int32 list of keys for each query token (Triton).
+
+The entries of a tile are loaded a trip ahead of the rows, so that no trip waits for its own addresses. Where a row's
+place takes a second look-up (its page, or the mask at that key), a block first writes the places of its split to
+scratch, and walks those. Every block that writes an entry writes the same bits, and reads only what it wrote itself.
+
+A place is a row's number in the cache: the token, or ``page * PAGE + slot``; -1 for none, which lengths, causality, the
+window and a boolean mask make of what they hide. An additive mask becomes one float32 for each place, in base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from mla_compile.kernels.triton.tiles_triton import LOG2E
+
+
+@triton.jit
+def entries_of(x, tile, entries, BLOCK_N: tl.constexpr, NONE: tl.constexpr):
+    """What ``x`` [entries] has for a tile, [BLOCK_N]; past the end NONE."""
+    i = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.load(x + i, mask=i < entries, other=NONE)
+
+
+@triton.jit
+def names(n, length, own, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Which entries n name a key that the query token sees; ``own``: the place of the token itself."""
+    seen = (n >= 0) & (n < length)
+    if CAUSAL:
+        seen = seen & (n <= own)
+    if WINDOW:
+        seen = seen & (n > own - window)
+    return seen
+
+
+@triton.jit
+def base_2(value):
+    """An additive mask's value for scores in base 2: the lowest ones stay finite."""
+    value = value.to(tl.float32)
+    return tl.where((value < -2.3e38) & (value != float("-inf")), -2.3e38, value) * LOG2E
+
+
+@triton.jit
+def write_places(
+    indices,
+    table,
+    mask,
+    places,
+    bias,
+    start,
+    stop,
+    length,
+    own,
+    window,
+    mask_t,
+    PAGE: tl.constexpr,
+    COUNT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Places (and bias) of up to COUNT entries of a query token's list, from ``start`` to ``stop``."""
+    i = start + tl.arange(0, COUNT)
+    n = tl.load(indices + i, mask=i < stop, other=-1)
+    seen = names(n, length, own, window, CAUSAL, WINDOW)
+    if mask is not None:
+        value = tl.load(mask + n.to(tl.int64) * mask_t, mask=seen, other=0)
+        if bias is None:
+            seen = seen & (value != 0)
+        else:
+            tl.store(bias + i, base_2(value), mask=i < stop)
+            seen = seen & (value != float("-inf"))
+    if PAGE > 0:
+        n = tl.load(table + n // PAGE, mask=seen, other=0) * PAGE + n % PAGE
+    tl.store(places + i, tl.where(seen, n, -1), mask=i < stop)

@@ -1,0 +1,108 @@
+"""One launch of a Triton kernel as data: its grid, arguments and compile-time constants. Meta tensors will do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_I32 = 1 << 31
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.bool: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch. ``buffers`` maps arguments to buffer names, ``scalars`` to numbers, ``constants`` to constexprs."""
+
+    name: str
+    fn: Any  # triton.JITFunction
+    grid: tuple[int, int, int]
+    buffers: dict[str, str]
+    scalars: dict[str, int | float]
+    constants: dict[str, Any]
+    types: dict[str, str]  # of the buffers that are arguments
+    aligned: frozenset[str]  # arguments that are multiples of 16 (bytes of a pointer, elements of a stride)
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        # Products and sums of registers are fused. Triton 3.9 warns where that is left open: 3.10 will not.
+        object.__setattr__(self, "options", {"enable_fp_fusion": True, **self.options})
+
+    def source(self) -> tuple[Any, dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, Any]]:
+        """``(fn, signature, constexprs, attributes, options)``, as ``triton.compiler.ASTSource`` takes them."""
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], Any] = {}
+        attributes: dict[tuple[int], Any] = {}
+        for i, name in enumerate(self.fn.arg_names):
+            if name in self.buffers:
+                signature[name] = self.types[name]
+            elif name in self.scalars:
+                value = self.scalars[name]
+                signature[name] = "fp32" if isinstance(value, float) else ("i32" if -_I32 <= value < _I32 else "i64")
+            else:
+                signature[name] = "constexpr"
+                constants[(i,)] = self.constants[name]
+            if name in self.aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        return self.fn, signature, constants, attributes, self.options
+
+    def arguments(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        """Every argument by name, pointers from ``buffers``."""
+        given: dict[str, Any] = {**self.scalars, **self.constants}
+        given.update((argument, buffers[name]) for argument, name in self.buffers.items())
+        return given
+
+
+class Arguments:
+    """Collects the arguments of a step: what is None or 0 wide becomes a constant that compiles to nothing."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, str] = {}
+        self.scalars: dict[str, int | float] = {}
+        self.constants: dict[str, Any] = {}
+        self.types: dict[str, str] = {}
+        self.aligned: set[str] = set()
+
+    def pointer(self, name: str, tensor: Tensor | None, *, bits: bool = False) -> None:
+        """A tensor of the call; ``bits``: float8 is passed as bytes."""
+        if tensor is None:
+            self.constants[name] = None
+            return
+        self.buffers[name] = name
+        self.types[name] = "*u8" if bits and tensor.dtype.itemsize == 1 else TYPES[tensor.dtype]
+        if tensor.data_ptr() % 16 == 0:
+            self.aligned.add(name)
+
+    def scratch(self, name: str, buffer: str, kind: str) -> None:
+        """A buffer of ours, which torch's allocator aligns."""
+        self.buffers[name] = buffer
+        self.types[name] = kind
+        self.aligned.add(name)
+
+    def strides(self, given: dict[str, int], fixed: tuple[int, ...] = ()) -> None:
+        """Strides: 0 and 1 are constants, and so is a row's stride that is one of ``fixed``."""
+        for name, stride in given.items():
+            if stride in (0, 1) or (name.endswith("_t") and stride in fixed):
+                self.constants[name] = stride
+            else:
+                self.scalars[name] = stride
+                if stride % 16 == 0:
+                    self.aligned.add(name)
+
+    def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:
+        """The launch of ``fn`` with what was collected."""
+        return Step(
+            name, fn, grid, self.buffers, self.scalars, self.constants, self.types, frozenset(self.aligned), options
+        )

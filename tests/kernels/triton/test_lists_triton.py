@@ -1,0 +1,148 @@
+"""Lists of keys in the attention kernel, in Triton's interpreter, against the reference in float64.
+
+Lists name keys in any order, among them -1, keys past the length and keys that something else hides. Rows that no query
+sees, those that no list names included, hold NaN; so do places, and what is added to scores, until they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import interpreter_cases, list_cases
+from tests.support.interpreter_cases import FP8, Case, same
+
+Run = Callable[..., Any]
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LISTED = Case(k=40, S=3, H=5, causal=True)
+
+
+@same(
+    [
+        replace(LISTED, k=k, splits=splits, page=page, block_n=16)
+        for k in (1, 16, 40, 96)
+        for splits, page in ((1, 0), (3, 0), (1, 16), (2, 64))
+    ]
+)
+def test_lengths_of_lists(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same([replace(LISTED, H=H, splits=n, page=page) for H in (1, 3, 16, 20, 40) for n, page in ((1, 0), (2, 16))])
+def test_heads_of_any_number(case: Case, run: Run):
+    """Row blocks of a query token stand beside those of the next along the grid's first axis."""
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        replace(LISTED, dtype=dtype, page=page, splits=n, joint=joint)
+        for dtype in (BF16, F16, F32)
+        for page, n, joint in ((0, 1, True), (0, 3, False), (32, 3, True), (1, 1, False))
+    ]
+    + [replace(LISTED, dtype=dtype, query_dtype=F32, block_m=64, H=70, page=16) for dtype in (BF16, F16)]
+)
+def test_dtypes(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        replace(LISTED, dtype=FP8, kv_scale=scale, page=page, splits=n, device=device)
+        for scale in ("tensor", "token")
+        for page, n, device in ((0, 1, "sm_80"), (0, 2, "sm_90"), (16, 2, "sm_90"), (64, 1, "sm_80"))
+    ]
+    + [replace(LISTED, dtype=FP8, kv_scale="token", rope_dtype=BF16, splits=2, page=16)]
+)
+def test_fp8(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        replace(LISTED, mask=mask, sees=sees, splits=n)
+        for mask in ("bool B1ST", "bool B11T", "bool 11S1", "add B1ST", "half B1ST", "add 111T")
+        for sees, n in (("random", 1), ("holes", 2))
+    ]
+    + [replace(LISTED, mask="lowest B1ST", splits=n) for n in (1, 2)]
+    + [replace(LISTED, mask=mask, sees="nothing", window=20) for mask in ("bool B11T", "add B1ST")]
+)
+def test_masks_that_remain(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        replace(LISTED, sinks=True, splits=2),
+        replace(LISTED, sinks=True, page=16),
+        replace(LISTED, softcap=2.0, query_size=4.0),
+        replace(LISTED, window=17, page=16, splits=2),
+        replace(LISTED, window=17, causal=False),
+        replace(LISTED, causal=False, page=16),
+        replace(LISTED, Lv=24),
+        replace(LISTED, Lv=130, splits=2, L=40, R=8, mask="bool B1ST"),
+        replace(LISTED, R=0, page=32),
+        replace(LISTED, L=17, R=3, splits=2),
+        replace(LISTED, L=512, R=64, page=16),
+        replace(LISTED, garbage=torch.inf, page=16),
+    ]
+)
+def test_other_features(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@same(
+    [
+        replace(LISTED, lens=(0, 0), splits=2),
+        replace(LISTED, lens=(0, 1, 96), page=16),
+        replace(LISTED, lens=(200, -3), T=96),
+        replace(LISTED, lens=(2, 60), splits=9),
+        replace(LISTED, lens=(1,), T=1, k=1, S=1),
+    ]
+)
+def test_lengths(case: Case, run: Run):
+    run(interpreter_cases.check, case)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_deterministic(page: int, run: Run):
+    """Parts are cut at fixed places of the list: neither the batch nor the room for tokens changes a bit."""
+    case = Case(lens=(150, 31, 64, 0), T=192, page=page, chunk=64, H=3, k=150, S=2)
+    run(interpreter_cases.alone_and_together, case, (160, 256))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_query_token_alone_and_among_others(splits: int, run: Run):
+    run(list_cases.tokens_alone, replace(LISTED, causal=False, splits=splits, page=16))
+
+
+@pytest.mark.parametrize("distance", ["pages", "tokens"])
+def test_pages_that_do_not_lie_behind_each_other(distance: str, run: Run):
+    run(list_cases.scattered_pages, distance)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_nan_in_a_visible_row_is_not_hidden(page: int, run: Run):
+    assert run(list_cases.nan_in_a_named_row, page)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(("k", "splits"), [(600, 0), (600, 7), (100, 0)])
+def test_lists_that_grow_with_the_cache(k: int, splits: int, dense: bool, run: Run):
+    """One launch for caches of several numbers of tokens, while a query names all of them or no more than k."""
+    case = Case(lens=(700, 900), S=2, H=3, k=k, L=40, R=8)
+    plans = run(interpreter_cases.launched_for_another_length, case, (576, 514, 560), splits, dense)
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_90", "sm_100"])
+@pytest.mark.parametrize(("splits", "deterministic"), [(0, False), (3, False), (0, True)])
+def test_the_planners_own_plans(device: str, splits: int, deterministic: bool, run: Run):
+    case = Case(lens=(1500, 40), T=1600, H=24, L=128, R=32, page=64, device=device, k=1100)
+    plan = run(interpreter_cases.check_planned, case, splits, deterministic)
+    assert plan.splits == (splits or (2 if deterministic else plan.splits))
+    assert plan.kernel == "triton"
