@@ -146,5 +146,5 @@ def test_a_module_that_cannot_be_copied():
         def __deepcopy__(self, memo):
             raise AssertionError("one of a kind")
 
-    with pytest.raises(CaptureError, match="Once cannot be copied.*one of a kind.*before it is sharded"):
+    with pytest.raises(CaptureError, match=r"Once cannot be copied.*one of a kind.*before it is sharded"):
         explain(Once(), torch.ones(2))
