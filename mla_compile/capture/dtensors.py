@@ -109,7 +109,11 @@ def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModu
         later = named[node.name]
 
 
-_PLAIN = (torch.Tensor, int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
+_PLAIN = (
+    torch.Tensor, int, float, complex, bool, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.ScriptObject,
+    type(None),
+)  # fmt: skip
+"""What a graph may take as it is; anything else is an object of Python, such as a mesh."""
 
 
 def _open(graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:

@@ -86,6 +86,8 @@ def trace(
             # The trace may need values (a branch, an index): try again with real ones where there are any.
             if copies is not attempts[-1]:
                 continue
+            if isinstance(error, CaptureError):
+                raise
             raise _why_not((module, args, kwargs), copies, error) from error
         break
     if compiler.failures and not compiler.reports:
@@ -149,7 +151,13 @@ def _real_copies(given: Arguments) -> Iterator[Arguments]:
 def _copied(given: Arguments, shared: dict[int, torch.nn.Parameter] | None = None) -> Arguments:
     module, args, kwargs = given
     memo: dict[int, Any] = {**(shared or {})}
-    return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
+    try:
+        return copy.deepcopy((module, tuple(args), dict(kwargs)), memo)
+    except Exception as error:  # a class may refuse in any way: fully_shard's do
+        name = type(module).__name__
+        raise CaptureError(
+            f"{name} cannot be copied, and a copy is what is traced ({brief(error)}); explain it before it is sharded"
+        ) from error
 
 
 def _has_meta(module: torch.nn.Module) -> bool:

@@ -134,3 +134,17 @@ def test_explain_goes_on_with_values_where_the_model_asks_for_them() -> None:
     assert explain(model, *decode_inputs()).absorbed == 1
     with pytest.raises(CaptureError, match="without values"):
         explain(model.to("meta"), *(t.to("meta") for t in decode_inputs()))
+
+
+def test_a_module_that_cannot_be_copied():
+    """As those of ``fully_shard``."""
+
+    class Once(nn.Module):
+        def forward(self, x):
+            return x
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("one of a kind")
+
+    with pytest.raises(CaptureError, match=r"Once cannot be copied.*one of a kind.*before it is sharded"):
+        explain(Once(), torch.ones(2))

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = ["torch", "transformers", "mla_compile.dynamo.compiler", "tests.support.models"]
-GROUP_S = 40
+GROUP_S = 90
 """How long a rank waits for the others in a collective (s)."""
-JOB_S = 150
+JOB_S = 240
 """How long a job may take in all (s): it never does, and a hang is a failure."""
 
 
