@@ -19,7 +19,7 @@ from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.pages import Unpaged, find_pages, read_batch_from, rows_of_pages, step_over_pages
 from mla_compile.passes.ir.sizes import holds
-from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, op
+from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, alone, op, written
 from tests.support.programs import seeded
 
 K = 3
@@ -85,17 +85,14 @@ def test_each_request_chooses_among_its_own_rows(attend):
     table = torch.tensor([[2, 0, 0], [5, 3, 1], [4, 0, 0], [7, 6, 0]], dtype=torch.int32)
     pools = tuple(torch.full((8, PAGE, rows.width), torch.nan) for rows in found)
     past = [[seeded(n - 1, width, seed=n, dtype=torch.float32) for width in (L, R)] for n in lengths]
-    for b, rows in enumerate(past):
-        for pool, own in zip(pools, rows, strict=True):
-            for t, row in enumerate(own):
-                pool[table[b, t // PAGE], t % PAGE] = row
+    written(pools, table, past)
     names = step_over_pages(program, found, pools, "input_ids", packed=False)
     assert not program.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
     values = {**program.weights, "input_ids": ids}
     values |= dict(zip(names, (table, torch.tensor(lengths, dtype=torch.int32), *pools), strict=True))
     (out,) = program.gm(*[values[n.name] for n in program.placeholders])
-    for b, (rows, n) in enumerate(zip(past, lengths, strict=True)):
-        want, *present = model(ids[b : b + 1], *(own[None] for own in rows))
+    for b, n in enumerate(lengths):
+        want, *present = alone(model, ids, past, b)
         torch.testing.assert_close(out[b], want[0], rtol=1e-5, atol=1e-5)
         for pool, own, info in zip(pools, present, found, strict=True):
             assert torch.equal(rows_of_pages(pool, table[b], n, info), own[0])

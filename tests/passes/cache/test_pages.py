@@ -65,6 +65,19 @@ def step(attend: Step, past: int = 5) -> tuple[Program, Model]:
     return program, model
 
 
+def written(pools: tuple[torch.Tensor, ...], table: torch.Tensor, past: list[list[torch.Tensor]]) -> None:
+    """Puts the rows ``past`` of each request and cache where its pages are."""
+    for b, rows in enumerate(past):
+        for pool, own in zip(pools, rows, strict=True):
+            for t, row in enumerate(own):
+                pool[table[b, t // PAGE], t % PAGE] = row
+
+
+def alone(model: Model, ids: torch.Tensor, past: list[list[torch.Tensor]], b: int) -> Any:
+    """What the step returns for one request."""
+    return model(ids[b : b + 1], *(own[None] for own in past[b]))
+
+
 def found_in(program: Program) -> tuple[PagedRows, ...]:
     found = find_pages(program, CACHES)
     assert isinstance(found, tuple), found
@@ -97,10 +110,7 @@ def test_each_request_has_a_length_of_its_own(attend: Step, window: int):
     table = torch.tensor([[2, 0, 0], [5, 3, 1], [4, 0, 0]], dtype=torch.int32)
     pools = tuple(torch.full((6, PAGE, rows.width), torch.nan) for rows in found)
     past = [[seeded(n - 1, w, seed=n, dtype=torch.float32) for w in (L, R)] for n in lengths]
-    for b, rows in enumerate(past):
-        for pool, own in zip(pools, rows, strict=True):
-            for t, row in enumerate(own):
-                pool[table[b, t // PAGE], t % PAGE] = row
+    written(pools, table, past)
     names = step_over_pages(program, found, pools, "input_ids", packed=False)
     graph = program.gm.graph
     assert len(graph.find_nodes(op="call_function", target=ops.paged_decode_attention)) == layers
@@ -110,8 +120,8 @@ def test_each_request_has_a_length_of_its_own(attend: Step, window: int):
     values = {**program.weights, "input_ids": ids}
     values |= dict(zip(names, (table, torch.tensor(lengths, dtype=torch.int32), *pools), strict=True))
     (out,) = program.gm(*[values[n.name] for n in program.placeholders])
-    for b, (rows, n) in enumerate(zip(past, lengths, strict=True)):
-        want, *present = model(ids[b : b + 1], *(own[None] for own in rows))
+    for b, n in enumerate(lengths):
+        want, *present = alone(model, ids, past, b)
         torch.testing.assert_close(out[b], want[0], rtol=1e-5, atol=1e-5)
         for pool, own, info in zip(pools, present, found, strict=True):
             assert torch.equal(rows_of_pages(pool, table[b], n, info), own[0])
