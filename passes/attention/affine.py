@@ -48,12 +48,17 @@ def place_of(axes: Sequence[Axis]) -> Place:
     return [Affine(steps={a: 1}) if a else Affine() for a in axes]
 
 
-def operand_at(node: fx.Node, place: Place) -> Operand:
-    """``node`` with the axes that ``place`` runs along. Raises :class:`OpaqueError` where it runs along none."""
+def operand_at(node: fx.Node, place: Place, *, longer: bool = False) -> Operand:
+    """``node`` with the axes that ``place`` runs along. Raises :class:`OpaqueError` where it runs along none.
+
+    ``longer``: its axes may be longer than these, as of a buffer of which the beginning is read.
+    """
     axes = []
     for at, length in zip(place, shape(node), strict=True):
         axis = () if same(length, 1) else at.axis
         if axis is None or (not axis and not same(length, 1)):
+            raise OpaqueError
+        if not longer and not same(length, axis_size(axis)):
             raise OpaqueError
         axes.append(axis)
     if len(flatten(axes)) != len({*flatten(axes)}):  # a diagonal of it

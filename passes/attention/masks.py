@@ -55,8 +55,8 @@ class Part:
         if self.outside is not None:
             return self.outside.mask()
         if self.added:
-            return MaskTerm("add", operand_at(self.node, self.place))
-        return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place))
+            return MaskTerm("add", operand_at(self.node, self.place, longer=True))
+        return MaskTerm("drop" if self.negated else "keep", operand_at(self.node, self.place, longer=True))
 
     @property
     def why(self) -> str:

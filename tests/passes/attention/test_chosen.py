@@ -152,6 +152,37 @@ def test_blocks_of_keys(name, S):
     assert not any("scatter" in t or "repeat" in t for t in targets)
 
 
+CUT = {
+    "rows of other queries": (
+        lambda S, x: torch.zeros(B, 4, T, dtype=torch.bool).scatter(-1, best(x), True)[:, :S][:, None],
+        seeded(B, 4, T, seed=7),
+    ),
+    "other sequences": (
+        lambda S, x: torch.zeros(B + 2, S, T, dtype=torch.bool).scatter(-1, best(x), True)[:B][:, None],
+        seeded(B + 2, 1, T, seed=7),
+    ),
+    "entries, compared": (
+        lambda S, x: (best(x, 5)[:, None, :, None, :] == torch.arange(T)[:, None])[..., :2].any(-1), ranks(1),
+    ),
+    "entries, one hot": (lambda S, x: F.one_hot(best(x, 5), T)[..., :2, :].sum(-2)[:, None] > 0, ranks(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_list_of_which_the_beginning_is_read(name):
+    make, given = CUT[name]
+    found, _ = told(make, 1, given)
+    assert "mask" in found
+    assert "indices" not in found
+
+
+def test_a_list_over_more_keys_than_there_are():
+    """An entry may name a key that is cut off, which is none."""
+    make = lambda S, x: torch.zeros(B, S, T + 4, dtype=torch.bool).scatter(-1, best(x), True)[..., :T][:, None]  # noqa: E731
+    found, _ = told(make, 1, seeded(B, 1, T + 4, seed=7), other=[[seeded(B, 1, T + 4, seed=8)]])
+    assert found == {"indices": (B, 1, K), "causal": False}
+
+
 def test_a_last_block_that_is_not_full():
     """It names keys that there are not; beside a diagonal."""
     make = lambda S, x: (  # noqa: E731

@@ -139,6 +139,16 @@ def test_several_lengths():
     assert told(mask, 4, one, two, other=[[two, one]]) == (None, True, False, 0)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_lengths_of_more_sequences_than_there_are(first):
+    more = torch.tensor([1, 3, 5, 2, 4])
+
+    def mask(S, more):
+        return (torch.arange(T) < more[first : first + B, None])[:, None, None]
+
+    assert told(mask, 1, more, other=[[more.flip(0)]]) == (None, True, False, 0)
+
+
 def test_the_largest_number_is_a_length_too():
     largest = torch.iinfo(torch.int64).max
     past = torch.tensor([largest, 2, -largest]).view(B, 1, 1, 1)
