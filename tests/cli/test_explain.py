@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from mla_compile.cli.app import app
 from mla_compile.models import config_file
 from mla_compile.models.survey import survey
+from mla_compile.passes.decide import judge, sources
 from mla_compile.workbench import bench
 from tests.support.explaining import LLAMA, TINY, call, write
 
@@ -105,7 +106,15 @@ def test_attention_that_is_not_quantized_has_nothing_to_dequantize(explained_mod
     assert "of weights as stored (compressed-tensors)" in Path("page.html").read_text(encoding="utf-8")
 
 
-def test_what_is_not_absorbed_is_not_dequantized_either(explained_models):
+@pytest.fixture
+def no_rows_cached(monkeypatch):
+    """Latent rows are taken to be no cache, so that there is nothing to save where they are as wide as K and V."""
+    for module in (judge, sources):
+        monkeypatch.setattr(module, "are_cached", lambda rows: False)
+
+
+@pytest.mark.usefixtures("explained_models", "no_rows_cached")
+def test_what_is_not_absorbed_is_not_dequantized_either():
     wide = {**TINY, "kv_lora_rank": 96, "num_hidden_layers": 2, "quantization_config": KINDS["fp8"]}
     said = json.loads(call(write(wide), "--json").stdout)
     assert (said["family"], said["stored"]["up"], said["stored"]["kept_bytes"]) == ("kept", None, 0)
@@ -202,7 +211,8 @@ def test_a_module_with_a_cache_of_its_own_is_not_sent_to_plan(explained_models):
     assert (done.exit_code, "no attention whose cache is known" in done.output) == (2, True), done.output
 
 
-def test_a_latent_as_wide_as_k_and_v_is_not_called_another_family(explained_models):
+@pytest.mark.usefixtures("explained_models", "no_rows_cached")
+def test_a_latent_as_wide_as_k_and_v_is_not_called_another_family():
     wide = write({**TINY, "kv_lora_rank": 96, "num_hidden_layers": 2})
     done = call(wide)
     assert done.exit_code == 1, done.output
