@@ -328,7 +328,6 @@ class Interleaved(SomeHeads):
 
 
 MEETING = {
-    MixedKeysAndValues: Code.UNSUPPORTED_OP,
     NormsOverHeads: Code.HEAD_DEPENDENT_LATENT,
     TalkingHeads: Code.UNSUPPORTED_OP,
     SoftmaxOverHeads: Code.HEAD_DEPENDENT_LATENT,
@@ -340,6 +339,11 @@ MEETING = {
 @pytest.mark.parametrize("make", MEETING)
 def test_heads_that_meet(make):
     refused(make(), data(S=3), MEETING[make])
+
+
+def test_keys_and_values_mixed_over_heads_are_made_of_all_cached_rows():
+    outcome = optimized(export(MixedKeysAndValues(), data(S=3)), forms="absorbed", verify=True, strict=True)
+    assert codes(outcome) == [Code.ABSORBED]
 
 
 def test_too_many_groups(monkeypatch):
