@@ -98,6 +98,8 @@ def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
 
 def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModule) -> None:
     """Puts inputs that nothing reads any more back among the others, in the order of ``original``."""
+    if not left_out:
+        return
     known = {one.name: one.value for one in left_out}
     later = next((n for n in graph.nodes if n.op not in ("placeholder", "get_attr")), None)
     named = {n.name: n for n in graph.find_nodes(op="placeholder")}
@@ -106,7 +108,7 @@ def put_back(graph: fx.Graph, left_out: Sequence[Opened], original: fx.GraphModu
             with graph.inserting_before(later):
                 named[node.name] = graph.placeholder(node.name)
             named[node.name].meta["val"] = known[node.name]
-        later = named[node.name]
+        later = named.get(node.name, later)  # an input that is no tensor may be gone
 
 
 _PLAIN = (
