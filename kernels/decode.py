@@ -47,6 +47,7 @@ def decode_attention(
     window: int = 0,
     kv_scale: Tensor | None = None,
     indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
     num_splits: int = 0,
     deterministic: bool = False,
     plan: Plan | None = None,
@@ -56,7 +57,8 @@ def decode_attention(
 
     The arguments are described in :class:`mla_compile.kernels.call.DecodeCall`; besides, ``latent``, ``rope`` and
     ``values`` may have a head axis, [B,1,T,width]. ``plan`` is a :class:`Plan` of your own (CUDA only, and not beside
-    a ``schedule``, which is made for the planner's).
+    a ``schedule``, which is made for the planner's). ``topk_length`` is int32 [B] or [B,S]: only so many entries of
+    ``indices``, the first ones, are looked at (fewer than 1: none, more than k: all).
 
     Returns ``out`` [B,S,H,Lv] (Lv = L without ``values``) contiguous in query's dtype, and ``lse`` [B,S,H] float32
     (float64 for float64). A query that sees no key gets 0 and minus infinity. NaN in rows that no query sees stays out.
@@ -69,6 +71,7 @@ def decode_attention(
         rope = _without_head(rope)
     if values is not None:
         values = _without_head(values)
+    indices = _first(indices, topk_length)
     call = DecodeCall(
         query, latent, rope, values, mask, seq_lens, sinks, kv_scale, indices, schedule, None, scale, causal, softcap,
         window, num_splits, deterministic,
@@ -93,6 +96,7 @@ def paged_decode_attention(
     window: int = 0,
     kv_scale: Tensor | None = None,
     indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
     num_splits: int = 0,
     deterministic: bool = False,
     plan: Plan | None = None,
@@ -110,6 +114,7 @@ def paged_decode_attention(
     the cache reads memory that is not the cache's.
     """
     latent_pages, rope_pages = _pages(kv_pages, latent_width)
+    indices = _first(indices, topk_length)
     call = DecodeCall(
         query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table, scale,
         causal, softcap, window, num_splits, deterministic,
@@ -163,6 +168,22 @@ def _in_graph(op: Any, call: DecodeCall, plan: Plan | None) -> tuple[Tensor, Ten
         deterministic=call.deterministic,
     )  # fmt: skip
     return out
+
+
+def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
+    """The lists with -1, which names no key, from ``topk_length`` on: no kernel spends a row on such an entry."""
+    if topk_length is None:
+        return indices
+    if indices is None:
+        raise InputError("topk_length: got no indices, whose first entries it counts; pass both or neither")
+    shape, dtype = list(topk_length.shape), topk_length.dtype
+    if indices.dim() != 3 or dtype != torch.int32 or shape not in ([indices.shape[0]], list(indices.shape[:2])):
+        expected = f"int32 [B] or [B,S] of indices [B,S,k], which are {list(indices.shape)}"
+        raise InputError(f"topk_length is {dtype} {shape}, expected {expected}; cast, expand or slice it")
+    if topk_length.device != indices.device:
+        raise InputError(f"topk_length is on {topk_length.device}, expected {indices.device} as indices; move it")
+    place = torch.arange(indices.shape[2], device=indices.device)
+    return torch.where(place < topk_length.view(indices.shape[0], -1, 1), indices, -1)
 
 
 def _without_head(rows: Tensor) -> Tensor:

@@ -177,6 +177,52 @@ def test_wrong_lists(index: Tensor, message: str):
         ops.decode_attention(**Case().tensors(), indices=index, scale=0.2)
 
 
+def first(index: Tensor, lengths: Tensor) -> Tensor:
+    """The lists with -1 from each query's length on, written entry by entry."""
+    index = index.clone()
+    for b in range(index.shape[0]):
+        for s in range(index.shape[1]):
+            n = int(lengths[b] if lengths.dim() == 1 else lengths[b, s])
+            index[b, s, max(n, 0) :] = -1
+    return index
+
+
+@pytest.mark.parametrize(
+    "lengths", [[7, 20], [0, -3], [99, 1], [[1, 2, 3], [20, 0, 50]]], ids=["requests", "none", "more", "queries"]
+)
+def test_the_first_entries_of_a_list(lengths: list[Any]):
+    given, index = Case(B=2, S=3).tensors(), lists(2, 3, 111, 20)
+    length = torch.tensor(lengths, dtype=torch.int32)
+    call = DecodeCall(**given, indices=first(index, length), scale=0.2, causal=True)
+    rows = (given["query"], given["latent"], given["rope"])
+    how = {"scale": 0.2, "causal": True, "indices": index, "topk_length": length}
+    same(call, decode_attention(*rows, **how))
+    pool, table = torch.cat(rows[1:], -1).view(111 * 2, 1, -1), torch.arange(222, dtype=torch.int32).view(2, 111)
+    full = torch.tensor([111, 111], dtype=torch.int32)
+    same(call, paged_decode_attention(rows[0], pool, table, full, latent_width=rows[1].shape[2], **how))
+    compiled = torch.compile(lambda n: decode_attention(*rows, **{**how, "topk_length": n}), backend="aot_eager")
+    same(call, compiled(length))
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (torch.zeros(1), r"topk_length is torch.float32 \[1\], expected int32 \[B\] or \[B,S\]"),
+        (torch.zeros(2, dtype=torch.int32), r"topk_length is torch.int32 \[2\]"),
+        (torch.zeros(1, 1, 4, dtype=torch.int32), "topk_length is"),
+        (torch.zeros(1, dtype=torch.int32, device="meta"), "topk_length is on meta"),
+    ],
+)
+def test_wrong_lengths_of_lists(length: Tensor, message: str):
+    given = Case().tensors()
+    rows = (given["query"], given["latent"], given["rope"])
+    index = torch.zeros(1, 1, 4, dtype=torch.int32)
+    with pytest.raises(InputError, match=message):
+        decode_attention(*rows, scale=0.2, indices=index, topk_length=length)
+    with pytest.raises(InputError, match="topk_length: got no indices"):
+        decode_attention(*rows, scale=0.2, topk_length=torch.zeros(1, dtype=torch.int32))
+
+
 def test_in_a_compiled_graph():
     given, index = Case(B=2, S=2).tensors(), lists(2, 2, 111, 20)
 
