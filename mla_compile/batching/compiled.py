@@ -19,6 +19,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Call, Program
 
 logger = logging.getLogger("mla_compile")
@@ -83,13 +84,12 @@ class Compiled:
         shown = [examples[index].shape[axis] for index, axis in self._open]
         fixed = {at: n for at, n in enumerate(shown) if isinstance(n, int)}
         symbols = [n for n in shown if not isinstance(n, int)]
-        guards = env.produce_guards_expression(placeholders=symbols) if symbols else None
+        fits = guards_of(env, symbols)
 
         def holds(sizes: Sizes) -> bool:
             if any(sizes[at] != n for at, n in fixed.items()):
                 return False
-            free = [n for at, n in enumerate(sizes) if at not in fixed]
-            return guards is None or bool(env.evaluate_guards_expression(guards, free))
+            return fits([n for at, n in enumerate(sizes) if at not in fixed])
 
         call: Call = code
         return holds, call

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_compile.analysis import analyse
 from mla_compile.capture import capture
+from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Program
 from mla_compile.errors import MlaCompileWarning
 from mla_compile.passes.decide.cost import default_device
@@ -52,8 +53,7 @@ class Base:
         if not self.symbolic:
             return False
         fakes = [n.meta["val"] for n in self.traced.graph.find_nodes(op="placeholder")]
-        env: Any = self.traced.shape_env
-        return bool(env.evaluate_guards_for_args(fakes, values, ignore_static=False))
+        return guards_of(self.traced.shape_env, fakes, ignore_static=False)(values)  # type: ignore[arg-type]  # make_fx sets it
 
 
 def bases(count: int, start: int) -> Iterator[Base]:

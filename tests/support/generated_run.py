@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mla_compile
 from mla_compile import pipeline
 from mla_compile.capture import capture, emit
+from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Program
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.options import Options
@@ -131,8 +132,7 @@ def _guards_hold(traced: fx.GraphModule, inputs: list[fx.Node], values: list[Ten
     fakes = [n.meta["val"] for n in inputs]
     if len(fakes) != len(values) or any(f.dim() != v.dim() for f, v in zip(fakes, values, strict=True)):
         return False
-    env: Any = traced.shape_env
-    return bool(env.evaluate_guards_for_args(fakes, values, ignore_static=False))
+    return guards_of(traced.shape_env, fakes, ignore_static=False)(values)  # type: ignore[arg-type]  # make_fx sets it
 
 
 def _live(program: Program, names: tuple[str, ...]) -> dict[str, Tensor]:
