@@ -122,6 +122,17 @@ def op_alone() -> str:
     return table(head, rows) + f"\n\n{about['threads']} threads, torch {about['torch']}."
 
 
+def features() -> str:
+    """The op with one feature at a time, over its plain call."""
+    about = data("attention_features")
+    rows = []
+    for r in about["rows"]:
+        ratios = (f"{x:.2f}" for name, x in r["over_plain"].items() if name != "plain")
+        rows.append((r["heads"], r["tokens"], r["dtype"], _quartiles(r["ms"]["plain"]), *ratios))
+    names = [name for name in about["rows"][0]["ms"] if name != "plain"]
+    return table(("heads", "keys", "dtype", "plain ms", *names), rows) + f"\n\n{where(about)}."
+
+
 def index_scores() -> str:
     """The scores of an indexer: as the model writes them, compiled, and as one operator."""
     about = data("index_scores")
@@ -371,6 +382,20 @@ def growing() -> str:
     return table(head, rows) + f"\n\n{where(about)}."
 
 
+def own_buffers() -> str:
+    """A step of code that keeps K and V in buffers of its own, and what they hold."""
+    about = data("own_buffers")
+    rows = []
+    for r in about["rows"]:
+        times = map(_quartiles, r["ms"].values())
+        held = (f"{r['held'][form] / 2**20:.1f}" for form in ("expanded", "rows"))
+        ratios = (f"{x:.1f}x" for x in r["faster_than"].values())
+        rows.append((NAMES[r["model"]], r["dtype"], r["context"], *times, *ratios, *held))
+    head = ("sizes", "dtype", "cached tokens", "eager ms", "Inductor ms", "mla ms", "vs eager", "vs Inductor",
+            "K, V MiB", "rows MiB")  # fmt: skip
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
 WAYS = {"one_by_one": "one by one", "optimized": "optimized", "padded": "padded", "continuous": "continuous"}
 
 
@@ -409,6 +434,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sparse_steps": sparse_steps,
     "sparse_prompts": sparse_prompts,
     "sparse_attention": sparse_attention,
+    "features": features,
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,
@@ -418,6 +444,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generated": generated,
     "step_masks": step_masks,
     "growing": growing,
+    "own_buffers": own_buffers,
     "serving": serving,
 }
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import sympy
+import torch
 from torch import fx
 
 from mla_compile.analysis import CANONICAL, Analysis, analyse, weights_of
@@ -30,6 +31,7 @@ from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program, copy_graph
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
+from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
@@ -425,7 +427,11 @@ def _read_parts(state: _State) -> int:
 
 
 def _read_packed(state: _State) -> int:
-    return read_packed(state.graph, state.program.fake_mode)
+    return read_packed(state.graph, state.program.fake_mode, _reads_float8)
+
+
+def _reads_float8(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
 
 
 def _schedule(state: _State) -> int:

@@ -51,15 +51,19 @@ class _Job:
 
 def suits(call: DecodeCall) -> bool:
     """Whether the kernels here take a call; the reference takes the others."""
-    if not call.query.is_cpu or call.sinks is not None or call.kv_scale is not None or call.softcap:
+    if not call.query.is_cpu:
         return False
-    return (call.block_table is None and call.indices is None) or _native(call) is not None
+    if _native(call) is not None:
+        return True
+    extras = (call.block_table, call.indices, call.sinks, call.kv_scale)
+    return not call.softcap and all(extra is None for extra in extras)
 
 
 def _native(call: DecodeCall) -> native.Library | None:
     """The compiled kernel, where it takes these rows."""
+    rows = (call.query, call.latent, call.rope)
     library = None if compute_dtype(call.latent) == torch.float64 else native.load()
-    return library if library is not None and native.takes(call.latent, library) else None
+    return library if library is not None and native.takes(library, *rows) else None
 
 
 def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:

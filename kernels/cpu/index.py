@@ -23,7 +23,7 @@ def index_scores(call: IndexCall) -> Tensor:
     if 0 in query.shape or keys.shape[1] == 0:  # nothing to add up, or nowhere to put it
         return query.new_zeros(*query.shape[:2], keys.shape[1], dtype=dtype)
     library = None if dtype == torch.float64 else native.load()
-    if library is not None and native.takes(keys, library):
+    if library is not None and native.takes(library, query, keys):
         return native.index_scores(library, call)
     with torch.autocast("cpu", enabled=False):  # it would turn the float32 products below into bfloat16 ones
         return _in_blocks(call, dtype)

@@ -46,8 +46,10 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "csrc" / "decode_attention.cpp"
 # Inductor turns both off for the code that it generates; they come after its own flags.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4}
-CALL = struct.Struct("@42qd")  # struct Call in csrc/call.h
+KINDS = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4, torch.float8_e4m3fn: 5,
+}  # fmt: skip
+CALL = struct.Struct("@47q2d")  # struct Call in csrc/call.h
 INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
 
 
@@ -117,9 +119,10 @@ def source() -> str:
     return expand(SOURCE.read_text())
 
 
-def takes(latent: Tensor, library: Library) -> bool:
-    """Whether the kernel knows rows of this dtype."""
-    return latent.dtype != torch.float64 and (latent.dtype != torch.float16 or library.float16)
+def takes(library: Library, *rows: Tensor | None) -> bool:
+    """Whether the kernels know the dtypes of all these rows."""
+    kinds = {of.dtype for of in rows if of is not None}
+    return torch.float64 not in kinds and (torch.float16 not in kinds or library.float16)
 
 
 def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -161,6 +164,11 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
     lengths = None if call.seq_lens is None else call.seq_lens.contiguous()
     out = torch.empty((B, S, H, Lv), dtype=query.dtype)
     lse = torch.empty((B, S, H), dtype=torch.float32)
+    scales, scales_at, scales_b, scales_t = call.kv_scale, 0, 0, 0
+    if scales is not None:
+        scales_at = scales.data_ptr()
+        scales_b, scales_t = scales.stride() if scales.dim() else (0, 0)
+    sinks = None if call.sinks is None else call.sinks.to(torch.float32)
     packed = CALL.pack(
         *(B, S, H, T, L, R, Lv),
         *(query.data_ptr(), query_b, query_s, query_h),
@@ -174,7 +182,10 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         *(call.causal, call.window, torch.get_num_threads(), library.amx),
         *(table_at, table_b, page_bits),
         *(indices_at, indices_b, indices_s, k),
-        call.scale,
+        *(scales_at, scales_b, scales_t),
+        KINDS[latent.dtype if rope is None else rope.dtype],
+        0 if sinks is None else sinks.data_ptr(),
+        *(call.scale, call.softcap),
     )
     if library.run(packed):
         raise MemoryError("mla_compile::decode_attention: no memory for the scratch space of the CPU kernel")

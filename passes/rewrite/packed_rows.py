@@ -7,7 +7,7 @@ After: ``decode_attention(q, values, rope, ..., kv_scale=scales)``: the kernel m
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -20,20 +20,23 @@ from mla_compile.passes.ir.walk import remove_dead_code
 aten = torch.ops.aten
 
 _HALF = (torch.float16, torch.bfloat16)
-_KERNELS = ("cuda",)
-"""Devices whose kernels read float8. On a CPU a copy in the model's dtype is faster than float8 read by hand."""
 
 
-def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, devices: Collection[str] = _KERNELS) -> int:
-    """Hands float8 rows and their scales to the attentions that can take them; returns to how many."""
+def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callable[[torch.device], bool]) -> int:
+    """Hands float8 rows and their scales to the attentions that can take them; returns to how many.
+
+    ``reads``: whether a kernel of the device reads float8. Elsewhere a copy in the model's dtype is the faster way.
+    """
     done = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
         query, latent = args_of(node)[:2]
         rope, values = argument(node, 2, "rope"), argument(node, 3, "values")
         found = _float8(latent)
-        if found is None or values is not None or val(latent).device.type not in devices:
+        if found is None or values is not None or torch.float64 in {val(n).dtype for n in (query, latent)}:
             continue
-        if (rope is not None and val(rope).dtype not in _HALF) or val(query).dtype == torch.float64:
+        device = val(latent).device
+        beside = (*_HALF, torch.float32) if device.type == "cpu" else _HALF
+        if (rope is not None and val(rope).dtype not in beside) or not reads(device):
             continue
         rows, scales = found
         builder = Builder(node, fake_mode)

@@ -124,7 +124,7 @@ def test_rows_that_are_not_named_are_not_read():
 
 
 def test_sinks_and_a_soft_cap():
-    """No kernel of a CPU takes them: the rows are gathered for the reference."""
+    """In the native kernel, and with rows gathered for the reference where there is none."""
     given = Case(B=2, S=2, H=3).tensors() | {"sinks": torch.tensor([0.5, -1.0, 2.0])}
     both(DecodeCall(**given, indices=lists(2, 2, 111, 20), scale=0.2, softcap=3.0))
 

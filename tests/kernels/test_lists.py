@@ -166,6 +166,7 @@ def test_a_plan_of_the_callers_own_is_not_lost_where_rows_are_gathered(monkeypat
 
     monkeypatch.setattr(decode, "run", run)
     own = Plan("triton", 16, 32, 4, 2, 1, None, 0)
-    by_head = call(mask=mask(B, H, S, 300))._replace(softcap=2.0)  # no kernel of a CPU takes it
-    decode.run(by_head, own)
+    by_head = call(mask=mask(B, H, S, 300))
+    wide = {name: getattr(by_head, name).double() for name in ("query", "latent", "rope")}  # no kernel takes float64
+    decode.run(by_head._replace(**wide), own)
     assert taken == [own, own]

@@ -8,7 +8,7 @@
 
 namespace mla {
 
-enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, BOOL = 4 };
+enum Kind : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT64 = 3, BOOL = 4, FLOAT8 = 5 };
 
 enum Amx_use : int64_t { AMX_NEVER = 0, AMX_WHERE_FASTER = 1, AMX_ALWAYS = 2 };
 
@@ -33,7 +33,10 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t table_b, page_bits;  // a page has 2^page_bits rows
   const int32_t* indices;      // [B,S,k], the last axis contiguous: the keys that a query sees
   int64_t indices_b, indices_s, k;  // k is -1 where a query sees all keys
-  double scale;
+  Rows scales;  // float32 [B,T] or [P,page], strides 0 for one scale: what rows of float8 are multiplied by; or null
+  int64_t rope_kind;  // row_kind, or beside rows of float8 another one
+  const float* sinks;  // [H], or null
+  double scale, softcap;  // softcap is 0 where there is none
 
   // Where row t of batch entry b is, in elements; t < length(b), as no other entry of the table is to be read.
   int64_t at(const Rows& rows, int64_t b, int64_t t) const {
@@ -72,6 +75,10 @@ struct Piece {
   // Where the row of the i-th key is, in elements, and how many rows from there on lie one behind the other.
   int64_t at(const Call& c, const Rows& of, int64_t i) const { return c.at(of, b, key(i)); }
   int64_t adjacent(const Call& c, int64_t i) const { return picks ? 1 : c.adjacent(i); }
+  // The longest tile that pays from the i-th key on: rows of float32 are read where they lie within a page of 64 or more.
+  int64_t tile(const Call& c, int64_t i) const {
+    return picks || c.page_bits < 6 || c.row_kind != FLOAT32 ? c.T : c.adjacent(i);
+  }
 };
 
 // Hands out aligned pieces of one block; with a null block it only counts.
@@ -132,7 +139,9 @@ struct Ahead {
   }
 };
 
-inline int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == FLOAT64 ? 8 : kind == BOOL ? 1 : 2; }
+inline int64_t size_of(int64_t kind) {
+  return kind == FLOAT32 ? 4 : kind == FLOAT64 ? 8 : kind == BOOL || kind == FLOAT8 ? 1 : 2;
+}
 
 // Calls f with a value of the C++ type that a kind stands for. Python does not send a kind that is not known here.
 template <class F>
@@ -142,6 +151,14 @@ void with_row_type(int64_t kind, F f) {
 #if defined(__FLT16_MAX__)
   if (kind == FLOAT16) return f(fp16{});
 #endif
+}
+
+
+// The same of a kind that only cached rows have, too.
+template <class F>
+void with_cached_type(int64_t kind, F f) {
+  if (kind == FLOAT8) return f(fp8{});
+  with_row_type(kind, f);
 }
 
 }  // namespace mla

@@ -1,6 +1,6 @@
 // Decode attention on CPU: the cache is walked in tiles that serve as keys and values, with the softmax carried along.
 //
-//     s = q [c, r]^T + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
+//     s = cap(q [c, r]^T) + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 //
 // A call is cut into pieces (some query rows over some keys); threads take pieces, those of the same rows are joined.
 // How a call is cut depends on its sizes and the number of threads alone, so the result does too.
@@ -52,13 +52,15 @@ void walk(const Call& c, const Piece& piece, Product& product, float* scores, fl
   std::fill(state.top, state.top + stride, -INF);
   std::fill(state.total, state.total + stride, 0.f);
   std::fill(state.sums, state.sums + stride * columns, 0.f);
-  for (int64_t start = piece.lo; start < piece.hi; start += Product::TILE) {
-    const int64_t n = std::min(Product::TILE, piece.hi - start);
+  for (int64_t start = piece.lo, n; start < piece.hi; start += n) {
+    n = std::min({Product::TILE, piece.hi - start, piece.tile(c, start)});
     const uint8_t* seen = piece.seen;
     if (seen && !std::memchr(seen + start, 1, n)) continue;
     if (seen && !std::memchr(seen + start, 0, n)) seen = nullptr;
     product.set_tile(start, n, seen);
     product.scores(scores);
+    if (c.softcap > 0)
+      for (int64_t i = 0; i < n * stride; i += VL) store(scores + i, capped(load(scores + i), float(c.softcap)));
     hide(c, piece, start, n, scores);
     soften(scores, n, stride, state, shrink);
     std::fill(scores + n * stride, scores + product.padded(n) * stride, 0.f);
@@ -73,6 +75,7 @@ void finish_row(const Call& c, const State* states, int64_t parts, int64_t m, in
   const float shift = top == -INF ? 0.f : top;
   for (int64_t i = 0; i < parts; ++i) total += states[i].total[m] * std::exp(states[i].top[m] - shift);
   c.lse[row] = top + std::log(total);
+  if (c.sinks && total != 0.f) total += std::exp(c.sinks[row % c.H] - shift);  // in the denominator, not in lse
   with_row_type(c.query_kind, [&](auto type) {
     using T = decltype(type);
     T* out = reinterpret_cast<T*>(c.out) + row * c.Lv;
@@ -237,6 +240,7 @@ int mla_decode_attention(const mla::Call* call) {
   try {
 #if defined(MLA_AMX)
     // Splitting rows of float32 into planes costs about as much as multiplying them with 48 query rows directly.
+    if (call->row_kind == FLOAT8) return !run<Fma>(*call);
     if (call->amx && (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->S * call->H > 48)) {
       if (call->row_kind == BFLOAT16) return !run<Amx<bf16, 1, 2>>(*call);
       if (call->row_kind == FLOAT16) return !run<Amx<fp16, 2, 2>>(*call);

@@ -1,4 +1,4 @@
-// Products in float32 with fused multiply-adds: for any machine. Half precision is converted tile by tile.
+// Products in float32 with fused multiply-adds: for any machine. Half precision and float8 are converted tile by tile.
 //
 // Registers hold a tile of sums. Scores: KEYS keys by one or two panels of query rows, a key element broadcast against
 // the rows of a panel. Sums: HEADS query rows by up to VALUES vectors of columns, one weight broadcast against them.
@@ -45,9 +45,11 @@ class Fma {
 
   void set_tile(int64_t start, int64_t n, const uint8_t* seen) {
     keys = n;
-    latent = rows_of(c.latent, c.L, wide_latent, start, seen, latent_copy, !c.values.data && c.L % VL);
-    rope = c.R ? rows_of(c.rope, c.R, c.R, start, seen, rope_copy, false) : Tile{};
-    values = c.values.data ? rows_of(c.values, c.Lv, wide_values, start, seen, values_copy, c.Lv % VL) : latent;
+    latent = rows_of(c.latent, c.row_kind, c.L, wide_latent, start, seen, latent_copy, !c.values.data && c.L % VL);
+    rope = c.R ? rows_of(c.rope, c.rope_kind, c.R, c.R, start, seen, rope_copy, false) : Tile{};
+    values = latent;
+    if (c.values.data)
+      values = rows_of(c.values, c.row_kind, c.Lv, wide_values, start, seen, values_copy, c.Lv % VL);
     ahead = Ahead::of(c, piece, start + n, TILE, size_of(c.row_kind));
   }
 
@@ -78,17 +80,22 @@ class Fma {
   };
 
   // The rows where they lie, or a copy in float32: padded with zeros to `wide`, and zero where no query sees them.
-  Tile rows_of(const Rows& rows, int64_t width, int64_t wide, int64_t start, const uint8_t* seen, float* copy,
-               bool pad) {
-    if (c.row_kind == FLOAT32 && !seen && !pad && keys <= piece.adjacent(c, start))
+  Tile rows_of(const Rows& rows, int64_t kind, int64_t width, int64_t wide, int64_t start, const uint8_t* seen,
+               float* copy, bool pad) {
+    if (kind == FLOAT32 && !seen && !pad && keys <= piece.adjacent(c, start))
       return {reinterpret_cast<const float*>(rows.data) + piece.at(c, rows, start), rows.t};
-    with_row_type(c.row_kind, [&](auto type) {
+    with_cached_type(kind, [&](auto type) {
       using T = decltype(type);
       for (int64_t i = 0; i < keys; ++i) {
         const T* from = reinterpret_cast<const T*>(rows.data) + piece.at(c, rows, start + i);
         float* to = copy + i * wide;
         const int64_t filled = seen && !seen[start + i] ? 0 : width;
-        for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]);
+        if constexpr (sizeof(T) == 1) {
+          const float factor = reinterpret_cast<const float*>(c.scales.data)[piece.at(c, c.scales, start + i)];
+          for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]) * factor;
+        } else {
+          for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]);
+        }
         std::fill(to + filled, to + wide, 0.f);
       }
     });

@@ -54,6 +54,19 @@ inline vf exp_of_nonpositive(vf x) {
   return x < -87.f ? vf{} : poly * power;
 }
 
+// softcap * tanh(x / softcap) to a few ulp; NaN for NaN.
+inline vf capped(vf x, float softcap) {
+  const vf t = x / softcap, size = t < 0.f ? -t : t, square = t * t;
+  const vf e = exp_of_nonpositive(-2.f * size);
+  const vf far = (1.f - e) / (1.f + e);
+  vf near = splat(62.f / 2835);  // the series of tanh, where 1 - e would lose digits
+  near = near * square - 17.f / 315;
+  near = near * square + 2.f / 15;
+  near = near * square - 1.f / 3;
+  near = near * square * t + t;
+  return (size < 0.25f ? near : t < 0.f ? -far : far) * softcap;
+}
+
 // The storage types of half precision, read as float and written with rounding to nearest.
 struct bf16 {
   uint16_t bits;
@@ -77,6 +90,21 @@ using fp16 = _Float16;
 inline float to_float(fp16 x) { return float(x); }
 inline void from_float(float x, fp16& y) { y = fp16(x); }
 #endif
+
+// float8_e4m3fn: a sign, four bits of exponent around 7, three of mantissa; no infinity, and NaN where all bits are set.
+struct fp8 {
+  uint8_t bits;
+};
+
+inline float to_float(fp8 x) {  // without branches and subnormal floats, so that loops become vectors
+  const uint32_t magnitude = x.bits & 0x7f;
+  uint32_t wide = (magnitude << 20) + (uint32_t(120) << 23);
+  float y;
+  std::memcpy(&y, &wide, sizeof y);
+  y = magnitude < 8 ? 2.f * y - 0.015625f : y;  // below 2^-6 the leading bit that was assumed is not there
+  y = magnitude == 0x7f ? std::numeric_limits<float>::quiet_NaN() : y;
+  return x.bits & 0x80 ? -y : y;
+}
 
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 

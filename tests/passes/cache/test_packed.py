@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 
 import mla_compile
 from mla_compile.errors import OptionError
+from mla_compile.kernels.cpu import native
 from mla_compile.passes.cache.packed import error_of, pack, packed_width, unpack
 from mla_compile.passes.cache.recipe import at_once
 from mla_compile.passes.rewrite import packed_rows
+from mla_compile.pipeline import _reads_float8
 from mla_compile.runtime.latent import LatentTensor
 from tests.support.latent_modules import LAYERS, B, Cache, D, H, L, Model, N, OneLayer, R, V
 from tests.support.programs import seeded
@@ -149,21 +152,32 @@ def test_a_program_and_a_cache_that_is_converted_for_it():
         mla_compile.migrate_cache(program, past)
 
 
-def test_the_operator_reads_float8_as_it_is(monkeypatch):
-    """As on a GPU, whose kernels read float8: the same graph on a CPU, by the reference."""
-    original, found = packed_rows.read_packed, []
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_operator_reads_float8_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Where a kernel does, a GPU's or a CPU's; elsewhere it is handed a copy in the model's dtype."""
+    read_packed, found = packed_rows.read_packed, []
 
-    def here(graph, fake_mode):
-        found.append(original(graph, fake_mode, ("cpu",)))
+    def counted(*args: Any) -> int:
+        found.append(read_packed(*args))
         return found[-1]
 
-    monkeypatch.setattr("mla_compile.pipeline.read_packed", here)
-    model = Model().bfloat16()
+    monkeypatch.setattr("mla_compile.pipeline.read_packed", counted)
+    model = Model().to(dtype)
     options = {"codegen": "eager", "forms": "absorbed", "cache_dtype": "fp8", "strict": True}
-    direct = run(mla_compile.optimize(model, **options), Cache())
-    assert LAYERS in found
-    monkeypatch.undo()
-    torch.compiler.reset()
-    copied = run(mla_compile.optimize(model, **options), Cache())
+    results = {}
+    for kernels in (True, False):
+        torch.compiler.reset()
+        found.clear()
+        monkeypatch.setattr("mla_compile.pipeline._reads_float8", lambda _, kernels=kernels: kernels)
+        results[kernels] = run(mla_compile.optimize(model, **options), Cache())
+        assert (LAYERS in found) is kernels
     exact = run(copy.deepcopy(model).double(), Cache())
-    assert relative(direct, exact) < 1.2 * relative(copied, exact)
+    assert relative(results[True], exact) < 1.2 * relative(results[False], exact)
+
+
+def test_a_cpu_reads_float8_where_its_kernel_was_built(monkeypatch: pytest.MonkeyPatch):
+    assert _reads_float8(torch.device("cpu")) is (native.load() is not None)
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert not _reads_float8(torch.device("cpu"))
+    assert _reads_float8(torch.device("cuda"))
+    assert not _reads_float8(torch.device("meta"))
