@@ -97,6 +97,20 @@ def build(name: str, dtype: torch.dtype, layers: int, max_tokens: int, seed: int
     return model.eval().requires_grad_(False).to(dtype)
 
 
+def filled_cache(model: Any, batch: int, tokens: int) -> Any:
+    """A ``DynamicCache`` of random rows, the same in every call."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=model.config)
+    dtype, random = model.get_input_embeddings().weight.dtype, torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        widths = (model.config.kv_lora_rank, model.config.qk_rope_head_dim)
+        rows = [torch.randn(batch, 1, tokens, width, generator=random).to(dtype) for width in widths]
+        layer.lazy_initialization(*rows)
+        layer.keys, layer.values = rows
+    return cache
+
+
 def machine() -> dict[str, Any]:
     """What figures depend on: processor, threads, versions, the date."""
     import transformers

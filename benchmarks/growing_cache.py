@@ -19,27 +19,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import DTYPES, MODELS, Times, build, in_turns, machine, median_ratio, names, table, words, write
+from common import (
+    DTYPES,
+    MODELS,
+    Times,
+    build,
+    filled_cache,
+    in_turns,
+    machine,
+    median_ratio,
+    names,
+    table,
+    words,
+    write,
+)
 
 import torch  # isort: skip  # after common, which sets the environment
 
 import mla_compile
 
 WARM_UP = 4  # steps: the first is compiled for its length, the second for any length
-
-
-def filled(model: Any, batch: int, tokens: int) -> Any:
-    """A cache of random rows, the same in every call."""
-    from transformers import DynamicCache
-
-    cache: Any = DynamicCache(config=model.config)
-    dtype, random = model.get_input_embeddings().weight.dtype, torch.Generator().manual_seed(0)
-    for layer in cache.layers:
-        widths = (model.config.kv_lora_rank, model.config.qk_rope_head_dim)
-        rows = [torch.randn(batch, 1, tokens, width, generator=random).to(dtype) for width in widths]
-        layer.lazy_initialization(*rows)
-        layer.keys, layer.values = rows
-    return cache
 
 
 def measure(args: argparse.Namespace, name: str, batch: int, tokens: int) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def measure(args: argparse.Namespace, name: str, batch: int, tokens: int) -> dic
         "copy": mla_compile.optimize(model, appends="copy", strict=True),
         "in_place": mla_compile.optimize(model, appends="in_place", strict=True),
     }
-    caches = {variant: filled(model, batch, tokens) for variant in variants}
+    caches = {variant: filled_cache(model, batch, tokens) for variant in variants}
     ids = torch.full((batch, 1), 7)
     logits: dict[str, torch.Tensor] = {}
 

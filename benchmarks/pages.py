@@ -133,6 +133,23 @@ def features() -> str:
     return table(("heads", "keys", "dtype", "plain ms", *names), rows) + f"\n\n{where(about)}."
 
 
+def few_rows() -> str:
+    """Products of a few rows with a weight, and the steps that they are part of."""
+    about = data("few_rows")
+    alone, steps = [], []
+    for r in about["rows"]:
+        times = [*map(_quartiles, r["ms"].values()), f"{r['torch_over_native']:.1f}x", f"{r['floor_ms']:.2f}"]
+        times.append(f"{r['ms']['native']['median'] / r['floor_ms']:.2f}")
+        if r["kind"] == "step":
+            steps.append((NAMES[r["model"]], r["dtype"], r["context"], *times))
+        elif r["weight"] in ("q_b", "q", "out"):
+            alone.append((f"{r['O']} x {r['K']}", r["dtype"], r["rows"], *times))
+    ends = ("torch ms", "own ms", "torch / own", "floor ms", "own / floor")
+    seen = dict.fromkeys(alone)  # models share some
+    products = table(("weight", "dtype", "rows", *ends), seen)
+    return f"{table(('sizes', 'dtype', 'cached tokens', *ends), steps)}\n\n{products}\n\n{where(about)}."
+
+
 def index_scores() -> str:
     """The scores of an indexer: as the model writes them, compiled, and as one operator."""
     about = data("index_scores")
@@ -435,6 +452,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sparse_prompts": sparse_prompts,
     "sparse_attention": sparse_attention,
     "features": features,
+    "few_rows": few_rows,
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,

@@ -10,6 +10,8 @@ launch before attention on a GPU, written once for the calls that share it (:mod
 names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
+``mla_compile::few_rows_linear(x, weight, bias=None) -> y``: a product of a few rows with a weight
+(:mod:`mla_compile.kernels.linear`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -19,6 +21,7 @@ registered once per process, however often and under whatever name this module i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mla_compile.kernels import alike, checks, decode, index, reference, shared
+from mla_compile.kernels import alike, checks, decode, index, linear, reference, shared
 from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
 _Call = TypeVar("_Call", DecodeCall, IndexCall)
@@ -44,6 +47,7 @@ _NUMBERS = (
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
+_ROWS_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = (
     "(Tensor out, Tensor lse, Tensor values, float lowest, Tensor? mask=None, Tensor? indices=None, float fill=0.0)"
@@ -104,6 +108,11 @@ def _index_flops(query: Any, keys: Any, *rest: Any, **named: Any) -> int:
     return int(2 * B * S * J * keys[1] * (D + 1))
 
 
+def _rows_flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
+    """2KO for each row, as torch counts a product."""
+    return int(2 * math.prod(x) * weight[0])
+
+
 def _looked_at(T: int, rest: tuple[Any, ...], named: dict[str, Any]) -> int:
     """How many keys a query is compared with; ``rest``: the positional arguments from ``indices`` on."""
     indices = rest[0] if rest else named.get("indices")
@@ -125,6 +134,9 @@ def _register() -> torch.library.Library:
     _register_op(library, SCHEDULE, _SCHEDULE_SCHEMA, _of(DecodeCall, decode.schedule), _of(DecodeCall, _fake_schedule))
     _register_op(library, ALIKE, _ALIKE_SCHEMA, alike.weigh_alike, _fake_alike)
     _refuse_gradient(library, ALIKE)
+    _register_op(library, linear.ROWS, _ROWS_SCHEMA, linear.run, linear.fake)
+    _refuse_gradient(library, linear.ROWS)
+    register_flop_formula(torch.ops.mla_compile.few_rows_linear)(_rows_flops)
     return library
 
 
@@ -151,7 +163,7 @@ def _refuse_gradient(library: torch.library.Library, name: str) -> None:
     torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
 
 
-if not hasattr(torch.ops.mla_compile, "decode_schedule"):
+if not hasattr(torch.ops.mla_compile, "few_rows_linear"):
     _LIBRARY = _register()
 
 decode_attention = torch.ops.mla_compile.decode_attention.default

@@ -19,6 +19,7 @@ Appends = Literal["auto", "in_place", "copy"]
 Quantized = Literal["absorb", "exact"]
 Dequantize = Literal["auto", "once", "step"]
 Sparse = Literal["auto", "never"]
+Products = Literal["auto", "native", "torch"]
 Ranks = Literal["agree", "alone"]
 
 
@@ -50,6 +51,9 @@ class Options:
             each weight what moves fewer bytes in a step; for programs, whose weights may change unseen, ``step``.
         sparse: attentions whose mask shows each query the keys of a list (the top k of an indexer). ``auto`` reads the
             rows of these keys only, where that is cheaper; ``never`` reads all rows and the mask.
+        products: of a few rows with a weight, on a CPU, in graphs with an absorbed attention. ``native`` takes the
+            kernel of this library where it was measured to be faster on this machine, ``torch`` leaves them to the
+            compiler. ``auto`` is ``native`` for modules and ``torch`` for programs, which may run elsewhere.
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
             ``alone``: each by itself, for programs whose ranks compile at different points.
@@ -68,6 +72,7 @@ class Options:
     quantized: Quantized = "absorb"
     dequantize: Dequantize = "auto"
     sparse: Sparse = "auto"
+    products: Products = "auto"
     ranks: Ranks = "agree"
     verify: bool = False
     strict: bool = False

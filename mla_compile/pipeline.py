@@ -31,6 +31,7 @@ from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program, copy_graph
 from mla_compile.core.records import PassRecord
 from mla_compile.errors import MlaCompileError, VerificationError
+from mla_compile.kernels import linear
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.passes.attention.indexer import indexers
@@ -50,6 +51,7 @@ from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.absorb import absorb
 from mla_compile.passes.rewrite.columns import read_parts
 from mla_compile.passes.rewrite.dequantize import dequantize_once
+from mla_compile.passes.rewrite.few_rows import few_rows
 from mla_compile.passes.rewrite.fold import fold
 from mla_compile.passes.rewrite.index import index_scores
 from mla_compile.passes.rewrite.lengths import Lengths
@@ -434,6 +436,13 @@ def _reads_float8(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
 
 
+def _few_rows(state: _State) -> int:
+    if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
+        return 0
+    weights = weights_of(state.program)
+    return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES)
+
+
 def _schedule(state: _State) -> int:
     return share_schedules(state.graph, state.program.fake_mode)
 
@@ -466,6 +475,7 @@ PASSES = (
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
     Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
+    Pass("few_rows", "products with weights", "those of a few rows on a CPU, to an operator that is faster", _few_rows),
     Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
     Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
 )

@@ -51,6 +51,8 @@ KINDS = {
 }  # fmt: skip
 CALL = struct.Struct("@47q2d")  # struct Call in csrc/call.h
 INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
+ROWS_CALL = struct.Struct("@11q")  # struct RowsCall in csrc/rows.h
+MAX_FEW = 4  # rows that a product with a weight may have, as there
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,14 @@ class Library:
     Attributes:
         run: takes a packed ``Call`` and returns 0, or 1 where there is no memory.
         index: the same of a packed ``IndexCall``.
+        rows: the same of a packed ``RowsCall``.
         float16: whether the compiler knows the type.
         amx: 0 never uses the tile registers, 1 where that is faster, 2 wherever it is possible (for tests).
     """
 
     run: Callable[[bytes], int]
     index: Callable[[bytes], int]
+    rows: Callable[[bytes], int]
     float16: bool
     amx: int
 
@@ -85,9 +89,11 @@ def _load_once() -> Library | None:
         reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
         return None
-    library.mla_decode_attention.argtypes = library.mla_index_scores.argtypes = [ctypes.c_char_p]
+    entries = (library.mla_decode_attention, library.mla_index_scores, library.mla_few_rows)
+    for entry in entries:
+        entry.argtypes = [ctypes.c_char_p]
     features = library.mla_features()
-    return Library(library.mla_decode_attention, library.mla_index_scores, bool(features & 1), int(bool(features & 2)))
+    return Library(*entries, bool(features & 1), int(bool(features & 2)))
 
 
 def load() -> Library | None:
@@ -211,6 +217,24 @@ def index_scores(library: Library, call: IndexCall) -> Tensor:
     )
     if library.index(packed):
         raise MemoryError("mla_compile::index_scores: no memory for the scratch space of the CPU kernel")
+    return out
+
+
+def few_rows_linear(library: Library, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x`` [M,K] times ``weight`` [O,K], plus ``bias`` [O]: [M,O], all float32 or all bfloat16, M from 1 to 4.
+
+    Raises :class:`MemoryError` where there is none for the scratch space.
+    """
+    x, weight = _dense_rows(x), _dense_rows(weight)
+    bias = None if bias is None else bias.contiguous()
+    (M, K), O = x.shape, weight.shape[0]  # noqa: E741  the letter of the output's columns
+    out = x.new_empty(M, O)
+    packed = ROWS_CALL.pack(
+        *(M, O, K, x.data_ptr(), x.stride(0), weight.data_ptr(), weight.stride(0)),
+        *(0 if bias is None else bias.data_ptr(), out.data_ptr(), KINDS[x.dtype], torch.get_num_threads()),
+    )
+    if library.rows(packed):
+        raise MemoryError("mla_compile::few_rows_linear: no memory for the scratch space of the CPU kernel")
     return out
 
 

@@ -81,6 +81,7 @@ class Compiler:
             options,
             cache="latent" if options.cache == "auto" else options.cache,
             appends="in_place" if options.appends == "auto" else options.appends,
+            products="native" if options.products == "auto" else options.products,
         )
         self.explain_only = explain_only
         self.on_report = on_report

@@ -16,6 +16,7 @@
 #include "fma.h"
 #include "index.h"
 #include "mask.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace mla {
@@ -251,6 +252,12 @@ int mla_decode_attention(const mla::Call* call) {
   } catch (const std::bad_alloc&) {
     return 1;
   }
+}
+
+// 0; 1 where there is no memory to work in.
+int mla_few_rows(const mla::RowsCall* call) {
+  using namespace mla;
+  return call->kind == BFLOAT16 ? !multiply_rows<bf16>(*call) : !multiply_rows<float>(*call);
 }
 
 // 0; 1 where there is no memory to work in.

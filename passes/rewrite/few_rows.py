@@ -1,0 +1,78 @@
+"""Products of a few rows with a weight, by an operator that reads the weight as fast as it comes from memory.
+
+Before: ``linear(x, weight, bias)``, or ``mm`` and ``addmm`` with a transposed weight, of a step with one row a request
+
+After: ``mla_compile::few_rows_linear(x, weight, bias)``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mla_compile.passes.ir.graph import Builder, args_of, argument, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.walk import remove_dead_code
+
+aten = torch.ops.aten
+Product = tuple[fx.Node, fx.Node, fx.Node | None]
+"""x [...,K], weight [O,K], bias [O]."""
+
+
+def few_rows(
+    graph: fx.Graph,
+    fake_mode: FakeTensorMode | None,
+    weights: Collection[fx.Node],
+    pays: Callable[[torch.device, torch.dtype, int], bool],
+    least_bytes: int,
+) -> int:
+    """Returns how many products were handed to the operator.
+
+    ``weights``: the nodes computed from weights only; a weight that is made anew in each call is left to the compiler,
+    which may make it as it multiplies. ``pays``: whether the operator is faster for so many rows of a dtype.
+    """
+    done = 0
+    for node in list(graph.nodes):
+        product = _product(node)
+        if product is None:
+            continue
+        x, weight, bias = product
+        if weight not in weights or weight.op not in ("placeholder", "get_attr") or _transposed(weight):
+            continue
+        rows = math.prod(shape(x)[:-1])
+        if not isinstance(rows, int) or bytes_hint(weight) < least_bytes:
+            continue
+        same = all(val(n).dtype == val(node).dtype for n in product if n is not None)
+        if same and pays(val(weight).device, val(weight).dtype, rows):
+            new = Builder(node, fake_mode).call(torch.ops.mla_compile.few_rows_linear.default, x, weight, bias)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+            done += 1
+    if done:
+        remove_dead_code(graph)
+    return done
+
+
+def _product(node: fx.Node) -> Product | None:
+    """The product that a node is, where its weight is [O,K] or a transposed one."""
+    if packet(node) is aten.linear:
+        return (*args_of(node)[:2], argument(node, 2, "bias"))
+    bias, factors = None, args_of(node)
+    if packet(node) is aten.addmm:
+        bias, factors = factors[0], factors[1:]
+        if node.kwargs or len(shape(bias)) != 1:
+            return None
+    elif packet(node) not in (aten.mm, aten.matmul) or len(shape(factors[1])) != 2:
+        return None
+    x, turned = factors[:2]
+    if packet(turned) is aten.permute and len(shape(turned)) == 2 and list(args_of(turned)[1]) in ([1, 0], [-1, -2]):
+        return x, args_of(turned)[0], bias
+    return None
+
+
+def _transposed(weight: fx.Node) -> bool:
+    """Whether a weight's rows do not lie in one piece: then they would be copied in every call."""
+    return val(weight).stride(-1) != 1

@@ -1,0 +1,154 @@
+"""Products of a few rows with a weight: against float64, by the native kernel and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mla_compile.errors import InputError
+from mla_compile.kernels import linear
+from mla_compile.kernels.cpu import native
+
+few_rows_linear: Callable[..., Tensor] = torch.ops.mla_compile.few_rows_linear.default
+BOUND = {torch.float64: 1e-14, torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+@pytest.fixture(params=["native", "torch"], autouse=True)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "load", lambda: None)
+    elif native.load() is None:
+        pytest.skip("no native kernel here")
+    return str(request.param)
+
+
+def seeded(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    got = few_rows_linear(x, weight, bias)
+    want = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert (got.shape, got.dtype) == (want.shape, x.dtype)
+    assert (got.double() - want).norm() <= BOUND[x.dtype] * max(float(want.norm()), 1e-30)
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("rows", [(), (1,), (2,), (3,), (1, 1), (2, 2), (1, 4, 1), (5,), (3, 3), (0,)], ids=str)
+@pytest.mark.parametrize(("O", "K"), [(1, 1), (7, 31), (64, 64), (130, 96), (65, 2051), (5, 4200)])
+def test_rows_and_widths(dtype: torch.dtype, rows: tuple[int, ...], O: int, K: int):  # noqa: E741, N803
+    x, weight = seeded(*rows, K, dtype=dtype), seeded(O, K, dtype=dtype, seed=1)
+    check(x, weight)
+    check(x, weight, seeded(O, dtype=dtype, seed=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_strides(dtype: torch.dtype):
+    wide = seeded(40, 200, dtype=dtype)
+    x = seeded(6, 300, dtype=dtype)
+    check(x[::2, :70], wide[::2, 3:73], seeded(40, dtype=dtype)[::2])
+    check(x[:2, ::2][:, :40], wide.t()[:, :40])  # a weight whose columns lie in one piece
+    check(x[:1, :70].expand(3, -1), wide[:1, :70].expand(9, -1))
+    check(x[:3, :0], wide[:, :0])
+    check(x[:3, :70], wide[:0, :70])
+
+
+def test_threads_do_not_change_a_number():
+    x, weight, before = seeded(3, 512), seeded(2000, 512, seed=1), torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(few_rows_linear(x, weight))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results)
+    alone = torch.cat([few_rows_linear(row[None], weight) for row in x])
+    torch.testing.assert_close(alone, results[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_no_number_shows(dtype: torch.dtype):
+    x, weight = seeded(2, 100, dtype=dtype), seeded(8, 100, dtype=dtype, seed=1)
+    weight[3, 99] = torch.nan
+    x[1, 0] = torch.inf
+    got = few_rows_linear(x, weight)
+    assert got[0].isnan().tolist() == [n == 3 for n in range(8)]
+    assert not got[1].isfinite().any()
+
+
+def test_in_a_compiled_graph_and_counted():
+    weight, bias = seeded(40, 24), seeded(40)
+
+    def fn(x: Tensor) -> Tensor:
+        return few_rows_linear(x, weight, bias).relu()
+
+    x = seeded(2, 3, 24)
+    torch.testing.assert_close(torch.compile(fn, fullgraph=True, backend="aot_eager")(x), fn(x))
+    with FlopCounterMode(display=False) as counted:
+        fn(x)
+    assert counted.get_total_flops() == 2 * 6 * 24 * 40
+    torch.library.opcheck(
+        few_rows_linear, (x[0], weight, bias), test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(4, 5), None, r"x is \[2, 3\] and weight \[4, 5\]"),
+        (torch.ones(()), torch.ones(4, 5), None, "expected .*K"),
+        (torch.ones(2, 3), torch.ones(4, 3, 1), None, r"weight \[4, 3, 1\]"),
+        (torch.ones(2, 3), torch.ones(4, 3), torch.ones(3), r"bias is \[3\], expected \[O\] = \[4\]"),
+        (torch.ones(2, 3), torch.ones(4, 3).double(), None, "expected one dtype"),
+        (torch.ones(2, 3), torch.ones(4, 3, device="meta"), None, "one device"),
+    ],
+)
+def test_wrong_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, message: str):
+    with pytest.raises(InputError, match=message):
+        linear.run(x, weight, bias)
+
+
+def test_gradients_are_refused():
+    with pytest.raises(InputError, match="gradient"):
+        few_rows_linear(torch.ones(1, 3, requires_grad=True), torch.ones(4, 3))
+
+
+@pytest.fixture
+def unmeasured() -> Iterator[None]:
+    linear._measured.cache_clear()
+    yield
+    linear._measured.cache_clear()
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_it_pays_where_it_was_measured_to(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    """The clock is ours: each product takes as long as the test says."""
+    seconds = {"torch": 3.0, "native": 2.0}
+    taken: list[str] = []
+
+    def timed(call: Callable[[], object]) -> float:
+        before = len(calls)
+        call()
+        taken.append("native" if len(calls) > before else "torch")
+        return seconds[taken[-1]]
+
+    calls: list[int] = []
+    multiply = native.few_rows_linear
+    monkeypatch.setattr(native, "few_rows_linear", lambda *args: (calls.append(1), multiply(*args))[1])
+    monkeypatch.setattr(linear, "timed", timed)
+    cpu = torch.device("cpu")
+    assert linear.pays(cpu, torch.bfloat16, 1) is (kernel == "native")
+    seconds["native"] = 2.9
+    assert not linear.pays(cpu, torch.float32, 1)
+    count = len(taken)
+    assert not linear.pays(cpu, torch.float32, 1)  # measured once
+    assert not linear.pays(cpu, torch.float32, linear.MOST + 1)
+    assert not linear.pays(cpu, torch.float16, 1)
+    assert not linear.pays(torch.device("cuda"), torch.bfloat16, 1)
+    assert len(taken) == count

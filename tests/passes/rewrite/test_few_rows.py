@@ -1,0 +1,93 @@
+"""Which products of a few rows are handed to the operator, and that models decode alike with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mla_compile
+from mla_compile.analysis import canonicalize, weights_of
+from mla_compile.kernels import linear
+from mla_compile.passes.rewrite.few_rows import few_rows
+from tests.support.models import build, greedy, prompt
+from tests.support.programs import seeded, trace
+
+O, K = 12, 8
+X, W, BIAS = (seeded(*shape, dtype=torch.float32) for shape in [(2, K), (O, K), (O,)])
+Fn = Callable[..., Tensor]
+
+
+def handed(fn: Fn, *weights: Tensor, x: Tensor = X, least: int = 0, most: int = 4) -> int:
+    """How many products of ``fn(x, *weights)`` the operator takes; the result has to stay the same."""
+    program = trace(fn, [x], weights)
+    canonicalize(program)
+    known = weights_of(program)
+    done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= most, least)
+    program.gm.graph.lint()
+    program.gm.recompile()
+    with torch.no_grad():
+        torch.testing.assert_close(program.gm(x, *weights)[0], fn(x, *weights))
+    return done
+
+
+TAKEN: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
+    "linear": (F.linear, (W,)),
+    "with a bias": (F.linear, (W, BIAS)),
+    "mm": (lambda x, w: torch.mm(x, w.t()), (W,)),
+    "matmul": (lambda x, w: x @ w.mT, (W,)),
+    "addmm": (lambda x, w, b: torch.addmm(b, x, w.t()), (W, BIAS)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_products_with_a_weight(name: str):
+    fn, weights = TAKEN[name]
+    assert handed(fn, *weights) == 1
+
+
+LEFT: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
+    "made of others": (lambda x, v, w: F.linear(x, v + w), (W, W)),
+    "converted": (lambda x, w: F.linear(x, w.float()), (W.double(),)),
+    "columns in one piece": (F.linear, (W.t().contiguous().t(),)),
+    "not turned": (lambda x, w: x @ w, (W.t().contiguous(),)),
+    "a batch of weights": (lambda x, w: x @ w.mT, (W.expand(3, O, K).contiguous(),)),
+    "scaled": (lambda x, w, b: torch.addmm(b, x, w.t(), alpha=2), (W, BIAS)),
+    "added rows": (lambda x, w, b: torch.addmm(b, x, w.t()), (W, BIAS.expand(2, O))),
+    "no weight": (lambda x, w: F.linear(x, x) * w, (torch.ones(2),)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_to_the_compiler(name: str):
+    fn, weights = LEFT[name]
+    assert handed(fn, *weights) == 0
+
+
+def test_rows_bytes_and_what_pays_decide():
+    assert handed(F.linear, W, x=seeded(1, 4, K, dtype=torch.float32)) == 1
+    assert handed(F.linear, W, x=seeded(5, K, dtype=torch.float32)) == 0
+    assert handed(F.linear, W, most=1) == 0
+    assert handed(F.linear, W, least=O * K * 4) == 1
+    assert handed(F.linear, W, least=O * K * 4 + 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "codegen"), [("deepseek_v3", "eager"), ("minicpm3", "eager"), ("minicpm3", "inductor")]
+)
+def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear, "pays", lambda device, dtype, rows: linear.takes(device, dtype, rows))
+    model = build(family).float()
+    given = prompt(batch=1, pad=0)
+    want, _ = greedy(model, given, 6)
+    for products in ("native", "torch"):
+        torch._dynamo.reset()
+        fast: Any = mla_compile.optimize(model, codegen=codegen, strict=True, products=products)
+        assert torch.equal(greedy(fast, given, 6)[0], want)
+        found = {p.name: p.changes for p in fast.mla_report.passes}["few_rows"]
+        assert found >= 2 * 4 if products == "native" else found == 0  # of two attentions, and of what is around them
