@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mla_compile.errors import MlaCompileWarning
 from tests.support.generated_sparse import ADDED, BOOLEANS, SparseCase, SparseMLA, sparse_cases
-from tests.support.generator import check_each
+from tests.support.generator import Case, check_each
 from tests.test_property_sparse import run
 
 CASES = int(os.environ.get("MLA_ADVERSARY_LISTS", "24"))
@@ -108,6 +108,21 @@ def mutants(count: int, start: int) -> list[Mutant]:
         return Mutant(replace(sparse, layers=1), bags[added].pop())
 
     return [of(sparse) for sparse in sparse_cases(count, start)]
+
+
+# Numbers that are added, at a place that no axis runs along.
+FOUND = Mutant(
+    SparseCase(
+        Case(T=2, D=2, H=2, L=2, N=2, V=2, share="repeat", core="bmm", mask="add", cache="slice", cut=True,
+             forms="absorbed", seed=9),
+        indexer=0, given="list", form="scatter_inf", seen="inside", beside="fill",
+    ),
+    "a bonus",
+)  # fmt: skip
+
+
+def test_what_a_longer_run_found() -> None:
+    check(FOUND)
 
 
 def test_masks_that_say_something_else() -> None:

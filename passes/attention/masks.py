@@ -69,9 +69,10 @@ class Part:
     def named(self) -> bool:
         """Whether it is a tensor read along the axes of the attention, which can be a mask by itself."""
         try:
-            return self.added or val(self.mask().operand.node).dtype == torch.bool
+            node = self.mask().operand.node
         except OpaqueError:
             return False
+        return self.added or val(node).dtype == torch.bool
 
 
 class Masks(Reader):
