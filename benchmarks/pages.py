@@ -142,11 +142,10 @@ def few_rows() -> str:
         times.append(f"{r['ms']['native']['median'] / r['floor_ms']:.2f}")
         if r["kind"] == "step":
             steps.append((NAMES[r["model"]], r["dtype"], r["context"], *times))
-        elif r["weight"] in ("q_b", "q", "out"):
+        elif r["weight"] == "out":
             alone.append((f"{r['O']} x {r['K']}", r["dtype"], r["rows"], *times))
     ends = ("torch ms", "own ms", "torch / own", "floor ms", "own / floor")
-    seen = dict.fromkeys(alone)  # models share some
-    products = table(("weight", "dtype", "rows", *ends), seen)
+    products = table(("output projection", "dtype", "rows", *ends), alone)
     return f"{table(('sizes', 'dtype', 'cached tokens', *ends), steps)}\n\n{products}\n\n{where(about)}."
 
 

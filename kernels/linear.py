@@ -1,4 +1,4 @@
-"""Products of a few rows with a weight: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``, as ``torch.nn.functional.linear``.
+"""Products of a few rows with a weight: ``y[...,o] = sum_k x[...,k] weight[o,k] + bias[o]``, as torch's own ``linear``.
 
 A decode step multiplies one row for each request with weights that have to come from memory, and torch's products of
 bfloat16 then take two to three times as long as that. On a CPU the native kernel takes up to :data:`MOST` rows;

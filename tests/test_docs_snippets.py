@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mla_compile
-from mla_compile import pipeline
+from mla_compile import pass_table
 from mla_compile.codes import CODES, Code, section
 from mla_compile.passes.linear.rules import RULES
 
@@ -37,7 +37,7 @@ def test_every_code_has_a_section():
 @pytest.mark.filterwarnings("ignore:gradients are enabled")
 def test_refusals(capsys, monkeypatch):
     # A snippet replaces a pass and puts it back; if it fails in between, other tests would run the wrong one.
-    monkeypatch.setattr(pipeline, "absorb", pipeline.absorb)
+    monkeypatch.setattr(pass_table, "absorb", pass_table.absorb)
     SHARED.clear()
     (first,) = BLOCK.findall(HEAD)
     assert execute(first) == {"absorbed"}

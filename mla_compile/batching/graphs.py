@@ -28,6 +28,7 @@ from mla_compile.core.program import Call, Program
 from mla_compile.errors import CaptureError, MlaCompileError
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
+from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.pages import (
     PagedRows,
@@ -39,7 +40,6 @@ from mla_compile.passes.cache.pages import (
 )
 from mla_compile.passes.ir.sizes import holds
 from mla_compile.passes.ir.walk import remove_dead_code
-from mla_compile.pipeline import Outcome
 from mla_compile.report.report import Report
 from mla_compile.runtime.choice import picker
 from mla_compile.runtime.folds import FoldedWeights

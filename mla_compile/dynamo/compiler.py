@@ -32,7 +32,7 @@ from mla_compile.dynamo.sizes import share_lengths
 from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, RankError, WeightError
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
-from mla_compile.pipeline import Outcome
+from mla_compile.pass_state import Outcome
 from mla_compile.report.report import Report
 from mla_compile.runtime.appending import with_room
 from mla_compile.runtime.choice import choose_by_call, picker

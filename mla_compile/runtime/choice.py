@@ -12,9 +12,9 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from mla_compile.core.program import Call, Inputs, Program
+from mla_compile.pass_state import SiteCost
 from mla_compile.passes.decide import cost, formulas
 from mla_compile.passes.ir.sizes import UNSEEN, canonical, hint, size
-from mla_compile.pipeline import SiteCost
 
 
 def picker(program: Program, variants: Sequence[SiteCost]) -> Callable[[Inputs], bool]:

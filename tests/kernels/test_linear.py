@@ -41,7 +41,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("rows", [(), (1,), (2,), (3,), (1, 1), (2, 2), (1, 4, 1), (5,), (3, 3), (0,)], ids=str)
 @pytest.mark.parametrize(("O", "K"), [(1, 1), (7, 31), (64, 64), (130, 96), (65, 2051), (5, 4200)])
-def test_rows_and_widths(dtype: torch.dtype, rows: tuple[int, ...], O: int, K: int):  # noqa: E741, N803
+def test_rows_and_widths(dtype: torch.dtype, rows: tuple[int, ...], O: int, K: int):  # noqa: E741
     x, weight = seeded(*rows, K, dtype=dtype), seeded(O, K, dtype=dtype, seed=1)
     check(x, weight)
     check(x, weight, seeded(O, dtype=dtype, seed=2))
@@ -94,7 +94,9 @@ def test_in_a_compiled_graph_and_counted():
         fn(x)
     assert counted.get_total_flops() == 2 * 6 * 24 * 40
     torch.library.opcheck(
-        few_rows_linear, (x[0], weight, bias), test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+        few_rows_linear,
+        (x[0], weight, bias),
+        test_utils=["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"],
     )
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_compile
-from mla_compile import pipeline
+from mla_compile import pass_table, pipeline
 from mla_compile.core.program import Program
 from mla_compile.options import Options
 from tests.support.programs import export
@@ -105,8 +105,8 @@ def test_work_grows_linearly_with_the_layers(cache):
 
 
 def test_layers_whose_caches_differ_in_name_alone_are_checked_once(monkeypatch):
-    checked, check = [], pipeline.check_site
-    monkeypatch.setattr(pipeline, "check_site", lambda plan, *rest: checked.append(plan) or check(plan, *rest))
+    checked, check = [], pass_table.check_site
+    monkeypatch.setattr(pass_table, "check_site", lambda plan, *rest: checked.append(plan) or check(plan, *rest))
     options = Options.parse({"cache": "latent", "forms": "absorbed", "verify": True})
     outcome = pipeline.run(step(2), options, own_cache=True)
     assert outcome.absorbed == 2

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mla_compile import pipeline
+from mla_compile import pass_table
 from mla_compile.codes import Code
 from tests.support.programs import OP, codes, error, optimized, seeded, trace
 
@@ -272,8 +272,8 @@ def test_a_number_on_the_cpu_beside_tensors_elsewhere(negated):
 def test_masks_of_one_shape_that_say_other_things_are_verified_each(monkeypatch):
     """A window in every second layer: two computations, whatever their masks have in common."""
     checked = []
-    real = pipeline.check_site
-    monkeypatch.setattr(pipeline, "check_site", lambda plan, *rest: checked.append(plan) or real(plan, *rest))
+    real = pass_table.check_site
+    monkeypatch.setattr(pass_table, "check_site", lambda plan, *rest: checked.append(plan) or real(plan, *rest))
 
     def fn(q, c, w_k, w_v):
         k, v = (F.linear(c, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in (w_k, w_v))

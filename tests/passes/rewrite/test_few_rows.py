@@ -17,7 +17,7 @@ from mla_compile.passes.rewrite.few_rows import few_rows
 from tests.support.models import build, greedy, prompt
 from tests.support.programs import seeded, trace
 
-O, K = 12, 8
+O, K = 12, 8  # noqa: E741  the letter of the columns of a result
 X, W, BIAS = (seeded(*shape, dtype=torch.float32) for shape in [(2, K), (O, K), (O,)])
 Fn = Callable[..., Tensor]
 
@@ -81,7 +81,7 @@ def test_rows_bytes_and_what_pays_decide():
 )
 def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
-    monkeypatch.setattr(linear, "pays", lambda device, dtype, rows: linear.takes(device, dtype, rows))
+    monkeypatch.setattr(linear, "pays", linear.takes)
     model = build(family).float()
     given = prompt(batch=1, pad=0)
     want, _ = greedy(model, given, 6)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from mla_compile import pipeline
+from mla_compile import pass_table
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.passes.attention.indexer import Indexer
@@ -278,7 +278,7 @@ def wrong(found: Indexer, fake_mode: object) -> fx.Node:
 
 
 def test_a_wrong_rewrite_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pipeline, "index_scores", wrong)
+    monkeypatch.setattr(pass_table, "index_scores", wrong)
     inputs, weights = tensors()
     program = trace(attention(half), inputs, weights)
     how = {"forms": "absorbed", "lowering": "op", "verify": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_compile import pipeline
+from mla_compile import pass_table, pipeline
 from mla_compile.codes import Code
 from mla_compile.errors import VerificationError
 from mla_compile.options import Options
@@ -46,7 +46,7 @@ def scaled(factor):
 
 
 def test_a_wrong_rewrite_is_rolled_back(monkeypatch):
-    monkeypatch.setattr(pipeline, "absorb", scaled(1.001))
+    monkeypatch.setattr(pass_table, "absorb", scaled(1.001))
     module, given = MLA().double(), inputs()
     program, outcome = verified(module, given)
     (site,) = outcome.report.sites
@@ -57,7 +57,7 @@ def test_a_wrong_rewrite_is_rolled_back(monkeypatch):
 
 
 def test_strict_raises_instead_of_rolling_back(monkeypatch):
-    monkeypatch.setattr(pipeline, "absorb", scaled(1.001))
+    monkeypatch.setattr(pass_table, "absorb", scaled(1.001))
     with pytest.raises(VerificationError, match="float64"):
         verified(MLA().double(), inputs(), strict=True)
 
@@ -74,7 +74,7 @@ def test_only_the_wrong_site_is_rolled_back(monkeypatch):
     def wrong(plan, *how, **more):
         return scaled(1.01 if plan.site.probs is None else 1.0)(plan, *how, **more)
 
-    monkeypatch.setattr(pipeline, "absorb", wrong)
+    monkeypatch.setattr(pass_table, "absorb", wrong)
     module, given = Two(), inputs()[:3]
     _, outcome = verified(module, given, lowering="aten")
     assert sorted(str(s.code) for s in outcome.report.sites) == ["absorbed", "verify_failed"]
@@ -96,7 +96,7 @@ def test_less_precision_than_the_original_is_found(monkeypatch):
         node.replace_input_with(query, cut)
         return done
 
-    monkeypatch.setattr(pipeline, "absorb", coarse)
+    monkeypatch.setattr(pass_table, "absorb", coarse)
     _, outcome = verified(MLA().float(), inputs(T=9, dtype=torch.float32))
     (site,) = outcome.report.sites
     assert site.code is Code.VERIFY_FAILED

@@ -1,0 +1,150 @@
+"""What passes hand to each other about one program, and what comes of it in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+from torch import fx
+
+from mla_compile.analysis import Analysis, analyse
+from mla_compile.caching import packed_notes
+from mla_compile.codes import Code
+from mla_compile.core.dims import Dims
+from mla_compile.core.drawing import SiteDrawing
+from mla_compile.core.program import Program
+from mla_compile.core.records import PassRecord
+from mla_compile.options import Options
+from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.graph import ORIGIN
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.report.draw import Sketch
+from mla_compile.passes.report.heads import names_of, reports_of, shown
+from mla_compile.passes.report.site import unfollowed_report
+from mla_compile.passes.rewrite.records import Absorbed, Folded
+from mla_compile.passes.rewrite.split_heads import SplitSite
+from mla_compile.passes.verify.check import Check
+from mla_compile.report.report import Report
+
+
+@dataclass(frozen=True)
+class SiteCost:
+    """The sizes that decide between the forms in one call; symbols are those of the graph's shapes.
+
+    ``parts``: what is absorbed, where that is not the whole attention. ``chosen``: how many keys a query has chosen.
+    """
+
+    dims: Dims
+    B: int | sympy.Expr
+    S: int | sympy.Expr
+    T: int | sympy.Expr
+    parts: tuple[AbsorbedColumns, ...] = ()
+    chosen: int | sympy.Expr | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program.
+
+    Attributes:
+        program: the rewritten copy.
+        report: what became of every attention.
+        absorbed: how many sites were rewritten.
+        variants: sites whose form is picked in every call; then ``base`` is kept beside the rewritten program.
+        base: what the sites were absorbed in: the captured program, or what its cache of rows made of it.
+        sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
+    """
+
+    program: Program
+    report: Report
+    absorbed: int
+    variants: tuple[SiteCost, ...]
+    base: Program
+    sites: tuple[str, ...] = ()
+
+
+_APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
+
+
+class State:
+    """One program on its way through the passes: what they have found so far, and the graph as it is now."""
+
+    def __init__(
+        self, base: Program, options: Options, frozen: bool, failed: Mapping[str, tuple[Code, str]], draw: bool
+    ) -> None:
+        self.base = base
+        self.options = options
+        self.failed = failed
+        self.draw = draw
+        # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
+        # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
+        self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
+        self.program = base.copy()
+        for node in self.graph.nodes:
+            # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
+            node.meta[ORIGIN] = node.name
+        self.untouched = self.program.copy() if options.verify else None
+        self.verdicts: list[Verdict] = []
+        self.splits: list[SplitSite] = []
+        self.lost: list[tuple[fx.Node, Stop]] = []
+        self.sketch: Sketch | None = None
+        self.rewritten: list[Absorbed] = []
+        self.checks: dict[str, Check] = {}
+        self.folded: dict[str, list[Folded]] = {}
+        self.records: list[PassRecord] = []
+        self.messages: tuple[str, ...] = ()
+        self._analysis: Analysis | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph as it is now."""
+        return self.program.gm.graph
+
+    @property
+    def analysis(self) -> Analysis:
+        """The analysis of the program as it stands after the canonical passes, and after heads were split."""
+        if self._analysis is None:
+            self._analysis = analyse(self.program)
+        return self._analysis
+
+    @property
+    def chosen(self) -> list[Verdict]:
+        """What is to be absorbed."""
+        return [v for v in self.verdicts if v.absorb]
+
+    def adopt(self, analysis: Analysis, verdicts: list[Verdict], splits: list[SplitSite]) -> None:
+        """Goes on with a copy that a pass has rewritten, because more of it is absorbed."""
+        self.program, self._analysis, self.verdicts, self.splits = analysis.program, analysis, verdicts, splits
+
+    def outcome(self, name: str, before: tuple[PassRecord, ...]) -> Outcome:
+        """What came of the program; ``before``: what was done to it before the passes."""
+        self.program.gm.recompile()
+        reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
+        reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
+        sites = (*names_of(self.verdicts, self.splits), *(node.name for node, _ in self.lost))
+        if self.sketch is not None:
+            reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
+        variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
+        appended = sum(one.input is not None for one in self.program.appends)
+        messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
+        if reports and self.options.cache_dtype == "fp8":
+            messages += packed_notes(self.base)
+        report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
+        return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base, sites)
+
+    def _drawings(self) -> list[SiteDrawing]:
+        assert self.sketch is not None
+        now = {done.plan.site.node.name: done for done in self.rewritten}
+        drawn: list[SiteDrawing] = []
+        for verdict in shown(self.verdicts, self.splits):
+            done = now.get(verdict.site.node.name)
+            drawn.append(self.sketch.left(verdict) if done is None else self.sketch.rewritten(verdict, done))
+        return drawn + [self.sketch.unfollowed(*found) for found in self.lost]
+
+
+def _site_cost(verdict: Verdict) -> SiteCost:
+    assert verdict.plan is not None
+    chosen = verdict.plan.visible.chosen
+    return SiteCost(verdict.plan.dims, *verdict.plan.sizes(), verdict.parts, chosen and chosen.size)

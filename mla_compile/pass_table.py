@@ -1,0 +1,266 @@
+"""All passes in their order: what each reads, what it changes, and how it is run on a :class:`State`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mla_compile.analysis import CANONICAL, analyse, weights_of
+from mla_compile.core.program import copy_graph
+from mla_compile.errors import VerificationError
+from mla_compile.kernels import linear
+from mla_compile.kernels.cpu import native
+from mla_compile.pass_state import State
+from mla_compile.passes.attention.indexer import indexers
+from mla_compile.passes.attention.unfollowed import unfollowed
+from mla_compile.passes.cache.append import append_in_place
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.stand_in import settle
+from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.report.draw import Sketch
+from mla_compile.passes.report.heads import Unsplit, gains, groups_of, unsplit
+from mla_compile.passes.rewrite.absorb import absorb
+from mla_compile.passes.rewrite.columns import read_parts
+from mla_compile.passes.rewrite.dequantize import dequantize_once
+from mla_compile.passes.rewrite.few_rows import few_rows
+from mla_compile.passes.rewrite.fold import fold
+from mla_compile.passes.rewrite.index import index_scores
+from mla_compile.passes.rewrite.lengths import Lengths
+from mla_compile.passes.rewrite.lower import lower_to_aten
+from mla_compile.passes.rewrite.narrow import narrow
+from mla_compile.passes.rewrite.packed_rows import read_packed
+from mla_compile.passes.rewrite.project import lower_projections
+from mla_compile.passes.rewrite.schedule import share_schedules
+from mla_compile.passes.rewrite.split_heads import split_heads
+from mla_compile.passes.verify.check import Check, check_site, key_of
+from mla_compile.passes.verify.index import check_index, index_key
+from mla_compile.passes.verify.split import check_split
+
+_INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step. ``work`` returns how many changes it made, or how many things it found.
+
+    ``changes`` is empty for an analysis, which reads the graph and never edits it.
+    """
+
+    name: str
+    reads: str
+    changes: str
+    work: Callable[[State], int] = field(repr=False)
+
+
+def _canonical(name: str) -> Callable[[State], int]:
+    return lambda state: CANONICAL[name](state.program)
+
+
+def _analyse(state: State) -> int:
+    return len(state.analysis.sites)
+
+
+def _judge(state: State) -> int:
+    state.verdicts = state.analysis.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
+    return len(state.verdicts)
+
+
+def _split_heads(state: State) -> int:
+    """Splits attentions whose heads are made of different things, on a copy, as long as that absorbs more of each."""
+    candidates = {
+        v.site.node.name
+        for v in state.verdicts
+        if v.site.node.name not in state.failed and groups_of(v, state.analysis.maps) is not None
+    }
+    told: dict[str, Unsplit] = {}
+    while candidates:
+        # A fresh copy each round: the splits of the last one are in its graph.
+        trial = analyse(state.program.copy())
+        whole = {
+            v.site.node.name: v
+            for v in trial.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
+        }
+        groups = [groups_of(v, trial.maps) for name, v in whole.items() if name in candidates]
+        splits = split_heads([g for g in groups if g is not None], trial.program.fake_mode)
+        remove_dead_code(trial.program.gm.graph)
+        trial = analyse(trial.program)
+        verdicts = trial.judged(state.options.forms, state.folding, sparse=state.options.sparse == "auto")
+        by_node = {v.site.node: v for v in verdicts}
+        useless = {s.name: unsplit(s, by_node) for s in splits if not gains(s, whole[s.name], by_node)}
+        if not useless:
+            state.adopt(trial, verdicts, splits)
+            break
+        told.update(useless)
+        candidates -= useless.keys()
+    state.verdicts = [told.get(v.site.node.name, Unsplit()).told(v) for v in state.verdicts]
+    return len(state.splits)
+
+
+def _unfollowed(state: State) -> int:
+    state.lost = unfollowed(state.graph, state.analysis.weights, state.analysis.sites)
+    return len(state.lost)
+
+
+def _absorb(state: State) -> int:
+    state.verdicts = [
+        replace(v, code=state.failed[v.site.node.name][0], reason=state.failed[v.site.node.name][1])
+        if v.site.node.name in state.failed
+        else v
+        for v in state.verdicts
+    ]
+    # Before the first rewrite: what is drawn as "before" has to be there.
+    if state.draw:
+        state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
+    lengths = Lengths()
+    state.rewritten = [
+        absorb(v.plan, state.program.fake_mode, lengths, merges=_folds(v)) for v in state.chosen if v.plan is not None
+    ]
+    remove_dead_code(state.graph)
+    return len(state.rewritten)
+
+
+def _verify(state: State) -> int:
+    """One check per distinct site, its result given to all sites that are the same computation.
+
+    An attention that was split by heads is compared as a whole with what it was.
+    """
+    if state.untouched is None:
+        return 0
+    untouched, weights = state.untouched.gm.graph, state.program.weights
+    done: dict[tuple[object, ...], Check] = {}
+    grouped = {g.node for s in state.splits for g in s.groups}
+    for site in state.rewritten:
+        if site.plan.site.node in grouped:
+            continue
+        key = key_of(site.plan)
+        if key not in done:
+            done[key] = check_site(site.plan, site.out, untouched, weights)
+        state.checks[site.plan.site.node.name] = done[key]
+    by_node = {v.site.node: v for v in state.verdicts}
+    for split in state.splits:
+        groups = [by_node[g.node] for g in split.groups]
+        state.checks[split.name] = check_split(split, groups, untouched, weights)
+    return len(state.checks)
+
+
+def _index(state: State) -> int:
+    """One operator for the scores of each indexer whose list of keys an attention reads."""
+    if state.options.lowering == "aten":
+        return 0
+    lists = [v.plan.visible.chosen for v in state.chosen if v.plan is not None]
+    done: dict[tuple[object, ...], Check] = {}
+    written = 0
+    for found in indexers((one for one in lists if one is not None), state.analysis.weights):
+        new = index_scores(found, state.program.fake_mode)
+        if state.untouched is not None:
+            key = index_key(found)
+            if key not in done:
+                done[key] = check_index(found, new, state.untouched.gm.graph, state.program.weights)
+            if (problem := done[key].problem) is not None:
+                if state.options.strict:
+                    raise VerificationError(f"an indexer in one operator {problem}; it was not used")
+                state.messages += (_INDEX_STAYS.format(problem=problem),)
+                continue
+        found.out.node.replace_all_uses_with(new)
+        written += 1
+    remove_dead_code(state.graph)
+    return written
+
+
+def _folds(verdict: Verdict) -> bool:
+    return verdict.choice is not None and (verdict.choice.fold_query or verdict.choice.fold_output)
+
+
+def _fold(state: State) -> int:
+    if not any(map(_folds, state.chosen)):
+        return 0
+    # New maps, because those of the analysis are of a graph that absorb has changed.
+    maps = LinearMaps(weights_of(state.program), state.program.fake_mode)
+    state.folded = fold(state.program, maps, state.rewritten, state.chosen)
+    return sum(map(len, state.folded.values()))
+
+
+def _dequantize(state: State) -> int:
+    return dequantize_once(state.program, weights_of(state.program), state.rewritten, state.options.dequantize)
+
+
+def _narrow(state: State) -> int:
+    alone = [pair for v in state.chosen for pair in v.narrowed]
+    return narrow(alone, LinearMaps(weights_of(state.program), state.program.fake_mode)) if alone else 0
+
+
+def _settle(state: State) -> int:
+    done = settle(state.graph)
+    remove_dead_code(state.graph)
+    return done
+
+
+def _lower(state: State) -> int:
+    return lower_to_aten(state.graph, state.program.fake_mode) if state.options.lowering == "aten" else 0
+
+
+def _lower_projections(state: State) -> int:
+    done = lower_projections(state.graph, state.program.fake_mode)
+    remove_dead_code(state.graph)
+    return done
+
+
+def _read_parts(state: State) -> int:
+    return read_parts(state.graph, state.program.fake_mode)
+
+
+def _read_packed(state: State) -> int:
+    return read_packed(state.graph, state.program.fake_mode, _reads_float8)
+
+
+def _reads_float8(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
+
+
+def _few_rows(state: State) -> int:
+    if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
+        return 0
+    weights = weights_of(state.program)
+    return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES)
+
+
+def _schedule(state: State) -> int:
+    return share_schedules(state.graph, state.program.fake_mode)
+
+
+def _append(state: State) -> int:
+    if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
+        return 0
+    # Of two programs for the same inputs, both would have to append in place.
+    one_form = state.rewritten and not any(v.by_call for v in state.chosen)
+    return append_in_place(state.program, rewrite=bool(one_form))
+
+
+PASSES = (
+    Pass("normalize", "the captured graph", "checks and empty operators", _canonical("normalize")),
+    Pass("views", "the captured graph", "the spelling of views, permutations, slices and joins", _canonical("views")),
+    Pass("split_products", "products beside a softmax", "those that add something", _canonical("split_products")),
+    Pass("write_softmax", "exponentials between products", "a softmax written out", _canonical("write_softmax")),
+    Pass("analyse", "the canonical graph", "", _analyse),
+    Pass("judge", "attentions and linear maps", "", _judge),
+    Pass("split_heads", "verdicts, heads of other making", "attentions, on a copy that is kept", _split_heads),
+    Pass("unfollowed", "softmaxes that are no attention", "", _unfollowed),
+    Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
+    Pass("verify", "the rewritten and the untouched graph", "", _verify),
+    Pass("index", "lists of keys", "scores that they were chosen by, to one operator", _index),
+    Pass("fold", "verdicts, absorbed queries and outputs", "products of weights", _fold),
+    Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
+    Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
+    Pass("settle", "stand-ins", "those that are still read, to the operators of libraries", _settle),
+    Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
+    Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
+    Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
+    Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
+    Pass("few_rows", "products with weights", "those of a few rows on a CPU, to an operator that is faster", _few_rows),
+    Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
+    Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),
+)
+"""The passes after the cache: what each reads, and what it changes."""
