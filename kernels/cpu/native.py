@@ -89,10 +89,15 @@ def _load_once() -> Library | None:
         reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
         return None
-    entries = (library.mla_decode_attention, library.mla_index_scores, library.mla_few_rows)
+    return library_of(library)
+
+
+def library_of(built: ctypes.CDLL) -> Library:
+    """The kernels of a library that was built from :func:`source`."""
+    entries = (built.mla_decode_attention, built.mla_index_scores, built.mla_few_rows)
     for entry in entries:
         entry.argtypes = [ctypes.c_char_p]
-    features = library.mla_features()
+    features = built.mla_features()
     return Library(*entries, bool(features & 1), int(bool(features & 2)))
 
 
