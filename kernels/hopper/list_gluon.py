@@ -15,8 +15,8 @@ from mla_compile.kernels.hopper.producer_gluon import BN, FREE
 
 
 @gluon.jit(do_not_specialize=["T", "tokens", "S", "H", "entries", "least"])
-def mla_seesaw_lists(q, latent, rope, indices, table, seq_lens, mask, places, words, sinks, o_part, lse_part, out, lse,
-                     scale_log2, stride_qb, stride_qs, stride_qh, latent_b, latent_t, rope_b, rope_t, table_b, mask_b,
+def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places, words, sinks, o_part, lse_part, out,
+                     lse, scale_log2, query_b, query_s, query_h, latent_b, latent_t, rope_b, rope_t, table_b, mask_b,
                      mask_s, mask_t, indices_b, indices_s, entries, T, tokens, S, H, least, PAGE: gl.constexpr,
                      LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
                      REGS: gl.constexpr):  # fmt: skip
@@ -40,14 +40,14 @@ def mla_seesaw_lists(q, latent, rope, indices, table, seq_lens, mask, places, wo
     blocks = (entries + BN - 1) // BN
     gl.warp_specialize(
         [
-            (list_producer, (latent, rope, indices, table, seq_lens, mask, places, words, latent_b, latent_t, rope_b,
+            (list_producer, (latent, rope, indices, table, lengths, mask, places, words, latent_b, latent_t, rope_b,
                              rope_t, table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, S, H, least,
                              tiles, narrow, bars, PAGE, LIST_PAGE, CAUSAL)),
-            (consumer, (0, q, None, sinks, None, None, words, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                        stride_qs, stride_qh, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats, bars,
+            (consumer, (0, query, None, sinks, None, None, words, o_part, lse_part, out, lse, scale_log2, query_b,
+                        query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats, bars,
                         False, PARTIAL, True)),
-            (consumer, (1, q, None, sinks, None, None, words, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                        stride_qs, stride_qh, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats, bars,
+            (consumer, (1, query, None, sinks, None, None, words, o_part, lse_part, out, lse, scale_log2, query_b,
+                        query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats, bars,
                         False, PARTIAL, True)),
         ],
         [4, 4],

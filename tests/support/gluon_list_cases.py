@@ -11,7 +11,11 @@ import pytest
 import torch
 
 from mla_compile.kernels import reference
-from mla_compile.kernels.call import DecodeCall
+from mla_compile.kernels.call import TENSORS, DecodeCall
+from mla_compile.kernels.hopper import steps as hopper_steps
+from mla_compile.kernels.hopper.step import GluonStep
+from mla_compile.kernels.launch import chosen_plan
+from mla_compile.kernels.triton.steps import BUFFERS
 from tests.support.gluon_cases import SOURCE, merged, problem
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Pointer
@@ -70,12 +74,12 @@ def simulate_lists(
     flat = pool.ravel()
     machine.launch(
         module.mla_seesaw_lists, (-(-H // 64) * tokens, splits, 1), seed,
-        q=Pointer(query.ravel(), dtype), stride_qb=S * H * 576, stride_qs=H * 576, stride_qh=576,
+        query=Pointer(query.ravel(), dtype), query_b=S * H * 576, query_s=H * 576, query_h=576,
         latent=Pointer(flat, dtype, start), latent_b=outer, latent_t=576,
         rope=Pointer(flat, dtype, start + 512), rope_b=outer, rope_t=576,
         indices=Pointer(indices.numpy().ravel()), indices_b=S * k, indices_s=k, entries=k,
         table=None if table is None else Pointer(table.ravel()), table_b=0 if table is None else table.shape[1],
-        seq_lens=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
+        lengths=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
         mask=None if shown is None else Pointer(shown.astype(np.uint8).ravel()),
         mask_b=0 if shown is None or len(shown) == 1 else shown[0].size,
         mask_s=0 if shown is None or shown.shape[2] == 1 else capacity, mask_t=1,
@@ -96,6 +100,45 @@ def simulate_lists(
     seen = ~np.isneginf(lse)
     assert np.abs(lse[seen] - want_lse[..., 0][seen]).max(initial=0) < 1e-3
     assert np.linalg.norm(out - want) <= 6e-3 * np.linalg.norm(want)  # P is rounded to bf16
+
+
+def run_step(call, device):
+    """Runs the step that a launch makes of a call, whose tensors hold its numbers, and compares."""
+    plan = chosen_plan(call, device)
+    step = next(s for s in hopper_steps.steps(call, plan, device, least=0) if isinstance(s, GluonStep))
+    module, machine = load(LIST_SOURCE)
+    B, S, H, _ = call.query.shape
+    want, want_lse = reference.decode_attention(call._replace(query=call.query.double(), latent=call.latent.double()))
+    tensors = dict(zip(BUFFERS, call[:TENSORS], strict=True))
+    made = {}
+    for name, (shape, dtype) in hopper_steps.scratch(call, plan, device).items():
+        whole = dtype == torch.int32
+        data = np.full(math.prod(shape), 10**9 if whole else np.nan, np.int32 if whole else np.float32)
+        made[name] = Pointer(data, KINDS[dtype])
+    pointers = made | {name: pointer_to(tensors[name]) for name in step.buffers.values() if name not in made}
+    machine.launch(module.mla_seesaw_lists, step.grid, 0, **step.arguments(pointers))
+    if plan.splits > 1:
+        part = made["part"].data.reshape(plan.splits, B * S, H, 512)
+        part_lse = made["part_lse"].data.reshape(plan.splits, B * S, H)
+        sink = None if call.sinks is None else call.sinks.numpy()
+        pieces = [merged(part[:, token], part_lse[:, token], sink) for token in range(B * S)]
+        out, lse = (np.stack(x) for x in zip(*pieces, strict=True))
+    else:
+        out, lse = made["out"].data, made["lse"].data
+    want, want_lse = want.double().numpy().reshape(B * S, H, 512), want_lse.numpy().reshape(B * S, H)
+    assert np.abs(lse.reshape(want_lse.shape) - want_lse).max() < 2e-3
+    assert np.linalg.norm(out.reshape(want.shape) - want) <= 8e-3 * np.linalg.norm(want)
+
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "int32"}
+
+
+def pointer_to(x):
+    """Where a tensor begins, in all the memory that it is a view of."""
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    whole = not x.is_floating_point()
+    data = memory.to(torch.uint8).numpy() if x.dtype == torch.bool else (memory if whole else memory.float()).numpy()
+    return Pointer(data, KINDS.get(x.dtype, "int32"), x.storage_offset())
 
 
 def read(call):

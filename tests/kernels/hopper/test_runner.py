@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_compile.kernels.hopper import runner
-from mla_compile.kernels.hopper.steps import Box
+from mla_compile.kernels.hopper.step import Box
 
 
 def test_compiles_for_hopper_within_its_budget():
