@@ -6,10 +6,10 @@
 
 What is compiled is what a launch compiles, planned and described by the same functions (kernels/launch.py,
 kernels/triton/steps.py, kernels/hopper/steps.py): every row of kernels/tuned.json for sm_80, sm_90, sm_100 and sm_120,
-the Hopper kernel in its variants, and the small kernels beside them. Triton needs no driver for that. Its own ptxas
-tells registers and spills, its cuobjdump the instructions; benchmarks/gpu/ptx.py reads the Hopper kernel's fences and
-barriers. AMD's gfx942 and gfx950 are compiled too, with the tiles of sm_80 cut to their LDS, to see how far the
-portable kernel is from them: no launch takes them there.
+the Hopper kernel and the one for lists in their variants, and the small kernels beside them. Triton needs no driver for
+that. Its own ptxas tells registers and spills, its cuobjdump the instructions; benchmarks/gpu/ptx.py reads the Hopper
+kernel's fences and barriers. AMD's gfx942 and gfx950 are compiled too, with the tiles of sm_80 cut to their LDS, to see
+how far the portable kernel is from them: no launch takes them there.
 
 A budget is a promise about the machine code, not a measurement of speed: a spill in the loop, or a product that fell
 back from wgmma to mma.sync, costs more than any tuning brings, and a new Triton brings them without a word.
@@ -216,10 +216,11 @@ def markdown() -> str:
         "",
         f"Written by `python -m benchmarks.gpu.offline`, without a GPU, with Triton {versions}. Nothing was timed.",
         "One line per kernel and version: registers per thread (of the Hopper kernel: at its launch; its consumers",
-        "take 232 and its producer 40), bytes of spill stores/loads, shared memory in KB beside the plan's bound, and",
-        "the tensor core instructions in the code. The budgets, and the spills that are put up with, stand in that",
-        "file; CI checks them. Of the Hopper kernel it also checks that no local memory is touched, that a fence and a",
-        "barrier lie between a tile's stores and what reads it, and that a barrier precedes every single arrive.",
+        "take 232 and its producer 40, for lists of keys 224 and 56), bytes of spill stores/loads, shared memory in",
+        "KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and the spills that",
+        "are put up with, stand in that file; CI checks them. Of the Hopper kernel it also checks that no local memory",
+        "is touched, that a fence and a barrier lie between a tile's stores and what reads it, that a barrier precedes",
+        "every single arrive, and that a fence follows every wait for rows that were copied by cp.async.",
         "",
         "On sm_100 and sm_120 nothing is made for the card: all products are `mma.sync`, none is `tcgen05`, and",
         "nothing there is like the Hopper kernel.",

@@ -27,6 +27,9 @@ A boolean mask that shows all query rows the same keys comes as a list of the ti
 each (``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody
 sees are treated as those past the length, in any block.
 
+Lists of keys have an entry and a producer of their own (list_gluon.py), and these consumers: LISTED. Their rows come by
+cp.async, and there is nothing to be zeroed.
+
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
 source; the fences and barriers inside a warpgroup, which it does not model, are read in the compiled PTX

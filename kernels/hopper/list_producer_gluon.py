@@ -27,7 +27,7 @@ load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_glo
 
 THREADS = gl.constexpr(128)  # of the producer: each arrives at a part's barrier when its own copies have landed
 LIST_READY = gl.constexpr(15)  # barrier: places and bits are written
-GROUP = gl.constexpr(8)  # blocks that are looked up at a time: 4 entries for each thread
+GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries for each thread
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def token_of(H):
 def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, mask_t, LIST_PAGE: gl.constexpr,
              CAUSAL: gl.constexpr):  # fmt: skip
     """Places and bits of blocks lo..hi of a query token's list; ``own``: the place of the token itself."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, L)), 0)
     for start in range(lo, hi, GROUP):
         block = start + gl.arange(0, GROUP, gl.SliceLayout(1, L))
