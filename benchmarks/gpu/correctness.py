@@ -21,8 +21,8 @@ from mla_compile.kernels.tuned import TABLE
 
 MATRIX = {"B": (1, 2, 6, 64), "S": (1, 2, 4), "kv": (20, 140, 4096), "H": (1, 3, 9, 63, 64, 126, 128)}
 SMALL = {"B": (1, 2), "S": (1, 2), "kv": (20, 65), "H": (3, 64)}
-# Lists of k keys: less than a block of the Hopper kernel's, whole blocks, a part of the last one, more than it looks up
-# at a time; heads that leave its 64 rows partly empty.
+# Lists of k keys: less than a block of the Hopper kernel's, a whole one, a part of the last one, more than it looks up
+# at a time (in one split, where there are several tokens); heads that leave its 64 rows partly empty.
 LISTED = {"k": (1, 64, 100, 2048), "S": (1, 3), "H": (9, 17, 64, 80, 128)}
 # Seconds of a case: a new kind of kernel is compiled in 2 to 4 on one core, what is compiled already runs in a tenth.
 COMPILED, KNOWN = 3.0, 0.3
@@ -78,13 +78,13 @@ def of_lists(run: Run) -> Iterator[Case]:
     sizes = [(20, 1, 3)] if run.dry else list(itertools.product(*LISTED.values()))
     for (k, S, H), page, how in zip(sizes, itertools.cycle((64, None, 16, 1)), hows, strict=False):
         shape = Shape(B=3, kv=70 if run.dry else 4096, H=H, S=S, page=page)
-        made = {"indices": lists(shape, k, torch.device("cpu"))}
+        made = {"indices": lists(shape, k, torch.device("cpu")), "num_splits": int(S > 1)}
         for kernel, chosen in kernels_for(shape, run.device, made).items():
             key = f"{kernel}: lists of {k}, {shape} {how}"
 
             def call(shape: Shape = shape, how: str = how, kernel: str = kernel, key: str = key, k: int = k) -> Row:
-                named = {"indices": lists(shape, k, run.device)}
-                posed = problem(shape, run.device, seed_of(key), how=how, causal=shape.S > 1, **named)
+                options = {"indices": lists(shape, k, run.device), "num_splits": int(shape.S > 1)}
+                posed = problem(shape, run.device, seed_of(key), how=how, causal=shape.S > 1, **options)
                 return checked(hidden_rows_of_nan(posed), kernel)
 
             yield Case(key, call, KNOWN, of=str(chosen))

@@ -102,6 +102,7 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
     if mask is not None:
         mask += b.to(gl.int64) * mask_b + s.to(gl.int64) * mask_s
     _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, mask_t, LIST_PAGE, CAUSAL)
+    # One thread arrives for all: the compiler places a barrier of the four warps before it (benchmarks/gpu/ptx.py).
     mbarrier.arrive(bars.index(LIST_READY))
     mbarrier.wait(bars.index(LIST_READY), 0)
     for block in range(lo, hi):

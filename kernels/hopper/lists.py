@@ -16,7 +16,7 @@ from mla_compile.kernels.triton import lists as portable
 from mla_compile.kernels.triton.step import TYPES, Arguments
 from mla_compile.kernels.triton.steps import mask_strides
 
-REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. With 216 and 232, too, nothing is spilled
+REGISTERS = 224  # per thread of a consumer; leaves 56 to the producer. With 216 nothing is spilled either
 
 
 def takes(call: DecodeCall) -> bool:
