@@ -2,7 +2,7 @@
 
 The counterpart of kernels/triton/steps.py: pure, also for tensors on the meta device, and used by the launch
 (kernels/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says which
-calls the kernel takes; the others go to the portable one.
+calls the kernel takes; the others go to the portable one. What lists of keys have of their own is in lists.py.
 """
 
 from __future__ import annotations
