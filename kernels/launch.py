@@ -29,7 +29,7 @@ from mla_compile.kernels.call import TENSORS, DecodeCall
 from mla_compile.kernels.devices import Device
 from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper import steps as hopper_steps
-from mla_compile.kernels.hopper.steps import GluonStep
+from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.kinds import SIZED, grown
 from mla_compile.kernels.plan import MIN_CAPABILITY, NoPlanError, Plan, check, plan
 from mla_compile.kernels.reference import additive_mask

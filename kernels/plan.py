@@ -132,7 +132,8 @@ def _hopper_suits(
 ) -> bool:
     """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, no mask to read.
 
-    What else it needs (strides, no soft-cap, no window) the launch checks; it then asks again with ``gluon=False``.
+    What else it needs (strides, no soft-cap, no window, beside lists a mask of bits) the launch checks; it then asks
+    again with ``gluon=False``.
     """
     return (
         device.capability == (9, 0)
@@ -254,7 +255,7 @@ def plan(
     rows, kind = S * H, _cache_kind(cache_dtype)
     page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(masked, mask_bytes))
     layout = _layout(L, R, Lv, cache_dtype, page is not None, mask_bytes)
-    dtypes, gluon = (query_dtype, cache_dtype), gluon and not listed
+    dtypes = (query_dtype, cache_dtype)
     if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
@@ -275,7 +276,7 @@ def plan(
         smem=smem,
         tma=row.tma,
         pdl=row.pdl and wanted > 1,
-        scheduled=row.kernel == "gluon" and page_size is not None and B > 1 and not (deterministic or splits),
+        scheduled=row.kernel == "gluon" and page is not None and B > 1 and not (deterministic or splits),
     )
 
 
@@ -301,10 +302,6 @@ def check(
     _require(
         chosen.kernel == "triton" or (chosen.block_m, chosen.block_n) == (HOPPER_BLOCK, HOPPER_BLOCK),
         f"the tile is {chosen.block_m}x{chosen.block_n}, the Hopper kernel has one of {HOPPER_BLOCK}x{HOPPER_BLOCK}",
-    )
-    _require(
-        chosen.kernel == "triton" or not listed,
-        "kernel is gluon, which reads no lists of keys; pass a plan with kernel triton, or none",
     )
     _require(chosen.num_stages >= 1, f"num_stages is {chosen.num_stages}, expected at least 1")
     _require(1 <= chosen.splits <= GRID_LIMIT, f"splits is {chosen.splits}, expected 1 to {GRID_LIMIT}")

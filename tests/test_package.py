@@ -182,7 +182,7 @@ ROOMS = {
     "kernels.plan": "errors kernels.devices kernels.tiles kernels.tuned",
     "kernels.cpu": "kernels.call kernels.reference",
     "kernels.triton": "errors kernels.call kernels.devices kernels.plan kernels.shared kernels.tiles",
-    "kernels.hopper": "kernels.call kernels.devices kernels.plan kernels.shared kernels.triton",
+    "kernels.hopper": "kernels.call kernels.devices kernels.kinds kernels.plan kernels.shared kernels.triton",
     "kernels.launch": """errors kernels.call kernels.checks kernels.devices kernels.hopper kernels.kinds
         kernels.plan kernels.reference kernels.shared kernels.triton""",
     "kernels.decode": """errors kernels.call kernels.checks kernels.chosen kernels.cpu kernels.launch kernels.merge

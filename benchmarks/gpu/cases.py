@@ -174,9 +174,12 @@ def plan_of(shape: Shape, device: torch.device, kernel: str, options: dict[str, 
     ``gluon splits`` is the Hopper kernel with each request cut into splits, where the plan would have the batch cut
     on the device. None where the plan would not do it. Of ``options`` the tensors may lie on any device.
     """
+    values, mask = options.get("values"), options.get("mask")
     if kernel != "triton" and any(options.get(name) for name in ("softcap", "window")):
         return None
-    values, mask = options.get("values"), options.get("mask")
+    listed = "indices" in options or shape.k
+    if kernel != "triton" and listed and mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1):
+        return None
     B, S, T = shape.B, shape.S, shape.kv if shape.page is None else shape.pages * shape.page
     entries = options["indices"].shape[2] if "indices" in options else shape.k
     if entries:  # as kernels/launch.py has it

@@ -1,8 +1,6 @@
 """Are the kernels right on this GPU? The tolerance matrix and the features, against float64; nothing is timed before.
 
-Every case has fresh inputs, NaN in whatever no request owns, and outputs poisoned with NaN. Tolerances for half
-precision are those of FlashMLA's test_flash_mla_dense_decoding.py: an element passes by its absolute or its relative
-error, the whole by its cosine difference.
+Every case has fresh inputs, NaN in whatever no request owns, and outputs poisoned with NaN.
 """
 
 from __future__ import annotations
@@ -18,16 +16,14 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import FP8, Problem, Shape, kernels_for, left_padded, lists, poisoned, problem
 from benchmarks.gpu.common import Case, Row, Run, SkipError
+from benchmarks.gpu.compare import compare
 from mla_compile.kernels.tuned import TABLE
 
-# Output: absolute, relative, cosine difference; LSE: absolute, relative.
-TOLERANCE = {
-    torch.bfloat16: (8e-4, 2.01 / 128, 5e-6, 1e-6, 8.01 / 65536),
-    torch.float16: (8e-4, 2.01 / 128, 5e-6, 1e-6, 8.01 / 65536),
-    torch.float32: (2e-5, 1e-4, 1e-9, 1e-5, 1e-5),
-}
 MATRIX = {"B": (1, 2, 6, 64), "S": (1, 2, 4), "kv": (20, 140, 4096), "H": (1, 3, 9, 63, 64, 126, 128)}
 SMALL = {"B": (1, 2), "S": (1, 2), "kv": (20, 65), "H": (3, 64)}
+# Lists of k keys: less than a block of the Hopper kernel's, a whole one, a part of the last one, more than it looks up
+# at a time (in one split, where there are several tokens); heads that leave its 64 rows partly empty.
+LISTED = {"k": (1, 64, 100, 2048), "S": (1, 3), "H": (9, 17, 64, 80, 128)}
 # Seconds of a case: a new kind of kernel is compiled in 2 to 4 on one core, what is compiled already runs in a tenth.
 COMPILED, KNOWN = 3.0, 0.3
 SANITIZED = 200.0  # Triton 3.6 and 3.7 compile the sanitizer's checks slowly; nobody has waited for the end yet
@@ -36,57 +32,6 @@ SANITIZED = 200.0  # Triton 3.6 and 3.7 compile the sanitizer's checks slowly; n
 def seed_of(key: str) -> int:
     """A seed of its own for every case."""
     return zlib.crc32(key.encode())
-
-
-def compare_out(out: Tensor, want: Tensor, dtype: torch.dtype) -> Row:
-    """Errors of an output [B,S,H,*] against the truth in float64; status ``failed`` and why when it is wrong."""
-    absolute, relative, cosine, *_ = TOLERANCE[dtype]
-    if out.shape != want.shape:
-        return {"status": "failed", "error": f"out is {list(out.shape)}, expected {list(want.shape)}"}
-    problems = []
-    out = out.double()
-    if not torch.isfinite(out).all():
-        problems.append(f"{int((~torch.isfinite(out)).sum())} elements of out are not finite")
-        out = torch.nan_to_num(out)
-    row, problem_ = _elementwise("out", out, want, absolute, relative)
-    problems += problem_
-    norm, both = float((want**2).sum()), float((out**2 + want**2).sum())
-    row["out_relative"] = float(((out - want) ** 2).sum() / norm) ** 0.5 if norm else 0.0
-    row["out_cosine"] = 1 - 2 * float((out * want).sum()) / both if both else 0.0
-    if row["out_cosine"] > cosine:
-        problems.append(f"cosine difference {row['out_cosine']:.1e}, allowed {cosine:.0e}")
-    return _verdict(row, problems)
-
-
-def compare(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], dtype: torch.dtype) -> Row:
-    """The same for ``out`` and ``lse``, and for rows that see nothing: ``out`` 0, ``lse`` minus infinity."""
-    (out, lse), (true_out, true_lse) = got, want
-    if lse.shape != true_lse.shape:
-        return {"status": "failed", "error": f"lse is {list(lse.shape)}, expected {list(true_lse.shape)}"}
-    row = compare_out(out, true_out, dtype)
-    problems = [row.pop("error")] if row.pop("status", "ok") == "failed" else []
-    empty = true_lse == -torch.inf
-    if not torch.equal(lse == -torch.inf, empty):
-        problems.append("lse is minus infinity in other rows than it should be")
-    if out.shape == true_out.shape and bool((out[empty] != 0).any()):
-        problems.append("a row that sees nothing is not zero")
-    found, problem_ = _elementwise(
-        "lse", torch.nan_to_num(lse.double().masked_fill(empty, 0), nan=1e9), true_lse.masked_fill(empty, 0),
-        *TOLERANCE[dtype][3:],
-    )  # fmt: skip
-    return _verdict(row | found, problems + problem_)
-
-
-def _elementwise(name: str, a: Tensor, b: Tensor, absolute: float, relative: float) -> tuple[Row, list[str]]:
-    error = (a - b).abs()
-    largest = float(error.max()) if error.numel() else 0.0
-    bad = int(((error > absolute) & (error > relative * b.abs())).sum())
-    row = {f"{name}_max_error": largest}
-    return row, [f"{bad} of {error.numel()} elements of {name} off, by up to {largest:.2e}"] if bad else []
-
-
-def _verdict(row: Row, problems: list[str]) -> Row:
-    return {**row, "status": "failed", "error": "; ".join(problems)} if problems else row
 
 
 def checked(posed: Problem, kernel: str) -> Row:
@@ -125,6 +70,24 @@ def matrix(run: Run) -> Iterator[Case]:
             # A few heads and many, a request or several, one token or two: each tile and grid once.
             first = kv == grid["kv"][-1] and S < 4 and B in (1, 6, grid["B"][-1]) and H in (3, 9, 64, 128)
             yield Case(key, call, COMPILED if first else KNOWN, first, str(made))
+
+
+def of_lists(run: Run) -> Iterator[Case]:
+    """Lists of many lengths, over pages and in one piece, in all kernels that take them."""
+    hows = itertools.cycle(("varied", "full", "zeros"))
+    sizes = [(20, 1, 3)] if run.dry else list(itertools.product(*LISTED.values()))
+    for (k, S, H), page, how in zip(sizes, itertools.cycle((64, None, 16, 1)), hows, strict=False):
+        shape = Shape(B=3, kv=70 if run.dry else 4096, H=H, S=S, page=page)
+        made = {"indices": lists(shape, k, torch.device("cpu")), "num_splits": int(S > 1)}
+        for kernel, chosen in kernels_for(shape, run.device, made).items():
+            key = f"{kernel}: lists of {k}, {shape} {how}"
+
+            def call(shape: Shape = shape, how: str = how, kernel: str = kernel, key: str = key, k: int = k) -> Row:
+                options = {"indices": lists(shape, k, run.device), "num_splits": int(shape.S > 1)}
+                posed = problem(shape, run.device, seed_of(key), how=how, causal=shape.S > 1, **options)
+                return checked(hidden_rows_of_nan(posed), kernel)
+
+            yield Case(key, call, KNOWN, of=str(chosen))
 
 
 Options = Callable[[Shape, torch.device], dict[str, Any]]
@@ -265,10 +228,10 @@ def float32_query(run: Run) -> Row:
     return compare(got, posed.truth(), torch.float16)
 
 
-def large_offsets(run: Run) -> Row:
+def large_offsets(run: Run, kernel: str = "triton", options: Options = _none) -> Row:
     """Pages that lie more than 2^31 elements from the start of the cache."""
-    shape = Shape(B=2, kv=20 if run.dry else 300, H=16)
-    posed = problem(shape, run.device, 13)
+    shape = Shape(B=2, kv=20 if run.dry else 300, H=16 if kernel == "triton" else 64)
+    posed = problem(shape, run.device, 13, **options(shape, run.device))
     used = posed.kv.shape[0]
     total = used + 2 if run.dry else 2**31 // (64 * 576) + 2 + used
     if not run.dry and torch.cuda.mem_get_info()[0] < 2.5 * total * 64 * 576 * 2:
@@ -278,7 +241,7 @@ def large_offsets(run: Run) -> Row:
     assert posed.table is not None
     posed.table = torch.where(posed.table >= 0, posed.table + (total - used), posed.table)
     want = replace_pool(posed, pool)
-    return checked(want, "triton")
+    return checked(want, kernel)
 
 
 def replace_pool(posed: Problem, pool: Tensor) -> Problem:
@@ -339,10 +302,10 @@ def batch_invariance(run: Run, H: int, options: Options = _none) -> Row:
     return {}
 
 
-def repeated(run: Run, kernel: str) -> Row:
+def repeated(run: Run, kernel: str, options: Options = _none) -> Row:
     """The same call 50 times gives the same bits: a moving error is a race."""
     shape = Shape(B=4, kv=60 if run.dry else 4096, H=128)
-    posed = problem(shape, run.device, 19, how="varied")
+    posed = problem(shape, run.device, 19, how="varied", **options(shape, run.device))
     chosen = posed.plan(kernel)
     if chosen is None:
         raise SkipError(f"the plan does not take {kernel} here")
@@ -373,6 +336,8 @@ def consan(run: Run) -> Iterator[Case]:
     wanted: list[tuple[str, Shape, Options]] = [(str(shape), shape, _none) for shape in plain]
     few = Shape(B=2, kv=513, H=20, page=None)
     wanted.append((f"{few}, mask with holes", few, _holes))
+    sparse = Shape(B=2, kv=513, H=64, S=2)
+    wanted.append((f"{sparse}, lists", sparse, _lists))
     for name, shape, options in wanted:
         key = f"gluon under ConSan: {name}"
         made = kernels_for(shape, run.device, options(shape, torch.device("cpu"))).get("gluon")
@@ -386,8 +351,14 @@ def cases(run: Run) -> Iterator[Case]:
         ("triton: float32 query", lambda: float32_query(run)),
         *((f"{kernel}: graph replay", lambda k=kernel: graph_replay(run, k)) for kernel in ("triton", "gluon")),  # type: ignore[misc]
         *((f"{kernel}: repeated", lambda k=kernel: repeated(run, k)) for kernel in ("triton", "gluon")),  # type: ignore[misc]
-        ("triton: graph replay, lists", lambda: graph_replay(run, "triton", _lists)),
+        *(
+            (f"{kernel}: {name}, lists", lambda k=kernel, f=function: f(run, k, _lists))  # type: ignore[misc]
+            for kernel in ("triton", "gluon")
+            for name, function in (("graph replay", graph_replay), ("repeated", repeated))
+        ),
         ("triton: batch invariance, lists", lambda: batch_invariance(run, 16, _lists)),
+        ("gluon: batch invariance, lists h128", lambda: batch_invariance(run, 128, _lists)),
+        ("gluon: large offsets, lists", lambda: large_offsets(run, "gluon", _lists)),
         ("triton: batch invariance h16", lambda: batch_invariance(run, 16)),
         ("gluon: batch invariance h128", lambda: batch_invariance(run, 128)),
         ("triton: large offsets", lambda: large_offsets(run)),
@@ -396,5 +367,6 @@ def cases(run: Run) -> Iterator[Case]:
     for key, call in special:
         yield Case(key, call, COMPILED, "graph" in key or "repeated" in key, table)
     yield from features(run)
+    yield from of_lists(run)
     # The smoke test takes the portable kernel first: the other one is the likelier to hang.
     yield from sorted(matrix(run), key=lambda case: case.first and not case.key.startswith("triton"))

@@ -18,7 +18,8 @@ from benchmarks.common import table
 from benchmarks.gpu import timing
 from benchmarks.gpu.cases import Problem, Shape, kernels_for, left_padded, lists
 from benchmarks.gpu.common import Case, Row, Run, SkipError, Store, _short
-from benchmarks.gpu.correctness import compare_out, not_replaced, seed_of
+from benchmarks.gpu.compare import compare_out
+from benchmarks.gpu.correctness import not_replaced, seed_of
 from benchmarks.gpu.peers import OTHER_NUMBERS, PEERS, where_timed
 
 OURS = ("triton", "gluon", "gluon splits")
@@ -40,7 +41,10 @@ RAGGED = ((16, 4, (4641, 45118, 1730, 1696)), (128, 1, tuple(512 << (i % 7) for 
 
 # Lists of 2048 keys, as DeepSeek-V3.2's indexer makes them: heads, requests, tokens. 16 heads: one of 8 GPUs.
 CHOSEN = 2048
-LISTED = ((128, 1, 32768), (128, 64, 32768), (128, 128, 8192), (128, 8, 131072), (16, 1, 131072), (16, 64, 32768))
+LISTED = (
+    (128, 1, 32768), (128, 64, 32768), (128, 128, 8192), (128, 8, 131072), (16, 1, 131072), (16, 64, 32768),
+    (32, 64, 32768),
+)  # fmt: skip
 
 LEFT_PADDED = tuple((H, 1, tuple(4096 - 96 * i for i in range(32))) for H in (32, 128))  # as generate() pads prompts
 PAGE = 64

@@ -6,10 +6,10 @@
 
 What is compiled is what a launch compiles, planned and described by the same functions (kernels/launch.py,
 kernels/triton/steps.py, kernels/hopper/steps.py): every row of kernels/tuned.json for sm_80, sm_90, sm_100 and sm_120,
-the Hopper kernel in its variants, and the small kernels beside them. Triton needs no driver for that. Its own ptxas
-tells registers and spills, its cuobjdump the instructions; benchmarks/gpu/ptx.py reads the Hopper kernel's fences and
-barriers. AMD's gfx942 and gfx950 are compiled too, with the tiles of sm_80 cut to their LDS, to see how far the
-portable kernel is from them: no launch takes them there.
+the Hopper kernel and the one for lists in their variants, and the small kernels beside them. Triton needs no driver for
+that. Its own ptxas tells registers and spills, its cuobjdump the instructions; benchmarks/gpu/ptx.py reads the Hopper
+kernel's fences and barriers. AMD's gfx942 and gfx950 are compiled too, with the tiles of sm_80 cut to their LDS, to see
+how far the portable kernel is from them: no launch takes them there.
 
 A budget is a promise about the machine code, not a measurement of speed: a spill in the loop, or a product that fell
 back from wgmma to mma.sync, costs more than any tuning brings, and a new Triton brings them without a word.
@@ -37,7 +37,7 @@ import torch
 from benchmarks.gpu import ptx
 from benchmarks.gpu.offline_cases import AMD, Case, cases
 from mla_compile.kernels.hopper import runner as hopper_runner
-from mla_compile.kernels.hopper.steps import GluonStep
+from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.plan import NoPlanError, Plan
 from mla_compile.kernels.triton.step import Step
 
@@ -48,7 +48,8 @@ MMA = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma.sync", "QGMMA": "wgm
 # Both consumers score a block (9 chunks of 64 columns x 4 steps of 16) and apply two, with one more for the last block.
 SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
 # Its arrives: the producer's three; of each consumer the query, the sums, P, three stage halves and the last block's.
-ARRIVES = 3 + 2 * 6
+# Beside lists the producer arrives once with all that it wrote, and its threads three times with their own copies.
+ARRIVES = {"mla_seesaw": (3 + 2 * 6, 0), "mla_seesaw_lists": (1 + 2 * 6, 3)}
 
 
 def tool(name: str) -> str:
@@ -86,8 +87,8 @@ def measure(case: Case) -> dict[str, Any]:
         why = "no tile fits, the reference runs"
         return {**row, **nothing, "tile": "", "warps": 0, "stages": 0, "planned": 0, "absent": why}
     row |= {
-        "tile": "" if case.kernel not in ("attend", "mla_seesaw") else f"{chosen.block_m}x{chosen.block_n}",
-        "warps": 12 if case.kernel == "mla_seesaw" else step.options["num_warps"],
+        "tile": "" if case.kernel not in ("attend", *ARRIVES) else f"{chosen.block_m}x{chosen.block_n}",
+        "warps": 12 if case.kernel in ARRIVES else step.options["num_warps"],
         "stages": chosen.num_stages,
         "planned": chosen.smem,
     }
@@ -135,9 +136,10 @@ def _nvidia(kernel: Any, case: Case) -> dict[str, Any]:
     for operation, kind in MMA.items():
         if operations[operation]:
             row["mma"][kind] = row["mma"].get(kind, 0) + operations[operation]
-    if case.kernel == "mla_seesaw":
+    if case.kernel in ARRIVES:
         counts, wrong = ptx.protocol(source)
-        row |= {"local": operations["LDL"] + operations["STL"], "arrives": counts["arrive"], "protocol": wrong}
+        arrives = (counts["arrive"], counts["landed"])
+        row |= {"local": operations["LDL"] + operations["STL"], "arrives": arrives, "protocol": wrong}
     return row
 
 
@@ -162,7 +164,7 @@ def _amd(kernel: Any) -> dict[str, Any]:
 
 def expected_mma(case: Case, chosen: Plan) -> str | None:
     """The tensor core instruction that a tile of this size can have on this architecture."""
-    if case.kernel not in ("attend", "mla_seesaw", "index_scores") or case.cache == "float32":
+    if case.kernel not in ("attend", *ARRIVES, "index_scores") or case.cache == "float32":
         return None  # float32 products have no tensor core instruction
     warpgroup = case.kernel == "index_scores" or (chosen.block_m >= 64 and chosen.num_warps >= 4)
     return {"sm_90": "wgmma", "sm_100": "tcgen05"}.get(case.arch, "mma.sync") if warpgroup else "mma.sync"
@@ -183,12 +185,12 @@ def broken(case: Case, chosen: Plan, row: dict[str, Any]) -> list[str]:
         found.append(f"tensor core instructions {row['mma']}, expected {mma}")
     if row["serialised"] and not case.tolerated:
         found.append("ptxas serialises wgmma")
-    if case.kernel == "mla_seesaw":
+    if case.kernel in ARRIVES:
         found += row["protocol"]
         if row["wgmma"] != SEESAW:
             found.append(f"wgmma {row['wgmma']}, expected {SEESAW}")
-        if row["arrives"] != ARRIVES:
-            found.append(f"{row['arrives']} arrives, expected {ARRIVES}")
+        if row["arrives"] != ARRIVES[case.kernel]:
+            found.append(f"{row['arrives']} arrives, of them of copies, expected {ARRIVES[case.kernel]}")
         if row["local"] > case.tolerated_local:
             found.append(f"{row['local']} loads and stores of local memory")
     return found
@@ -214,10 +216,11 @@ def markdown() -> str:
         "",
         f"Written by `python -m benchmarks.gpu.offline`, without a GPU, with Triton {versions}. Nothing was timed.",
         "One line per kernel and version: registers per thread (of the Hopper kernel: at its launch; its consumers",
-        "take 232 and its producer 40), bytes of spill stores/loads, shared memory in KB beside the plan's bound, and",
-        "the tensor core instructions in the code. The budgets, and the spills that are put up with, stand in that",
-        "file; CI checks them. Of the Hopper kernel it also checks that no local memory is touched, that a fence and a",
-        "barrier lie between a tile's stores and what reads it, and that a barrier precedes every single arrive.",
+        "take 232 and its producer 40, for lists of keys 224 and 56), bytes of spill stores/loads, shared memory in",
+        "KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and the spills that",
+        "are put up with, stand in that file; CI checks them. Of the Hopper kernel it also checks that no local memory",
+        "is touched, that a fence and a barrier lie between a tile's stores and what reads it, that a barrier precedes",
+        "every single arrive, and that a fence follows every wait for rows that were copied by cp.async.",
         "",
         "On sm_100 and sm_120 nothing is made for the card: all products are `mma.sync`, none is `tcgen05`, and",
         "nothing there is like the Hopper kernel.",

@@ -46,6 +46,9 @@ class Case:
     hopper: bool = False
     splits: int = 4  # 0: the plan's own, which on Hopper cuts a paged batch on the device
     listed: int = 0  # keys of a query token's list
+    layers: int = 1  # whose pages lie side by side
+    tokens: int = 1  # of a query
+    sinks: bool = False
 
     @property
     def tolerated(self) -> int:
@@ -81,16 +84,17 @@ class Case:
         def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=of, device="meta")
 
-        cache = empty(outer, inner, 576, of=dtype)
+        cache = empty(outer, self.layers, inner, 576, of=dtype)[:, -1]
         return DecodeCall(
-            empty(B, 1, self.rows, 576, of=query),
+            empty(B, self.tokens, self.rows, 576, of=query),
             cache[..., :512],
             cache[..., 512:],
             mask=empty(B, 1, 1, T, of=self.mask) if self.mask else None,
             block_table=empty(B, T // self.page) if self.page else None,
             seq_lens=empty(B) if self.page else None,
             kv_scale=empty(of=torch.float32) if self.cache == "float8" else None,
-            indices=empty(B, 1, self.listed) if self.listed else None,
+            sinks=empty(self.rows, of=torch.float32) if self.sinks else None,
+            indices=empty(B, self.tokens, self.listed) if self.listed else None,
             scale=0.1,
             causal=True,
             num_splits=self.splits,
@@ -154,5 +158,15 @@ def cases() -> Iterator[Case]:
     for page in (16, 32, 64):
         yield replace(hopper, label=f"Hopper, bf16, page {page}", page=page)
         yield replace(hopper, label=f"Hopper, bf16, page {page}, scheduled", page=page, splits=0)
+    lists = replace(hopper, kernel="mla_seesaw_lists", listed=CHOSEN)
+    for page in (0, 64):
+        where = f", page {page}" if page else ""
+        yield replace(lists, label=f"Hopper, bf16{where}, list", page=page)
+        yield replace(lists, label=f"Hopper, bf16{where}, list, 1 split", page=page, splits=1)
+    yield replace(lists, label="Hopper, bf16, page 64, two layers, list", page=64, layers=2)
+    yield replace(lists, label="Hopper, bf16, list, mask", mask=torch.bool)
+    yield replace(lists, label="Hopper, bf16, list, fp32 query", query="float32")
+    yield replace(lists, label="Hopper, bf16, list, two tokens", tokens=2)
+    yield replace(lists, label="Hopper, bf16, list, sinks, 1 split", sinks=True, splits=1)
     yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
     yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)

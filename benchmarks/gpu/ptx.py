@@ -4,7 +4,12 @@ A tile that threads store and the tensor cores read passes through three steps: 
 thread that makes them visible to the tensor cores' proxy, a barrier of the warpgroup. Then one thread arrives at the
 mbarrier for all. The compiler places the barrier before that single arrive; were it missing, or moved, the other side
 would read what slower threads have not written, or overwrite what they still read: a race that no result on a quiet
-GPU need show. :func:`protocol` follows every path through the control flow and names the instructions that break it.
+GPU need show. So it is with what threads store to global memory and then announce.
+
+Rows that are copied by cp.async (of lists of keys) need no such barrier, because every thread arrives when its own
+copies have landed. There the fence is the reader's: no product without one since the last wait for an mbarrier.
+
+:func:`protocol` follows every path through the control flow and names the instructions that break it.
 """
 
 from __future__ import annotations
@@ -12,18 +17,23 @@ from __future__ import annotations
 import re
 
 _TILE_STORE = re.compile(r"st\.shared\.v4|stmatrix|mbarrier\.init")  # single words are statistics: threads read them
-_TOUCH = re.compile(r"(st|ld)\.shared|stmatrix|ldmatrix|wgmma\.wait_group")
+_TOUCH = re.compile(r"(st|ld)\.shared|st\.global|stmatrix|ldmatrix|wgmma\.wait_group")
 _BARRIER = re.compile(r"bar(rier)?\.sync")
-_ARRIVE = re.compile(r"mbarrier\.arrive\b")
+_ARRIVE = re.compile(r"(?<!cp\.async\.)mbarrier\.arrive\b")
+_LANDED = re.compile(r"cp\.async\.mbarrier\.arrive\b")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared")
+_WAIT = re.compile(r"mbarrier\.(try|test)_wait")
 _BRANCH = re.compile(r"^(@!?%p\d+\s+)?bra(\.uni)?\s+(\S+);")
 # What is still owed on some path: the fence of a tile's stores, the barrier after a fence, the barrier after a touch.
 UNFENCED, UNMET, LOOSE = "stores without a fence", "a fence without a barrier", "no barrier since the last access"
-_FORBIDDEN = {"arrive": {UNFENCED, UNMET, LOOSE}, "product": {UNFENCED, UNMET}}
+UNSEEN = "a wait for copied rows without a fence"  # where cp.async brings them
+PARTLY = "not every thread arrives, or one that is counted twice"
+_FORBIDDEN = {"arrive": {UNFENCED, UNMET, LOOSE}, "product": {UNFENCED, UNMET, UNSEEN}, "landed": {PARTLY}}
 
 
 def protocol(ptx: str) -> tuple[dict[str, int], list[str]]:
-    """How many arrives and products (wgmma) there are, and which of them some path reaches with a step missing."""
-    blocks = _blocks(ptx)
+    """How many arrives, products (wgmma) and arrives of copies there are, and which some path reaches too early."""
+    blocks, copied = _blocks(ptx), bool(_COPY.search(ptx))
     before: dict[int, frozenset[str]] = {0: frozenset()}
     waiting = [0]
     while waiting:  # a step that is owed on one path is owed: unions only grow, so this ends
@@ -31,7 +41,7 @@ def protocol(ptx: str) -> tuple[dict[str, int], list[str]]:
         owed = before[index]
         lines, following = blocks[index]
         for text in lines:
-            owed = _after(text, owed)
+            owed = _after(text, owed, copied)
         for successor in following:
             met = before.get(successor)
             joined = owed if met is None else met | owed
@@ -44,22 +54,29 @@ def protocol(ptx: str) -> tuple[dict[str, int], list[str]]:
             kind = _kind(text)
             if kind:
                 counts[kind] += 1
-                wrong += [f"{kind} {counts[kind]}: {what}" for what in sorted(owed & _FORBIDDEN[kind])]
-            owed = _after(text, owed)
+                partly = kind == "landed" and (text.startswith("@") or ".noinc" not in text)
+                found = owed | {PARTLY} if partly else owed
+                wrong += [f"{kind} {counts[kind]}: {what}" for what in sorted(found & _FORBIDDEN[kind])]
+            owed = _after(text, owed, copied)
     return counts, wrong
 
 
 def _kind(text: str) -> str | None:
     if _ARRIVE.search(text):
         return "arrive"
+    if _LANDED.search(text):
+        return "landed"
     return "product" if "wgmma.mma_async" in text else None
 
 
-def _after(text: str, owed: frozenset[str]) -> frozenset[str]:
-    """What is owed after an instruction."""
+def _after(text: str, owed: frozenset[str], copied: bool) -> frozenset[str]:
+    """What is owed after an instruction; ``copied``: rows come by cp.async."""
+    if copied and _WAIT.search(text):
+        return owed | {UNSEEN}
     if _BARRIER.search(text):
         return owed - {UNMET, LOOSE}
     if "fence.proxy.async" in text:
+        owed = owed - {UNSEEN}
         return owed - {UNFENCED} | {UNMET} if UNFENCED in owed else owed
     if _TILE_STORE.search(text):
         return owed | {UNFENCED, LOOSE}

@@ -44,7 +44,7 @@ from benchmarks.gpu import correctness, kernels_bench, model_bench, onnx_native,
 from benchmarks.gpu.common import DEAD_CONTEXT, DONE, FAULTS, ROOT, Case, OutOfTimeError, Row, Run, Store, Wire
 from benchmarks.gpu.peers import PEERS
 
-CHECK = ("kernels", "benchmarks/gpu/cases.py", "benchmarks/gpu/correctness.py")
+CHECK = ("kernels", *(f"benchmarks/gpu/{name}.py" for name in ("cases", "compare", "correctness")))
 TIMING = (*CHECK, "benchmarks/gpu/timing.py")
 # Most of the time of a check goes into compiling its kernel, on one core; what is not timed can share the GPU.
 PARALLEL = max(1, min(8, (os.cpu_count() or 1) // 2))

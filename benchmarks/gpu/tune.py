@@ -38,7 +38,8 @@ import torch  # isort: skip
 from benchmarks.common import table
 from benchmarks.gpu import fit, timing
 from benchmarks.gpu.cases import FP8, Problem, Shape, plan_of, problem
-from benchmarks.gpu.correctness import compare, not_replaced
+from benchmarks.gpu.compare import compare
+from benchmarks.gpu.correctness import not_replaced
 from mla_compile.errors import InputError
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels import tuned

@@ -27,6 +27,9 @@ A boolean mask that shows all query rows the same keys comes as a list of the ti
 each (``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody
 sees are treated as those past the length, in any block.
 
+Lists of keys have an entry and a producer of their own (list_gluon.py), and these consumers: LISTED. Their rows come by
+cp.async, and there is nothing to be zeroed.
+
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
 source; the fences and barriers inside a warpgroup, which it does not model, are read in the compiled PTX
@@ -42,25 +45,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mla_compile.kernels.hopper.block_gluon import first_key, keys, ragged, softmax, zero_rows
+from mla_compile.kernels.hopper.list_producer_gluon import LIST_READY, token_of
 from mla_compile.kernels.hopper.producer_gluon import (
     BN,
     FREE,
     HALF,
-    LIST_WORD,
     NARROW,
     ROPE,
     TILE,
     blocks_of,
     length_of,
-    place_of,
     producer,
     requests_of,
 )
+from mla_compile.kernels.hopper.rows_gluon import ROWS, load_query, scaled, store_final, store_partial
 
-ROWS = gl.constexpr(64)  # query rows per CTA: the M of wgmma
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # first running maximum: finite, so a row without keys makes no NaN
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 # Barriers after the producer's.
 P_READY = gl.constexpr(10)  # + consumer
 L_READY = gl.constexpr(12)  # + consumer
@@ -72,122 +73,35 @@ SUMS = gl.constexpr(4)
 
 
 @gluon.jit
-def _load_query(q, tile, row_offsets, live, COL: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
-    """Columns COL..COL+WIDTH of the CTA's query rows into tile [64,WIDTH], zeros in rows that do not exist."""
-    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, L)), 0)
-    for c in gl.static_range(WIDTH // 64):
-        part = gl.load(q + (row_offsets + column + (COL + c * 64)), mask=live, other=0.0)
-        if WIDTH == 64:
-            tile.store(part.to(tile.dtype))
-        else:
-            tile.slice(c * 64, 64, 1).store(part.to(tile.dtype))
+def _arrived(bars, i, phase, pred, LISTED: gl.constexpr):
+    """Waits for a part of a block, and makes it readable for the tensor cores.
+
+    TMA writes by the same proxy as they read. Rows of a list come by cp.async, whose writes are those of threads: they
+    are performed before the barrier's phase completes, for each of the producer's threads arrives when its own copies
+    have landed; every thread here waits for that phase; and the fence of each orders what it has seen so before the
+    reads of the products that it issues next.
+    """
+    mbarrier.wait(bars.index(i), phase, pred=pred)
+    if LISTED:
+        fence_async_shared()
 
 
 @gluon.jit
-def _scores(tiles, narrow, bars, zero, stage, phase, S_L: gl.constexpr):
+def _scores(tiles, narrow, bars, zero, stage, phase, LISTED: gl.constexpr, S_L: gl.constexpr):
     """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive."""
     s = gl.zeros([ROWS, BN], gl.float32, S_L)
-    mbarrier.wait(bars.index(3 * stage), phase)
+    _arrived(bars, 3 * stage, phase, True, LISTED)
     s = warpgroup_mma(tiles.index(zero), tiles.index(TILE + 2 * stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    mbarrier.wait(bars.index(3 * stage + 1), phase)
+    _arrived(bars, 3 * stage + 1, phase, True, LISTED)
     s = warpgroup_mma(tiles.index(zero + 1), tiles.index(TILE + 1 + 2 * stage).permute((1, 0)), s, is_async=True)
-    mbarrier.wait(bars.index(3 * stage + 2), phase)
+    _arrived(bars, 3 * stage + 2, phase, True, LISTED)
     s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def _keys(work, plane, i):
-    """The 64 keys of block i as bits: 0..31, 32..63; without a list all of them."""
-    if work is None:
-        return -1, -1
-    else:
-        entry = work + 2 * (LIST_WORD * plane.to(gl.int64) + i)
-        return gl.load(entry), gl.load(entry + 1)
-
-
-@gluon.jit
-def _bits(low, high, n):
-    """Which of the keys n of a block are visible."""
-    return (gl.where(n < 32, low, high) >> (n & 31)) & 1 != 0
-
-
-@gluon.jit
-def _softmax(s, m_before, limit, n0, low, high, scale_log2, MASKED: gl.constexpr, S_L: gl.constexpr):
-    """P (unnormalised, base 2) of a block from row n0 on, the rescaling of what was summed before, the maximum."""
-    column = gl.arange(0, BN, gl.SliceLayout(0, S_L))
-    visible = gl.expand_dims(n0 + column, 0) < gl.expand_dims(limit, 1)
-    if MASKED:
-        visible = visible & gl.expand_dims(_bits(low, high, column), 0)
-    s = gl.where(visible, s * scale_log2, float("-inf"))
-    m = gl.maximum(m_before, gl.max(s, 1))
-    return gl.exp2(s - gl.expand_dims(m, 1)), gl.exp2(m_before - m), m
-
-
-@gluon.jit
-def _zero_rows(tile, first, low, high, MASKED: gl.constexpr):
-    """Zeroes the rows of a [64,256] half that are not to be read: from first on, or those that the bits leave out."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, BN, gl.SliceLayout(1, L))
-    keep = r < first
-    if MASKED:
-        keep = _bits(low, high, r)
-    for c in gl.static_range(HALF // 64):
-        part = tile.slice(c * 64, 64, 1)
-        v = part.load(L)
-        part.store(gl.where(gl.expand_dims(keep, 1), v, 0.0).to(tile.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def _ragged(is_last, low, high, MASKED: gl.constexpr):
-    """Whether a block has rows that are not to be read as values."""
-    if MASKED:
-        return (low & high) != -1
-    else:
-        return is_last
-
-
-@gluon.jit
-def _scaled(acc, a, O_L: gl.constexpr):
-    """The output half times a factor per row."""
-    return acc * gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, O_L)), 1)
-
-
-@gluon.jit
-def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
-    """Half W of up to 64 rows of o [rows,512], from registers: a change of layout would need 64 KB of shared memory."""
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, O_L))
-    c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
-    cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)
-    base = o + row0.to(gl.int64) * (2 * HALF)
-    gl.store(base + cells, acc.to(o.dtype.element_ty), mask=gl.expand_dims(r < live, 1))
-
-
-@gluon.jit
-def _store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """The finished half, and (consumer 0) the natural log-sum-exp, of rows row0.. of out [rows,512] and lse [rows]."""
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, S_L))
-    if sinks is not None:  # B and S are whole numbers of H rows
-        sink = gl.load(sinks + (row0 + r) % H).to(gl.float32) * LOG2E
-        acc = _scaled(acc, gl.where(lse2 != float("-inf"), 1.0 / (1.0 + gl.exp2(sink - lse2)), 0.0), O_L)
-    _store_rows(out, acc, row0, live, W, O_L)
-    if W == 0:
-        gl.store(lse + row0 + r, lse2 * LN2, mask=r < live)
-
-
-@gluon.jit
-def _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
-    """Half W and lse2 into the scratch rows row0..; an empty item leaves only lse2, minus infinity."""
-    if n > 0:
-        _store_rows(o_part, acc, row0, live, W, O_L)
-    if W == 0:
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, S_L))
-        gl.store(lse_part + row0 + r, lse2, mask=r < live)
-
-
-@gluon.jit
-def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2):
+def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2,
+                 LISTED: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -196,35 +110,35 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
     acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
     sums = gl.zeros([ROWS], gl.float32, R_S)
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
-    MASKED: gl.constexpr = work is not None
+    MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo  # without a list: the block with rows past the length, counted from lo; n or more: none
     for t in range((n + 1) // 2):
         # Always 0, but not for LLVM, which would otherwise hoist 72 wgmma descriptors out of the loop and spill them.
         zero = t >> 29
         older = t > 0
         # Before the waits, for these loads take as long as a wait.
-        first = place_of(work, plane, lo + 2 * t) * BN
-        low, high = _keys(work, plane, lo + 2 * t)
-        low1, high1 = _keys(work, plane, gl.maximum(lo + 2 * t - 1, 0))
+        first = first_key(work, plane, lo + 2 * t, LISTED)
+        low, high = keys(work, plane, lo + 2 * t, LISTED)
+        low1, high1 = keys(work, plane, gl.maximum(lo + 2 * t - 1, 0), LISTED)
         # The product with block 2t-1, which the other consumer scored. The first trip has none and multiplies the query
         # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
         # Not in the first trip: its block may be there already, which looks like a phase that is not over yet.
-        mbarrier.wait(bars.index(3), ((used1 + t) & 1) ^ 1, pred=older)
+        _arrived(bars, 3, ((used1 + t) & 1) ^ 1, older, LISTED)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
         if MASKED:  # noqa: SIM102  decided by the compiler
             if older & ((low1 & high1) != -1):
-                _zero_rows(tiles.index(TILE + 2), 0, low1, high1, MASKED)
-        acc = _scaled(acc, a1, O_L)
+                zero_rows(tiles.index(TILE + 2), 0, low1, high1, MASKED)
+        acc = scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
         acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
-        s_t = _scores(tiles, narrow, bars, zero, zero, (used0 + t) & 1, S_L)
+        s_t = _scores(tiles, narrow, bars, zero, zero, (used0 + t) & 1, LISTED, S_L)
         acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
-        p, a, m = _softmax(s, m1, limit, first, low, high, scale_log2, MASKED, S_L)
+        p, a, m = softmax(s, m1, limit, first, low, high, scale_log2, MASKED, LISTED, S_L)
         stats.index(0).store(m)
         p16 = p.to(narrow.dtype)
         narrow.index(NARROW).store(p16)
@@ -233,29 +147,30 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         mbarrier.arrive(bars.index(P_READY))
         sums = sums * a + gl.sum(p, 1)
         p_own = gl.convert_layout(p16, P_L)
-        if _ragged(2 * t == last, low, high, MASKED):
-            _zero_rows(tiles.index(TILE), length % BN, low, high, MASKED)
-        acc = _scaled(acc, a, O_L)
+        if ragged(2 * t == last, low, high, MASKED, LISTED):
+            zero_rows(tiles.index(TILE), length % BN, low, high, MASKED)
+        acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE), acc, use_acc=older, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
         mbarrier.arrive(bars.index(FREE))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
-        mbarrier.wait(bars.index(3), (used1 + n // 2 + 1) & 1)
+        _arrived(bars, 3, (used1 + n // 2 + 1) & 1, True, LISTED)
         a1 = stats.index(ALPHA + 1).load(R_S)
         m = stats.index(1).load(R_S)
         sums = sums * a1
-        low, high = _keys(work, plane, lo + n - 1)
-        if _ragged(n - 1 == last, low, high, MASKED):
-            _zero_rows(tiles.index(TILE + 2), length % BN, low, high, MASKED)
-        acc = _scaled(acc, a1, O_L)
+        low, high = keys(work, plane, lo + n - 1, LISTED)
+        if ragged(n - 1 == last, low, high, MASKED, LISTED):
+            zero_rows(tiles.index(TILE + 2), length % BN, low, high, MASKED)
+        acc = scaled(acc, a1, O_L)
         acc = warpgroup_mma(narrow.index(NARROW + 1), tiles.index(TILE + 2), acc, is_async=False)
         mbarrier.arrive(bars.index(FREE + 2))
     return acc, sums, m
 
 
 @gluon.jit
-def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2):
+def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2,
+                LISTED: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -264,26 +179,26 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
     acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
     sums = gl.zeros([ROWS], gl.float32, R_S)
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
-    MASKED: gl.constexpr = work is not None
+    MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo
     for t in range(n // 2):
         zero = t >> 29  # see _even_blocks
-        first = place_of(work, plane, lo + 2 * t + 1) * BN
-        low, high = _keys(work, plane, lo + 2 * t + 1)
-        low0, high0 = _keys(work, plane, lo + 2 * t)
-        s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, S_L)
+        first = first_key(work, plane, lo + 2 * t + 1, LISTED)
+        low, high = keys(work, plane, lo + 2 * t + 1, LISTED)
+        low0, high0 = keys(work, plane, lo + 2 * t, LISTED)
+        s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, LISTED, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
-        mbarrier.wait(bars.index(1), (used0 + t) & 1)
+        _arrived(bars, 1, (used0 + t) & 1, True, LISTED)
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
         if MASKED:  # noqa: SIM102  decided by the compiler
             if (low0 & high0) != -1:
-                _zero_rows(tiles.index(TILE + 1), 0, low0, high0, MASKED)
-        acc = _scaled(acc, a0, O_L)
+                zero_rows(tiles.index(TILE + 1), 0, low0, high0, MASKED)
+        acc = scaled(acc, a0, O_L)
         acc_t = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_t])
-        p, a, m = _softmax(s, m0, limit, first, low, high, scale_log2, MASKED, S_L)
+        p, a, m = softmax(s, m0, limit, first, low, high, scale_log2, MASKED, LISTED, S_L)
         stats.index(1).store(m)
         p16 = p.to(narrow.dtype)
         narrow.index(NARROW + 1).store(p16)
@@ -294,75 +209,91 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         p_own = gl.convert_layout(p16, P_L)
         acc = warpgroup_mma_wait(0, deps=[acc_t])
         mbarrier.arrive(bars.index(FREE + 1))
-        if _ragged(2 * t + 1 == last, low, high, MASKED):
-            _zero_rows(tiles.index(TILE + 3), length % BN, low, high, MASKED)
-        acc = _scaled(acc, a, O_L)
+        if ragged(2 * t + 1 == last, low, high, MASKED, LISTED):
+            zero_rows(tiles.index(TILE + 3), length % BN, low, high, MASKED)
+        acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE + 3), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
         mbarrier.arrive(bars.index(FREE + 3))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
-        mbarrier.wait(bars.index(1), (used0 + n // 2) & 1)
+        _arrived(bars, 1, (used0 + n // 2) & 1, True, LISTED)
         a0 = stats.index(ALPHA).load(R_S)
         m = stats.index(0).load(R_S)
         sums = sums * a0
-        low, high = _keys(work, plane, lo + n - 1)
-        if _ragged(n - 1 == last, low, high, MASKED):
-            _zero_rows(tiles.index(TILE + 1), length % BN, low, high, MASKED)
-        acc = _scaled(acc, a0, O_L)
+        low, high = keys(work, plane, lo + n - 1, LISTED)
+        if ragged(n - 1 == last, low, high, MASKED, LISTED):
+            zero_rows(tiles.index(TILE + 1), length % BN, low, high, MASKED)
+        acc = scaled(acc, a0, O_L)
         acc = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=False)
         mbarrier.arrive(bars.index(FREE + 1))
     return acc, sums, m
 
 
 @gluon.jit
-def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2,
-              stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars,
-              CAUSAL: gl.constexpr, PARTIAL: gl.constexpr):  # fmt: skip
-    """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says."""
+def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2,
+             stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars,
+             CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr):  # fmt: skip
+    """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says.
+
+    LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has their bits alone.
+    """
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     R_S: gl.constexpr = gl.SliceLayout(1, S_L)
     Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     first_row = gl.program_id(0) * ROWS
-    live = S * H - first_row
+    M = S * H
     used0 = 0
     used1 = 0
     done = 0
     b0, b1, t0, t1 = requests_of(items, B)
+    if LISTED:
+        b0, heads = token_of(H)
+        b1 = b0 + 1
+        first_row = heads * ROWS
+        M = H
+    live = M - first_row
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
         listed = work
         if work is not None:
             listed = work + 2 * b.to(gl.int64) * work_b
-        lo, hi, blocks = blocks_of(items, listed, plane, length, b, b0, t0, b1, t1, least)
+        counted = listed
+        if LISTED:
+            counted = None
+        lo, hi, blocks = blocks_of(items, counted, plane, length, b, b0, t0, b1, t1, least)
         n = hi - lo
         whole = n == blocks
         if (PARTIAL < 2) | (n > 0) | whole:
             m_q = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, Q_L))
-            rows = b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs + (m_q % H).to(gl.int64) * stride_qh
+            rows = (m_q % H).to(gl.int64) * stride_qh
+            if LISTED:
+                rows += (b // S).to(gl.int64) * stride_qb + (b % S).to(gl.int64) * stride_qs
+            else:
+                rows += b.to(gl.int64) * stride_qb + (m_q // H).to(gl.int64) * stride_qs
             rows = gl.expand_dims(rows, 1)
-            exists = gl.expand_dims(m_q < S * H, 1)
+            exists = gl.expand_dims(m_q < M, 1)
             # Both consumers had retired their products with the query of the item before when they exchanged sums, and
             # both have read the sums when they meet here.
-            _load_query(q, tiles.index(W), rows, exists, W * HALF, HALF, Q_L)
+            load_query(q, tiles.index(W), rows, exists, W * HALF, HALF, Q_L)
             if W == 1:
-                _load_query(q, narrow.index(0), rows, exists, 2 * HALF, ROPE, Q_L)
+                load_query(q, narrow.index(0), rows, exists, 2 * HALF, ROPE, Q_L)
             fence_async_shared()
             mbarrier.arrive(bars.index(Q_READY))
             mbarrier.wait(bars.index(Q_READY), done & 1)
+            if LISTED:
+                mbarrier.wait(bars.index(LIST_READY), 0)
 
             limit = gl.full([ROWS], 0, gl.int32, R_S) + length
             if CAUSAL:
                 limit = limit - S + 1 + (first_row + gl.arange(0, ROWS, R_S)) // H
             if W == 0:
-                acc, sums, m = _even_blocks(
-                    tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length, limit, scale_log2
-                )
+                acc, sums, m = _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
+                                            limit, scale_log2, LISTED)  # fmt: skip
             else:
-                acc, sums, m = _odd_blocks(
-                    tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length, limit, scale_log2
-                )
+                acc, sums, m = _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
+                                           limit, scale_log2, LISTED)  # fmt: skip
 
             stats.index(SUMS + W).store(sums)
             mbarrier.arrive(bars.index(L_READY + W))
@@ -371,17 +302,17 @@ def _consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, l
             some = total != 0.0  # NaN is something
             lse2 = gl.where(some, m + gl.log2(total), float("-inf"))
             factor = gl.where(some, 1.0 / total, 0.0)
-            acc = _scaled(acc, factor, O_L)
+            acc = scaled(acc, factor, O_L)
             if PARTIAL == 0:
-                _store_final(out, lse, sinks, acc, lse2, b * S * H + first_row, live, H, W, S_L, O_L)
+                store_final(out, lse, sinks, acc, lse2, b * M + first_row, live, H, W, S_L, O_L)
             elif PARTIAL == 1:
-                row0 = (gl.program_id(1) * B + b) * S * H + first_row
-                _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W, S_L, O_L)
+                row0 = (gl.program_id(1) * B + b) * M + first_row
+                store_partial(o_part, lse_part, acc, lse2, row0, live, n, W, S_L, O_L)
             elif whole:
-                _store_final(out, lse, sinks, acc, lse2, b * S * H + first_row, live, H, W, S_L, O_L)
+                store_final(out, lse, sinks, acc, lse2, b * M + first_row, live, H, W, S_L, O_L)
             else:
-                row0 = (gl.load(slots + b) + gl.program_id(1)) * S * H + first_row
-                _store_partial(o_part, lse_part, acc, lse2, row0, live, n, W, S_L, O_L)
+                row0 = (gl.load(slots + b) + gl.program_id(1)) * M + first_row
+                store_partial(o_part, lse_part, acc, lse2, row0, live, n, W, S_L, O_L)
             used0 += (n + 1) // 2
             used1 += n // 2
             done += 1
@@ -419,12 +350,12 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
         [
             (producer, (latent, rope, table, seq_lens, items, work, table_stride, work_b, plane, T, B, least, tiles,
                         narrow, bars, PAGE, BOX)),
-            (_consumer, (0, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                         stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
-                         PARTIAL)),
-            (_consumer, (1, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                         stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
-                         PARTIAL)),
+            (consumer, (0, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
+                        stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
+                        PARTIAL, False)),
+            (consumer, (1, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
+                        stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
+                        PARTIAL, False)),
         ],
         [4, 4],
         [REGS, REGS],

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mla_compile.kernels.hopper.steps import Box, GluonStep
+from mla_compile.kernels.hopper.step import Box, GluonStep
 from mla_compile.kernels.triton.runner import Address, Launch, bind, placed
 
 LOG = logging.getLogger("mla_compile.kernels")

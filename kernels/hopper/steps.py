@@ -2,20 +2,21 @@
 
 The counterpart of kernels/triton/steps.py: pure, also for tensors on the meta device, and used by the launch
 (kernels/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says which
-calls the kernel takes; the others go to the portable one.
+calls the kernel takes; the others go to the portable one. What lists of keys have of their own is in lists.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import Device
+from mla_compile.kernels.hopper import lists
+from mla_compile.kernels.hopper.step import Box, GluonStep
 from mla_compile.kernels.plan import (
     GRID_LIMIT,
     HOPPER_BLOCK,
@@ -45,27 +46,6 @@ COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Box(NamedTuple):
-    """A TMA descriptor but for its address: of a 3-D tensor, in elements."""
-
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    block: tuple[int, int, int]
-    dtype: torch.dtype
-
-    def of(self, T: int) -> Box:
-        """The box of as many requests of T tokens: dense requests stay so, others keep their distance."""
-        (B, tokens, width), (outer, row, column) = self.shape, self.strides
-        return self._replace(shape=(B, T, width), strides=(T * row if outer == tokens * row else outer, row, column))
-
-
-@dataclass(frozen=True)
-class GluonStep(Step):
-    """A launch of a Gluon kernel; ``boxes`` are the arguments that are TMA descriptors."""
-
-    boxes: dict[str, Box]
-
-
 def suits(call: DecodeCall, device: Device) -> bool:
     """Whether the Hopper kernel takes this call: what :func:`takes` says, and rows that TMA can address. Pure."""
     rows = [x for x in (call.latent, call.rope) if x is not None]
@@ -76,19 +56,22 @@ def takes(call: DecodeCall, device: Device) -> bool:
     """Whether dtypes, widths and features are the Hopper kernel's: what the layers of a model have in common.
 
     Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
-    a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. No lists of
-    keys: TMA gathers rows on Blackwell only. A float32 query goes with a bfloat16 cache only: for float16 it would have
-    to be scaled. Sizes are not judged here.
+    a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. Beside lists of keys
+    rows are copied one by one: pages of any size, and a boolean mask that shows all heads the same keys. A float32
+    query goes with a bfloat16 cache only: for float16 it would have to be scaled. Sizes are not judged here.
     """
     z, rope = call.sizes, call.rope
-    if rope is None or call.values is not None or call.kv_scale is not None or read_mask_bytes(call.mask):
+    if rope is None or call.values is not None or call.kv_scale is not None:
         return False
     if call.indices is not None:
-        return False
+        visible = lists.takes(call)
+    else:
+        visible = not read_mask_bytes(call.mask) and z.page % HOPPER_PAGE == 0 and z.B <= GRID_LIMIT
     dtype = call.latent.dtype
     query = call.query.dtype == dtype or (dtype == torch.bfloat16 and call.query.dtype == torch.float32)
     return (
-        device.capability == (9, 0)
+        visible
+        and device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and (z.L, z.R) == (LATENT, ROPE)
         and call.softcap == 0
@@ -96,14 +79,12 @@ def takes(call: DecodeCall, device: Device) -> bool:
         and dtype in _HALF
         and rope.dtype == dtype
         and query
-        and z.page % HOPPER_PAGE == 0
-        and z.B <= GRID_LIMIT
         and min(z.B, z.S, z.H, z.T) > 0
     )
 
 
 def _addressable(rows: Tensor) -> bool:
-    """What cuTensorMapEncodeTiled asks for: 16-byte steps, no broadcast axis, int32 coordinates."""
+    """What cuTensorMapEncodeTiled and cp.async ask for: 16-byte steps; TMA, no broadcast axis, int32 coordinates."""
     return (
         rows.stride(2) == 1
         and rows.data_ptr() % 16 == 0
@@ -125,7 +106,8 @@ def _strides(rows: Tensor) -> tuple[int, int, int]:
 
 def scheduled(call: DecodeCall, plan: Plan) -> bool:
     """Whether work is shared out over (request, block): the plan says so, and lengths alone say how much there is."""
-    return plan.scheduled and call.seq_lens is not None and call.mask is None and schedule.suits(call.sizes.B)
+    alone = call.seq_lens is not None and call.mask is None and call.indices is None
+    return plan.scheduled and alone and schedule.suits(call.sizes.B)
 
 
 def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
@@ -142,6 +124,8 @@ def scratch(call: DecodeCall, plan: Plan, device: Device) -> Buffers:
     if ragged or plan.splits > 1:
         found["part"] = ((*pieces, M, LATENT), torch.float32)
         found["part_lse"] = ((*pieces, M), torch.float32)
+    if call.indices is not None:
+        found |= lists.scratch(call)
     return found if call.schedule is not None else found | prepared(call, plan, device)
 
 
@@ -166,7 +150,11 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     """
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
     before = () if call.schedule is not None else preparing(call, plan, device)
-    attention = _attention(call, plan, device, max(1, tokens // BLOCK))
+    least = max(1, tokens // BLOCK)
+    if call.indices is not None:
+        attention = lists.attention(call, plan, least)
+    else:
+        attention = _attention(call, plan, device, least)
     if scheduled(call, plan):
         return *before, attention, _combine_slots(call, plan)
     if plan.splits == 1:

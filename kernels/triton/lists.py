@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.shared import Buffers
@@ -52,9 +53,22 @@ def arguments(call: DecodeCall, into: Arguments) -> tuple[int, bool]:
         into.strides({"indices_b": 0, "indices_s": 0})
         into.constants["entries"] = 0
         return page, False
-    outer, inner, entries = *call.indices.stride()[:2], call.indices.shape[2]
-    into.scalars |= {"indices_b": outer, "indices_s": inner, "entries": entries}
-    pages = [x for x in (call.latent, call.rope, call.kv_scale) if x is not None and x.dim() > 1]
-    if page == 0 or any(x.stride(0) != x.shape[1] * x.stride(1) for x in pages):
+    told(call.indices, into)
+    if page == 0 or not in_one_piece(call):
         return page, False
-    return 0, any(x.shape[0] * x.stride(0) >= _I32 for x in pages)
+    return 0, any(x.shape[0] * x.stride(0) >= _I32 for x in _pages(call))
+
+
+def told(indices: Tensor, into: Arguments) -> None:
+    """Adds the numbers of a list."""
+    outer, inner, entries = *indices.stride()[:2], indices.shape[2]
+    into.scalars |= {"indices_b": outer, "indices_s": inner, "entries": entries}
+
+
+def in_one_piece(call: DecodeCall) -> bool:
+    """Whether the rows of all pages are at one distance, also from page to page."""
+    return all(x.stride(0) == x.shape[1] * x.stride(1) for x in _pages(call))
+
+
+def _pages(call: DecodeCall) -> list[Tensor]:
+    return [x for x in (call.latent, call.rope, call.kv_scale) if x is not None and x.dim() > 1]

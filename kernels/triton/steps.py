@@ -112,7 +112,8 @@ def _stride(x: Tensor, axis: int) -> int:
     return 0 if x.shape[axis] == 1 else x.stride(axis)
 
 
-def _mask_strides(mask: Tensor) -> dict[str, int]:
+def mask_strides(mask: Tensor) -> dict[str, int]:
+    """The strides of a mask's axes by name, 0 where it is broadcast."""
     return {f"mask_{letter}": _stride(mask, axis) for axis, letter in enumerate("bhst")}
 
 
@@ -133,7 +134,7 @@ def preparing(call: DecodeCall, plan: Plan, device: Device) -> tuple[Step, ...]:
     scan.pointer("mask", mask)
     scan.pointer("lengths", call.seq_lens)
     scan.scratch("work", "work", "*i64")
-    scan.strides(_mask_strides(mask))
+    scan.strides(mask_strides(mask))
     by_token = z.S > 1 and (bool(_stride(mask, 2)) or call.causal or call.window > 0)
     scan.scalars |= {
         "HM": z.H if _stride(mask, 1) else 1,
@@ -205,7 +206,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         wide |= z.T * _stride(mask, 3) >= _I32
     read_mask = mask if mask is not None and (listed or read_mask_bytes(mask)) else None  # else: all in work
     to.pointer("mask", read_mask)
-    to.strides({f"mask_{axis}": 0 for axis in "bhst"} if read_mask is None else _mask_strides(read_mask))
+    to.strides({f"mask_{axis}": 0 for axis in "bhst"} if read_mask is None else mask_strides(read_mask))
     page, far = lists.arguments(call, to)
     wide |= far
     to.pointer("sinks", call.sinks if direct else None)

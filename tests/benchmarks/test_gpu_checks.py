@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu import correctness, kernels_bench
+from benchmarks.gpu import compare, kernels_bench
 from benchmarks.gpu.cases import Shape, poisoned, problem
 from mla_compile.kernels import reference
 from mla_compile.kernels.call import DecodeCall
@@ -22,7 +22,7 @@ def _pair() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
 
 def test_compare_accepts_rounding():
     got, want = _pair()
-    row = correctness.compare(got, want, torch.bfloat16)
+    row = compare.compare(got, want, torch.bfloat16)
     assert "status" not in row, row
     assert 0 < row["out_relative"] < 5e-3
 
@@ -41,15 +41,15 @@ def test_compare_accepts_rounding():
 def test_compare_refuses(spoil, said):
     got, want = _pair()
     spoil(*got)
-    row = correctness.compare(got, want, torch.bfloat16)
+    row = compare.compare(got, want, torch.bfloat16)
     assert row["status"] == "failed"
     assert said in row["error"]
 
 
 def test_compare_names_a_wrong_shape():
     got, want = _pair()
-    assert "out is" in correctness.compare((got[0][:1], got[1]), want, torch.bfloat16)["error"]
-    assert "lse is" in correctness.compare((got[0], got[1][:1]), want, torch.bfloat16)["error"]
+    assert "out is" in compare.compare((got[0][:1], got[1]), want, torch.bfloat16)["error"]
+    assert "lse is" in compare.compare((got[0], got[1][:1]), want, torch.bfloat16)["error"]
 
 
 def test_problems_hide_nan_in_all_that_no_request_owns():

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import cases, common, fit, kernels_bench, peers, run_all, timing, tune
+from benchmarks.gpu import cases, common, correctness, fit, kernels_bench, peers, run_all, timing, tune
 from benchmarks.gpu.cases import Shape, problem
 from benchmarks.gpu.common import Case, OutOfTimeError, Run, SkipError, Store, counted
 from mla_compile.kernels import plan as planning
@@ -568,6 +569,21 @@ def test_a_left_padded_cache_is_a_masked_call_for_both_kernels(monkeypatch):
         option = kernels_bench.masks(shape, lens, CPU)
         assert option["mask"].flatten(1).sum(1).tolist() == list(lens)
         assert set(cases.kernels_for(shape, CPU, option)) == {"triton", "gluon"}
+
+
+def test_lists_for_many_heads_are_checked_and_timed_in_both_kernels(monkeypatch):
+    monkeypatch.setattr(planning.Device, "of", staticmethod(lambda device: PRESETS["sm_90"]))
+    for _, shape, _ in kernels_bench.with_lists(False):
+        both = {"triton", "gluon"} if shape.H > 16 else {"triton"}
+        assert set(cases.kernels_for(shape, CPU, {})) == both
+    run = SimpleNamespace(dry=False, device=CPU)
+    keys = [case.key for case in correctness.cases(run)]  # type: ignore[arg-type]
+    for what in ("graph replay, lists", "repeated, lists", "lists h128", "lists, mask h128"):
+        assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
+    for what in ("softcap", "added mask", "mask of heads"):  # which the Hopper kernel leaves to the other one
+        assert not [key for key in keys if key.startswith("gluon: lists") and what in key]
+    listed = [key for key in keys if key.startswith("gluon: lists of")]
+    assert len(listed) == len(correctness.LISTED["k"]) * 2 * 4
 
 
 def test_timing_with_events_and_graphs(monkeypatch):

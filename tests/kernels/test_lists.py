@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_compile.errors import InputError
 from mla_compile.kernels import decode, launch
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import PRESETS
-from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.kinds import grown, rounded
 from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.plan import GRID_LIMIT, Plan, plan
@@ -68,19 +66,22 @@ def test_a_plan_is_for_query_tokens_and_the_keys_of_their_lists():
     assert chosen_plan(call()._replace(num_splits=7), H200).splits == 7
 
 
-@pytest.mark.parametrize("page", [None, 64])
-def test_only_the_portable_kernel_reads_lists(page: int | None):
-    sizes: dict[str, Any] = {"T": 2048, "page_size": page, "gluon": True}
-    assert make(**sizes).kernel == "gluon"
-    got = make(**sizes, listed=True)
-    assert (got.kernel, got.block_m, got.block_n, got.scheduled) == ("triton", 64, 32, False)
-    rows = torch.zeros(2, 100, 576, dtype=torch.bfloat16)
-    query = torch.zeros(2, 1, 64, 576, dtype=torch.bfloat16)
-    wide = DecodeCall(query, rows[..., :512], rows[..., 512:], scale=0.5)
-    assert hopper_steps.takes(wide, H200)
-    assert not hopper_steps.takes(wide._replace(indices=torch.zeros(2, 1, 9, dtype=torch.int32)), H200)
-    with pytest.raises(InputError, match="kernel is gluon, which reads no lists"):
-        chosen_plan(call(), H200, Plan("gluon", 64, 64, 4, 2, 1, None, 0))
+@pytest.mark.parametrize("page", [None, 8, 64])
+def test_the_hopper_kernel_reads_lists_for_more_heads(page: int | None):
+    sizes: dict[str, Any] = {"T": 2048, "page_size": page, "listed": True}
+    for B, H in ((1, 128), (4, 17), (GRID_LIMIT + 1, 64)):
+        got = make(**sizes, B=B, H=H, gluon=True)
+        assert (got.kernel, got.block_m, got.block_n, got.scheduled) == ("gluon", 64, 64, False)
+    assert make(**sizes, H=16, gluon=True).kernel == "triton"
+    other = make(**sizes)
+    assert (other.kernel, other.block_m, other.block_n, other.scheduled) == ("triton", 64, 32, False)
+    assert make(**sizes, gluon=True, deterministic=True).splits == 2
+
+
+def test_a_plan_of_the_callers_own_may_be_for_the_hopper_kernel():
+    own = Plan("gluon", 64, 64, 4, 2, 3, None, 0)
+    found = chosen_plan(call(), H200, own)
+    assert (found.kernel, found.splits) == ("gluon", 3)
 
 
 def test_a_grid_has_room_for_the_tokens_of_a_long_prompt():

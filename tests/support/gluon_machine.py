@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tests.support.gluon_simulator import Barrier, Int, Scheduler, Tile, Tiles, array, round_to
+from tests.support.gluon_simulator import Barrier, Copy, Int, Scheduler, Tile, Tiles, array, round_to
+
+PRODUCER = 128  # threads of a partition of 4 warps, as all are: each arrives for its own copies by cp.async
 
 
 class _Product:
@@ -25,8 +27,8 @@ class Machine:
 
     def __init__(self):
         self.scheduler, self.program, self.grid = None, (0, 0, 0), (1, 1, 1)
-        self.queues, self.cells = {}, []
-        self.gl, self.hopper = self._language(), self._hopper()
+        self.queues, self.cells, self.barriers, self.copies = {}, [], [], {}
+        self.gl, self.hopper, self.ampere = self._language(), self._hopper(), self._ampere()
 
     def switch(self, until=None):
         self.scheduler.switch(until)
@@ -36,13 +38,15 @@ class Machine:
         for z, y, x in np.ndindex(*reversed(grid)):
             self.scheduler = Scheduler(f"{seed} {x} {y} {z}")
             self.program, self.grid = (x, y, z), grid
-            self.queues, self.cells = {}, []
+            self.queues, self.cells, self.barriers, self.copies = {}, [], [], {}
             wrapped = {k: Int(v) if type(v) is int else v for k, v in arguments.items()}
             kernel(**wrapped)
 
     def _allocate(self, dtype, shape, layout):
         if dtype == "int64":
-            return Tiles([types.SimpleNamespace(barrier=Barrier(), dtype=dtype) for _ in builtins.range(shape[0])])
+            made = [Barrier() for _ in builtins.range(shape[0])]
+            self.barriers += made
+            return Tiles([types.SimpleNamespace(barrier=barrier, dtype=dtype) for barrier in made])
         tiles = [Tile(np.full(shape[1:], np.nan, np.float32), dtype, self) for _ in builtins.range(shape[0])]
         self.cells += [tile.cells for tile in tiles]
         return Tiles(tiles)
@@ -57,7 +61,9 @@ class Machine:
 
     def _store(self, pointer, values, mask=None):
         cells, mask = pointer.cells(np.shape(values), mask)
-        pointer.data[cells] = round_to(np.asarray(values)[mask], pointer.dtype.element_ty)
+        values = np.asarray(values)[mask]
+        whole = pointer.data.dtype.kind == "i"  # wraps around, as registers do
+        pointer.data[cells] = values.astype(pointer.data.dtype) if whole else round_to(values, pointer.dtype.element_ty)
 
     def _specialize(self, functions, warps, registers):
         names = [f"{i} {function.__name__}" for i, (function, _) in enumerate(functions)]
@@ -98,8 +104,11 @@ class Machine:
 
         def fence():
             self.switch()
+            me = threading.current_thread().name
             for cells in self.cells:
-                cells.unfenced.discard(threading.current_thread().name)
+                cells.unfenced.discard(me)
+            for barrier in self.barriers:
+                barrier.fenced[me] = barrier.known.get(me, 0)
 
         def wait(bar, parity, pred=True):
             if pred:
@@ -137,6 +146,7 @@ class Machine:
             for tile in (a, b):
                 if isinstance(tile, Tile):
                     tile.awaited()
+                    tile.crossed()
 
             def compute():
                 product = np.matmul(a.asynchronously() if isinstance(a, Tile) else a, b.asynchronously())
@@ -172,6 +182,53 @@ class Machine:
         hopper.warpgroup_mma, hopper.warpgroup_mma_wait = multiply, retire
         return hopper
 
+    def _ampere(self):
+        ampere = types.ModuleType("ampere")
+
+        def copy(tile, pointer, mask=None):
+            self.switch()
+            shape = np.broadcast_shapes(np.shape(pointer.offset), np.shape(mask) if mask is not None else ())
+            assert shape == tile.data.shape, "the destination has the pointers' shape"
+            cells, mask = pointer.cells(shape, mask)
+            rows = np.zeros(shape, np.float32)  # where the mask is not set
+            rows[mask] = pointer.data[cells]
+            tile.data[...] = np.nan
+            one = Copy(tile.cells)
+            self.copies.setdefault(threading.current_thread().name, []).append(one)
+
+            def land():
+                tile.data[...] = rows
+                one.land()
+
+            self.scheduler.landings.append(land)
+
+        def arrive(bar, increment_count=True):
+            """All threads of the partition arrive, each when its own copies have landed: what counts is the last."""
+            self.switch()
+            barrier, before = bar.barrier, self.copies.get(threading.current_thread().name, [])
+            if increment_count:
+                barrier.pending += PRODUCER
+            for one in before:
+                if not one.counted:
+                    one.counted = True
+                    one.cells.brought[barrier] = one.cells.copied[barrier] = barrier.completed + 1
+            flying = [one for one in before if not one.landed]
+            left = len(flying)
+
+            def landed():
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    barrier.arrive(PRODUCER)
+
+            for one in flying:
+                one.followers.append(landed)
+            if not flying:
+                barrier.arrive(PRODUCER)
+
+        ampere.async_copy = types.SimpleNamespace(async_copy_global_to_shared=copy, mbarrier_arrive=arrive)
+        return ampere
+
 
 @contextmanager
 def _modules(replacements):
@@ -197,6 +254,7 @@ def load(sources):
     names = ("triton", "triton.experimental", root, f"{root}.language", f"{root}.language.nvidia")
     stand_ins = {name: types.ModuleType(name) for name in names}
     stand_ins |= {root: gluon, f"{root}.language": machine.gl, f"{root}.language.nvidia.hopper": machine.hopper}
+    stand_ins[f"{root}.language.nvidia.ampere"] = machine.ampere
     stand_ins["triton.experimental"].gluon = gluon
     modules = {name: types.ModuleType(name) for name in sources}
     with _modules(stand_ins | modules):

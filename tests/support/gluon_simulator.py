@@ -9,6 +9,9 @@ operation on shared memory, barriers and asynchronous copies or products. What t
   issue per warpgroup. A result taken before it is certain to be retired is NaN.
 * wgmma and TMA must not touch a tile that was written by ordinary stores without ``fence_async_shared``.
 * A partition that reads what a TMA copy brought must have waited itself for the phase that the copy counted on.
+* cp.async fills its destination with NaN when it is issued and lands later, in any order; the arrivals that follow come
+  when all copies before them have landed. Its writes are those of threads: a partition whose wgmma reads them must have
+  waited for the phase, and then have issued ``fence_async_shared``.
 * Fresh shared memory and fresh output are NaN. Reading outside a tensor, or a page that does not exist, is an error.
 
 Not modelled: layouts, registers, what happens inside a warpgroup, timing.
@@ -216,12 +219,25 @@ class Descriptor:
 class Cells:
     """What is known of an allocation, whatever view of it is used.
 
-    ``unfenced``: the partitions whose ordinary stores no fence has followed. ``brought``: for each barrier that TMA
-    copies into it counted on, the phase, counted from 1, that completes with them.
+    ``unfenced``: the partitions whose ordinary stores no fence has followed. ``brought``: for each barrier that
+    copies into it counted on, the phase, counted from 1, that completes with them; ``copied``: those of cp.async among
+    them.
     """
 
     def __init__(self, size):
-        self.size, self.unfenced, self.brought = size, set(), {}
+        self.size, self.unfenced, self.brought, self.copied = size, set(), {}, {}
+
+
+class Copy:
+    """One cp.async of a partition; ``counted``: some barrier waits for it, ``followers``: what to do when it lands."""
+
+    def __init__(self, cells):
+        self.cells, self.landed, self.counted, self.followers = cells, False, False, []
+
+    def land(self):
+        self.landed = True
+        for follower in self.followers:
+            follower()
 
 
 class Tile:
@@ -259,6 +275,7 @@ class Tile:
         self.cells.unfenced.add(threading.current_thread().name)
         if self.data.size == self.cells.size:  # nothing is left of what was brought
             self.cells.brought.clear()
+            self.cells.copied.clear()
         self.data[...] = round_to(values, self.dtype)
 
     def asynchronously(self):
@@ -271,7 +288,13 @@ class Tile:
         """Checks that the running partition has waited for everything that was brought."""
         me = threading.current_thread().name
         if any(barrier.known.get(me, 0) < phase for barrier, phase in self.cells.brought.items()):
-            raise SimulationError(f"{me} reads what TMA brought without having waited for it")
+            raise SimulationError(f"{me} reads what was copied without having waited for it")
+
+    def crossed(self):
+        """Checks that the running partition has issued a fence since it waited for what cp.async brought."""
+        me = threading.current_thread().name
+        if any(barrier.fenced.get(me, 0) < phase for barrier, phase in self.cells.copied.items()):
+            raise SimulationError(f"no fence_async_shared of {me} between what cp.async brought and wgmma")
 
 
 class Tiles:
@@ -301,12 +324,13 @@ class Boxes:
 class Barrier:
     """An mbarrier: a phase completes when all arrivals and all expected bytes are in.
 
-    ``completed`` counts the phases, ``known`` how many of them each partition has waited for.
+    ``completed`` counts the phases, ``known`` how many of them each partition has waited for, and ``fenced`` how many
+    it had when it last issued a fence.
     """
 
     def init(self, count):
         self.count = self.pending = count
-        self.bytes, self.completed, self.known = 0, 0, {}
+        self.bytes, self.completed, self.known, self.fenced = 0, 0, {}, {}
 
     def arrive(self, count=1):
         if self.pending < count:

@@ -38,17 +38,20 @@ def test_random_batches():
 
 WAIT_P0 = "        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)\n"
 RETIRE_U = "        acc = warpgroup_mma_wait(0, deps=[acc_u])\n"
-ZERO = "_zero_rows(tiles.index({}), {}, {}, MASKED)"
+ZERO = "zero_rows(tiles.index({}), {}, {}, MASKED)"
 ZERO_EVEN, ZERO_ODD = (ZERO.format(at, "length % BN", "low, high") for at in ("TILE", "TILE + 3"))
 ZERO_EVEN_TAIL, ZERO_ODD_TAIL = (
     f"    {ZERO.format(at, 'length % BN', 'low, high')}" for at in ("TILE + 2", "TILE + 1")
 )
 ZERO_OTHERS = {"even": ZERO.format("TILE + 2", 0, "low1, high1"), "odd": ZERO.format("TILE + 1", 0, "low0, high0")}
 FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
+ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
-OTHERS = "        mbarrier.wait(bars.index({}), {})\n"  # of what TMA brought for a block that the other consumer scored
-EVEN_WAIT = "mbarrier.wait(bars.index(3), ((used1 + t) & 1) ^ 1"
+OTHERS = (
+    "        _arrived(bars, {}, {}, True, LISTED)\n"  # of what TMA brought for a block that the other consumer scored
+)
+EVEN_WAIT = "_arrived(bars, 3, ((used1 + t) & 1) ^ 1"
 TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
 LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
@@ -63,7 +66,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
     "P read before it is there": (WAIT_P0, "", SPLIT),
     "even: the other's block not waited for": (f"        {EVEN_WAIT}", "        #", SPLIT),
-    "even: a block waited for that there is not": (f"{EVEN_WAIT}, pred=older)", f"{EVEN_WAIT})", SPLIT),
+    "even: a block waited for that there is not": (f"{EVEN_WAIT}, older, ", f"{EVEN_WAIT}, True, ", SPLIT),
     "even: the last block not waited for": (OTHERS.format(3, "(used1 + n // 2 + 1) & 1"), "", CASES["ragged"]),
     "even: the last block's phase is wrong": (
         OTHERS.format(3, "(used1 + n // 2 + 1) & 1"),
@@ -83,7 +86,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
     "list of the wrong request": ("n = hi - lo\n", "n = hi - lo\n        listed = work\n", MASK),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),
-    "no fence after zeroing": ("    fence_async_shared()\n\n\n", "\n\n", TAIL),
+    "no fence after zeroing": (ZEROED, ZEROED.split("    fence")[0] + "\n\n", TAIL),
     "no fence after storing the query": ("            fence_async_shared()\n", "", SPLIT),
     "query read before the other half is there": (Q_WAIT, "", SPLIT),
     "wrong maximum handed on": ("stats.index(1).load(R_S), LOWEST", "stats.index(0).load(R_S), LOWEST", SPLIT),

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from mla_compile.kernels.hopper import runner
-from mla_compile.kernels.hopper.steps import Box
+from mla_compile.kernels.hopper.step import Box
 
 
-def test_compiles_for_hopper_within_its_budget():
+@pytest.mark.parametrize("label", ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, page 64, two layers, list"])
+def test_compiles_for_hopper_within_its_budget(label):
     pytest.importorskip("triton.experimental.gluon")
     from benchmarks.gpu import offline
 
-    (case,) = (c for c in offline.cases() if c.label == "Hopper, bf16, page 64, scheduled")
+    (case,) = (c for c in offline.cases() if c.label == label)
     row = offline.measure(case)
     assert row["broken"] == []
     assert row["spills"] == [0, 0]

@@ -13,6 +13,7 @@ from mla_compile.kernels.triton import schedule
 
 H200 = PRESETS["sm_90"]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LIST = torch.zeros(1, 1, 1, dtype=torch.int32, device="meta").expand(3, 2, 9)
 
 
 def call(
@@ -49,6 +50,16 @@ def call(
         {"sinks": torch.zeros(20)},
         {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
         {"mask": torch.ones(3, 1, 1, 200, dtype=torch.bool), "lengths": False},
+        {"indices": LIST},
+        {"indices": LIST, "page": 1},
+        {"indices": LIST, "page": 64, "pages": 64 * 576 * 5},
+        {"indices": LIST, "query": FP32, "sinks": torch.zeros(20)},
+        {"indices": LIST, "mask": torch.ones(3, 1, 2, 200, dtype=torch.bool)},
+        {"indices": LIST, "mask": torch.ones(1, 1, 1, 200, dtype=torch.bool).expand(3, 20, 2, 200)},
+        {
+            "indices": LIST[:1].expand(1 << 16, 2, 9),
+            "B": 1 << 16,
+        },  # more requests than a grid's other axes have room for
     ],
 )
 def test_takes(given):
@@ -71,6 +82,16 @@ def test_takes(given):
         {"mask": torch.ones(1, 20, 1, 200, dtype=torch.bool)},
         {"mask": torch.zeros(1, 1, 1, 200)},  # additive
         {"kv_scale": torch.ones(())},
+        {"B": 1 << 16},
+        {"indices": LIST, "softcap": 1.0},
+        {"indices": LIST, "window": 5},
+        {"indices": LIST, "row": 580},
+        {"indices": LIST, "pages": 0},
+        {"indices": LIST, "dtype": FP16, "query": FP32},
+        {"indices": LIST, "L": 256},
+        {"indices": LIST, "mask": torch.zeros(3, 1, 2, 200)},
+        {"indices": LIST, "mask": torch.ones(3, 20, 1, 200, dtype=torch.bool)},
+        {"indices": LIST[..., :0]},
     ],
 )
 def test_leaves_to_the_portable_kernel(given):

@@ -1,0 +1,120 @@
+"""The producer of the Hopper kernel for lists of keys (list_gluon.py): places first, then rows by cp.async.
+
+TMA gathers rows from Blackwell on only, so the four warps of the producer copy them themselves, 16 bytes at a time.
+Which entries of a list name a key that the query token sees, and where its row lies, takes up to three look-ups (entry,
+mask, block table). So the producer first writes the places of its split to scratch, -1 for none, and beside them 64
+bits for each block, which the consumers hide scores by. Every CTA that writes an entry writes the same bits, and reads
+only what it wrote itself, after the barrier LIST_READY.
+
+A place is a row's number in the cache: the token, or ``page * LIST_PAGE + slot``. Where pages lie behind each other
+the cache is one piece, and PAGE is 0. A row that nobody sees is not read: its copy fills zeros, so that nothing has to
+be cleaned before it is used as a value.
+
+cp.async writes by the proxy of ordinary loads and stores. So a stage may be filled as soon as it is free: the tensor
+cores' reads of it had retired before it was given back, and P, which overlays its rope part, was stored by threads.
+What it takes to read the copied rows by the tensor cores stands in ``_arrived`` of decode_gluon.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mla_compile.kernels.hopper.producer_gluon import BN, FREE, HALF, NARROW, ROPE, TILE, blocks_of, length_of
+from mla_compile.kernels.hopper.rows_gluon import ROWS
+
+load_rows = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as in producer_gluon.py
+
+THREADS = gl.constexpr(128)  # of the producer: each arrives at a part's barrier when its own copies have landed
+LIST_READY = gl.constexpr(15)  # barrier: places and bits are written
+GROUP = gl.constexpr(16)  # blocks that are looked up at a time: 8 entries for each thread
+
+
+@gluon.jit
+def token_of(H):
+    """(query token, which 64 of its heads) of this CTA: along the first axis, which has room for a long prompt's."""
+    blocks = (H + ROWS - 1) // ROWS
+    return gl.program_id(0) // blocks, gl.program_id(0) % blocks
+
+
+@gluon.jit
+def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, mask_t, LIST_PAGE: gl.constexpr,
+             CAUSAL: gl.constexpr):  # fmt: skip
+    """Places and bits of blocks lo..hi of a query token's list; ``own``: the place of the token itself."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    c = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, L)), 0)
+    for start in range(lo, hi, GROUP):
+        block = start + gl.arange(0, GROUP, gl.SliceLayout(1, L))
+        i = gl.expand_dims(block * BN, 1) + c
+        n = gl.load(indices + i, mask=i < gl.minimum(hi * BN, entries), other=-1)
+        seen = (n >= 0) & (n < length)
+        if CAUSAL:
+            seen = seen & (n <= own)
+        if mask is not None:
+            seen = seen & (gl.load(mask + n.to(gl.int64) * mask_t, mask=seen, other=0) != 0)
+        if LIST_PAGE > 0:
+            n = gl.load(table + n // LIST_PAGE, mask=seen, other=0) * LIST_PAGE + n % LIST_PAGE
+        gl.store(places + i, gl.where(seen, n, -1), mask=i < hi * BN)
+        bit = seen.to(gl.int32) << (c & 31)
+        low = gl.sum(gl.where(c < 32, bit, 0), 1)
+        high = gl.sum(gl.where(c < 32, 0, bit), 1)
+        gl.store(words + 2 * block, low, mask=block < hi)
+        gl.store(words + 2 * block + 1, high, mask=block < hi)
+
+
+@gluon.jit
+def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr):
+    """Issues the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH]; -1: zeros. Then all arrive.
+
+    Strides are multiples of 8 elements.
+    """
+    seen = gl.expand_dims(place >= 0, 1)
+    place = gl.maximum(place, 0)
+    row = stride_row // 8 * 8  # so that the compiler knows it
+    if PAGE == 0:
+        offset = place.to(gl.int64) * row
+    else:
+        offset = (place // PAGE).to(gl.int64) * (stride_page // 8 * 8) + (place % PAGE).to(gl.int64) * row
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, L))
+    load_rows(tile, x + (gl.expand_dims(offset, 1) + gl.expand_dims(column, 0)), mask=seen)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, latent_b, latent_t, rope_b, rope_t,
+                  table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, S, H, least, tiles, narrow, bars,
+                  PAGE: gl.constexpr, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """Fills the stages with the rows that this CTA's part of a list names, 64 at a time, in order."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread, of 16 rows at a time
+    token, _ = token_of(H)
+    lo, hi, blocks = blocks_of(None, None, 0, entries, token, token, 0, token, 0, least)
+    b = token // S
+    s = token % S
+    length = length_of(seq_lens, b, T)
+    places += token.to(gl.int64) * blocks * BN
+    words += token.to(gl.int64) * blocks * 2
+    indices += b.to(gl.int64) * indices_b + s.to(gl.int64) * indices_s
+    if LIST_PAGE > 0:
+        table += b.to(gl.int64) * table_b
+    else:
+        latent += b.to(gl.int64) * (latent_b // 8 * 8)
+        rope += b.to(gl.int64) * (rope_b // 8 * 8)
+    if mask is not None:
+        mask += b.to(gl.int64) * mask_b + s.to(gl.int64) * mask_s
+    _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, mask_t, LIST_PAGE, CAUSAL)
+    # One thread arrives for all: the compiler places a barrier of the four warps before it (benchmarks/gpu/ptx.py).
+    mbarrier.arrive(bars.index(LIST_READY))
+    mbarrier.wait(bars.index(LIST_READY), 0)
+    for block in range(lo, hi):
+        stage = (block - lo) % 2
+        # See producer_gluon.py: the first loads find the stage free.
+        phase = ((block - lo) // 2 & 1) ^ 1
+        # Before the wait for a free stage, where the producer spends its time.
+        place = gl.load(places + block * BN + gl.arange(0, BN, gl.SliceLayout(1, L)))
+        bar = 3 * stage
+        wide = TILE + 2 * stage
+        mbarrier.wait(bars.index(FREE + 2 * stage), phase)
+        _copy(latent, place, latent_b, latent_t, tiles.index(wide), bars.index(bar), HALF, PAGE, L)
+        mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
+        _copy(latent + HALF, place, latent_b, latent_t, tiles.index(wide + 1), bars.index(bar + 1), HALF, PAGE, L)
+        _copy(rope, place, rope_b, rope_t, narrow.index(NARROW + stage), bars.index(bar + 2), ROPE, PAGE, L)
