@@ -189,7 +189,9 @@ ROOMS = {
         kernels.plan kernels.reference kernels.shared""",
     "kernels.index": """kernels.call kernels.checks kernels.cpu kernels.devices kernels.kinds kernels.launch
         kernels.plan kernels.reference kernels.triton""",
-    "ops": "kernels.alike kernels.call kernels.checks kernels.decode kernels.index kernels.reference kernels.shared",
+    "kernels.linear": "core errors kernels.cpu",
+    "ops": """kernels.alike kernels.call kernels.checks kernels.decode kernels.index kernels.linear
+        kernels.reference kernels.shared""",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",
@@ -210,15 +212,18 @@ ROOMS = {
     "caching": "analysis core passes.cache passes.decide passes.ir",
     "stand_ins": "analysis core options passes.fused passes.ir passes.quantized",
     "report": "codes core errors passes.decide version",
-    "pipeline": """analysis caching codes core errors options passes.attention passes.cache passes.decide passes.ir
-        passes.linear passes.report passes.rewrite passes.verify report stand_ins""",
+    "pass_state": """analysis caching codes core options passes.decide passes.ir passes.report passes.rewrite
+        passes.verify report""",
+    "pass_table": """analysis core errors kernels.cpu kernels.linear pass_state passes.attention passes.cache
+        passes.decide passes.ir passes.linear passes.report passes.rewrite passes.verify""",
+    "pipeline": "caching codes core errors options pass_state pass_table passes.ir stand_ins",
     "capture": "core errors passes.cache passes.ir",
-    "runtime": "core errors passes.cache passes.decide passes.ir pipeline",
-    "dynamo": "capture codes core errors kernels.cpu options pipeline report runtime version",
+    "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
+    "dynamo": "capture codes core errors kernels.cpu options pass_state pipeline report runtime version",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
         ops options passes.ir pipeline report runtime version""",
     # The doors.
-    "batching": "api capture core errors kernels.cpu options passes.cache passes.ir pipeline report runtime",
+    "batching": "api capture core errors kernels.cpu options pass_state passes.cache passes.ir pipeline report runtime",
     "backend": "dynamo options report",
     "registration": "errors passes.quantized",
     "api": "capture core dynamo errors options pipeline report runtime",
