@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mla_compile.cli import values
 from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say
-from mla_compile.core.quantities import BYTES, gigabytes, seconds
+from mla_compile.core.quantities import gigabytes, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
 from mla_compile.workbench import planning
@@ -27,12 +27,14 @@ def plan(
     source: Annotated[
         str, typer.Argument(metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION.")
     ],
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, cpu, or a .yaml or .json file.")] = "h200",
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, gb200, cpu, or a .yaml or .json file.")] = "h200",
     context: Annotated[str, typer.Option(help="Tokens of context per user; k is 1,024.")] = "128k",
     users: Annotated[str, typer.Option(help="Users decoded together.")] = "32",
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Of the weights: {', '.join(BYTES)}. Left out: as the config stores them, else bf16."),
+        typer.Option(
+            help=f"Of the weights: {', '.join(planning.WEIGHT_BYTES)}. Left out: as the config stores them, else bf16."
+        ),
     ] = None,
     cache_dtype: Annotated[
         str | None,
@@ -58,14 +60,14 @@ def plan(
     Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
     """
     with ending():
-        weight_dtype = "bf16" if dtype is None else values.dtype(dtype)
+        weight_dtype = "bf16" if dtype is None else values.dtype(dtype, known=planning.WEIGHT_BYTES)
         if not 0 <= reserve < 1:
             raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
         request = Request(
             values.count(context, "context", _MOST_CONTEXT),
             values.count(users, "users", _MOST_USERS),
             weight_dtype,
-            values.dtype(cache_dtype, "cache-dtype") if cache_dtype is not None else weight_dtype,
+            values.dtype(cache_dtype or ("bf16" if weight_dtype == "fp4" else weight_dtype), "cache-dtype"),
             values.count(tp, "tp", _MOST_MACHINES),
             values.count(dcp, "dcp", _MOST_MACHINES),
             reserve,
@@ -141,8 +143,9 @@ def _show(result: Plan) -> None:
     table.add_row("the rest: arithmetic", *(seconds(r.weight_compute_s) for r in rows))
     table.add_row("links", *(seconds(r.network_s) for r in rows), end_section=True)
     table.add_row("floor of a decode step", *(seconds(r.step_s) for r in rows), style="bold")
-    table.add_row("bound on tokens/s", *(f"{r.tokens_per_s:,.0f}" for r in rows))
-    table.add_row("bound on tokens/s per GPU", *(f"{r.tokens_per_s / request.tp:,.0f}" for r in rows))
+    table.add_row("tokens/s of one batch", *(f"{r.tokens_per_s:,.0f}" for r in rows))
+    table.add_row("bound on tokens/s", *(f"{r.most_tokens_per_s:,.0f}" for r in rows))
+    table.add_row("bound on tokens/s per GPU", *(f"{r.most_tokens_per_s / request.tp:,.0f}" for r in rows))
     table.add_row("bottleneck", *(r.bottleneck for r in rows))
     out.print(table)
     if machine.source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from mla_compile.core.quantities import BYTES
 from mla_compile.errors import InputError, nearest
@@ -26,9 +27,9 @@ def counts(text: str, what: str, most: int) -> tuple[int, ...]:
     return tuple(sorted({count(part, what, most) for part in text.split(",")}))
 
 
-def dtype(text: str, what: str = "dtype") -> str:
-    """``fp32``, ``bf16``, ``fp16`` or ``fp8``, also from the long names. Raises :class:`InputError`."""
+def dtype(text: str, what: str = "dtype", known: Collection[str] = BYTES.keys()) -> str:
+    """One of ``known``, also from a long name (``bfloat16``). Raises :class:`InputError`."""
     name = _LONG.get(text.lower(), text.lower())
-    if name not in BYTES:
-        raise InputError(f"{what} is {text!r}, expected one of {', '.join(BYTES)}{nearest(name, BYTES)}")
+    if name not in known:
+        raise InputError(f"{what} is {text!r}, expected one of {', '.join(known)}{nearest(name, known)}")
     return name

@@ -28,6 +28,8 @@ class Machine:
         bytes_per_s: memory bandwidth.
         flops_per_s: dense peak by dtype (``fp32``, ``bf16``, ``fp16``, ``fp8``).
         link_bytes_per_s: to the other machines, in one direction; ``None`` if there is no link.
+        node_machines: how many machines such links connect; ``None``: any number.
+        network_bytes_per_s: between nodes, for each machine, in one direction.
         memory_share, compute_share: the shares of bandwidth and peak that a good kernel reaches.
     """
 
@@ -39,11 +41,17 @@ class Machine:
     memory_share: float
     compute_share: float
     source: str = ""
+    node_machines: int | None = None
+    network_bytes_per_s: float | None = None
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second that a good kernel reads."""
         return self.bytes_per_s * self.memory_share
+
+    def nodes(self, machines: int) -> int:
+        """On how many nodes so many machines lie."""
+        return -(-machines // (self.node_machines or machines))
 
     def peak(self, dtype: str) -> float:
         """FLOP/s that a good kernel reaches. A dtype without hardware of its own is converted and computed in bf16."""
@@ -97,7 +105,8 @@ def _read(path: Path) -> Any:
 def _from_record(record: Any, where: str) -> Machine:
     if not isinstance(record, Mapping):
         raise InputError(f"{where} does not describe a machine: expected the fields {', '.join(_REQUIRED)}")
-    known = {*_REQUIRED, "name", "link_bytes_per_s", "memory_share", "compute_share", "source"}
+    known = {*_REQUIRED, "name", "link_bytes_per_s", "memory_share", "compute_share", "source", "node_machines",
+             "network_bytes_per_s"}  # fmt: skip
     for field in record:
         if field not in known:
             raise InputError(f"{where}: there is no field {field!r}{nearest(str(field), known)}")
@@ -105,10 +114,13 @@ def _from_record(record: Any, where: str) -> Machine:
     if missing:
         raise InputError(f"{where}: missing {', '.join(missing)}")
     peaks = record["flops_per_s"]
-    if not isinstance(peaks, Mapping) or "bf16" not in peaks or not set(peaks) <= set(BYTES):
-        raise InputError(f"{where}: flops_per_s is {peaks!r}, expected bf16 and any of {', '.join(BYTES)}")
+    known_peaks = (*BYTES, "fp4")
+    if not isinstance(peaks, Mapping) or "bf16" not in peaks or not set(peaks) <= set(known_peaks):
+        raise InputError(f"{where}: flops_per_s is {peaks!r}, expected bf16 and any of {', '.join(known_peaks)}")
     shares = _table()["attainable"]
-    link = record.get("link_bytes_per_s")
+    link, network, node = (record.get(name) for name in ("link_bytes_per_s", "network_bytes_per_s", "node_machines"))
+    if node is not None and (isinstance(node, bool) or not isinstance(node, int) or node < 1):
+        raise InputError(f"{where}: node_machines is {node!r}, expected a whole number from 1")
     return Machine(
         str(record.get("name", where)),
         _positive(record["memory_bytes"], f"{where}: memory_bytes"),
@@ -118,6 +130,8 @@ def _from_record(record: Any, where: str) -> Machine:
         _positive(record.get("memory_share", shares["memory"]), f"{where}: memory_share", 1.0),
         _positive(record.get("compute_share", shares["compute"]), f"{where}: compute_share", 1.0),
         str(record.get("source", "")),
+        node,
+        None if network is None else _positive(network, f"{where}: network_bytes_per_s"),
     )
 
 

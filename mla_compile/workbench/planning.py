@@ -2,13 +2,21 @@
 
 A step reads the weights once and every user's cache once. Its floor is the sum of what has to happen in sequence: the
 attention of every layer, everything else, and what goes over the links; of each, the slower of memory and arithmetic.
-Real kernels overlap less than that, so real steps are slower, never faster.
+Real kernels overlap less than that, so real steps are slower, never faster. Several batches that take turns can keep
+memory, arithmetic and links busy at once, which no single step does: what bounds tokens/s is the busiest of the three.
 
-There are three ways to share the attention of B users with T tokens each among P machines (tensor parallel):
+There are four ways to share B users with T tokens each among P machines:
 
 * ``replicated``: each has H/P heads of all users; the latent row has no heads to split, so each holds all rows.
 * ``context``: groups of C (dcp) split the tokens; each has HC/P heads and T/C tokens of all users.
 * ``data``: each has all heads of B/P users, hence all weights of the heads; the rest of the model stays split.
+* ``experts``: each has B/P users and all weights but routed experts, of which it has its part. A token goes to each of
+  the machines that have one of its k experts, and the sums come back; a machine of another node passes it on to the
+  others there. Every layer is taken to have experts.
+
+The machines lie on Q nodes, between which a slower network runs. What all machines exchange goes over it once for each
+node, in equal parts from all machines of a node.
+
 
 Where queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), an attention reads J rows, and what
 chooses them looks at all T tokens before it. It is counted apart: its heads are not split (each machine needs the whole
@@ -36,16 +44,21 @@ from mla_compile.workbench.machines import Machine
 SCHEMA = "mla_compile.plan/1"
 AS_STORED = "as stored"
 """The dtype of weights in a request that takes them as the model's checkpoint stores them."""
-Layout = Literal["replicated", "context", "data"]
+Layout = Literal["replicated", "context", "data", "experts"]
 LABELS: dict[Layout, str] = {
     "replicated": "cache replicated",
     "context": "cache sharded by context",
     "data": "data-parallel attention",
+    "experts": "data parallel, experts split",
 }
+WEIGHT_BYTES = {**BYTES, "fp4": 0.5625}
+"""Bytes of a weight by dtype; ``fp4`` is NVFP4, in which 16 values share a scale of one byte."""
 
 P, C = sympy.symbols("P C", positive=True)  # machines that share a model, and that share a context
+Q = sympy.Symbol("Q", positive=True)  # nodes that the machines lie on
 K, V_ = sympy.symbols("K V", positive=True)  # widths of a key head and a value head without latent rows
 D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
+A_x = sympy.Symbol("A_x", positive=True)  # bytes of an activation on its way to an expert
 W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: outside experts, of heads, of experts
 n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
 E_w, E_h, E_x = sympy.symbols("E_w E_h E_x", positive=True)  # bytes per weight: outside experts, of heads, of experts
@@ -71,7 +84,9 @@ MEANING = {
     E_x: "bytes per weight of routed experts",
     U: "bytes of dequantized W_kc and W_v",
     Z: "bytes of W_kc and W_v as stored, where they are dequantized",
+    Q: "nodes that the machines lie on",
     A: "bytes per activation on a link",
+    A_x: "bytes per activation on its way to an expert",
     W: "weights outside routed experts",
     W_h: "weights from, into and out of heads",
     X: "weights of routed experts",
@@ -112,7 +127,7 @@ class Attention:
 class Request:
     """What is asked for: ``users`` with ``context`` tokens each; ``reserve`` is the share of memory kept free.
 
-    ``weight_dtype`` is one dtype for all weights, or :data:`AS_STORED`.
+    ``weight_dtype`` is one of :data:`WEIGHT_BYTES` for all weights, or :data:`AS_STORED`.
     """
 
     context: int = 131072
@@ -130,6 +145,7 @@ class LayoutPlan:
 
     ``most_users``: how many fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
     ``choosing_memory_s`` and ``choosing_compute_s``: what chooses the keys of sparse attentions, 0 without any.
+    ``tokens_per_s`` is of one batch, step after step; ``most_tokens_per_s`` of batches that take turns.
     """
 
     layout: Layout
@@ -148,6 +164,7 @@ class LayoutPlan:
     network_s: float
     step_s: float
     tokens_per_s: float
+    most_tokens_per_s: float
     bottleneck: str
 
 
@@ -193,6 +210,7 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
         "replicated": {H: H / P, G: sympy.Max(1, G / P)},
         "context": {H: H * C / P, G: sympy.Max(1, G * C / P), T: T / C, J: J / C},
         "data": {B: sympy.ceiling(B / P)},
+        "experts": {B: sympy.ceiling(B / P)},
     }
     return expression.subs(taken[layout], simultaneous=True)
 
@@ -202,25 +220,44 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
     """Every quantity of one layout, per machine; attention and network are those of one layer."""
     flops, moved = core(latent)
     touched = X * (1 - (1 - k / n) ** B)  # of experts that at least one of B tokens takes, if all are equally likely
-    heads = 1 if layout == "data" else 1 / P
-    joined = 2 * (P - 1) / P * B * D * A  # all-reduce, or all-gather and reduce-scatter, of B tokens
-    network = joined if layout == "data" else 2 * joined
-    if layout == "context":
-        row, out = (L + R, L) if latent else (K, V_)
-        network += (C - 1) / C * B * ((H * C / P) * (row + out) * A + M * J * 8)  # of what is chosen: score and index
+    heads, dense = (1 if layout in ("data", "experts") else 1 / P), (1 if layout == "experts" else 1 / P)
+    network, between = _sent(layout, latent)
     stored, besides = E * T * cache_values(latent), E * T * Y
     return {
         "attention FLOPs": share(flops, layout),
         "attention bytes": share(moved, layout),
         "choosing FLOPs": share(F * B * T, layout),
         "choosing bytes": share(B * besides, layout),
-        "cache bytes per user": stored if layout == "data" else share(stored, layout),
-        "bytes to choose by, per user": besides if layout == "data" else share(besides, layout),
-        "weight bytes": (E_w * W - E_h * W_h + E_x * X) / P + (E_h * W_h + U) * heads,
-        "weight bytes read": (E_w * W - E_h * W_h + E_x * touched) / P + (E_h * W_h + U - Z) * heads,
+        "cache bytes per user": stored if by_user(layout) else share(stored, layout),
+        "bytes to choose by, per user": besides if by_user(layout) else share(besides, layout),
+        "weight bytes": (E_w * W - E_h * W_h) * dense + E_x * X / P + (E_h * W_h + U) * heads,
+        "weight bytes read": (E_w * W - E_h * W_h) * dense + E_x * touched / P + (E_h * W_h + U - Z) * heads,
         "weight FLOPs": 2 * B * (W + X * k / n) / P,
         "network bytes": network,
+        "network bytes between nodes": between,
     }
+
+
+def by_user(layout: Layout) -> bool:
+    """Whether each machine has all heads of its own users, whose caches no other machine holds."""
+    return layout in ("data", "experts")
+
+
+def _sent(layout: Layout, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
+    """Bytes that a machine sends for a layer, in all and to other nodes."""
+    if layout == "experts":
+        # Each of B/P tokens to every other machine that has one of its k experts, all of them equally likely.
+        to_experts = [B / P * (count - 1) * (1 - (1 - 1 / count) ** k) * D * (A_x + A) for count in (P, Q)]
+        return to_experts[0], to_experts[1]
+    times = 1 if layout == "data" else 2
+    network = times * 2 * (P - 1) / P * B * D * A  # all-reduce, or all-gather and reduce-scatter, of B tokens
+    between = times * 2 * (Q - 1) / P * B * D * A
+    if layout == "context":
+        row, out = (L + R, L) if latent else (K, V_)
+        exchanged = B * ((H * C / P) * (row + out) * A + M * J * 8)  # of what is chosen: score and index
+        network += (C - 1) / C * exchanged
+        between += (1 - 1 / sympy.Max(1, C * Q / P)) * exchanged
+    return network, between
 
 
 def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dtype: str = "bf16") -> float:
@@ -255,11 +292,15 @@ def attentions(model: Facts) -> tuple[Attention, ...]:
 def plan(model: Facts, machine: Machine, request: Request) -> Plan:
     """Every layout that the request's machines allow; a single machine allows only one. Raises :class:`InputError`."""
     sites, stored = attentions(model), _stored(model, request)
-    _check(sites, machine, request)
+    _check(machine, request)
+    notes = list(model.notes)
     layouts: list[tuple[Layout, int]] = [("replicated", 1)]
     if request.tp > 1:
         layouts += [("context", request.dcp if request.dcp > 1 else request.tp), ("data", 1)]
-    notes = list(model.notes)
+        layouts += [("experts", 1)] if model.weights.experts else []
+    if uneven := next((site.H for site in sites if site.H % request.tp), 0):
+        layouts = [one for one in layouts if by_user(one[0])]
+        notes.append(f"tp is {request.tp}, which does not divide the {uneven} heads of an attention: none is split")
     if model.in_part:
         notes.append(f"attentions absorbed in part or by groups of heads ({model.in_part}) are counted as whole ones")
     elif model.family in ("refused", "kept"):
@@ -284,7 +325,7 @@ def _weight_bytes(model: Facts, request: Request) -> dict[str, float]:
     """What the formulas take for the bytes of weights; of heads it is the average of all weights of attentions."""
     stored, weights = _stored(model, request), model.weights
     if stored is None:
-        return dict.fromkeys(("E_w", "E_h", "E_x"), BYTES[request.weight_dtype])
+        return dict.fromkeys(("E_w", "E_h", "E_x"), WEIGHT_BYTES[request.weight_dtype])
     attention, experts = stored.part("attention"), stored.part("routed experts")
     return {
         "E_w": (stored.bytes - experts.bytes - stored.lookup_bytes) / max(1, weights.dense),
@@ -295,14 +336,16 @@ def _weight_bytes(model: Facts, request: Request) -> dict[str, float]:
     }
 
 
-def _check(sites: tuple[Attention, ...], machine: Machine, request: Request) -> None:
+def _check(machine: Machine, request: Request) -> None:
     if request.tp > 1 and machine.link_bytes_per_s is None:
         raise InputError(f"{machine.name} has no link_bytes_per_s, so tp is at most 1, got {request.tp}")
     if request.tp % request.dcp:
         raise InputError(f"dcp is {request.dcp}, expected a divisor of tp, which is {request.tp}")
-    for site in sites:
-        if site.H % request.tp:
-            raise InputError(f"tp is {request.tp}, which does not divide the {site.H} heads of an attention")
+    if machine.nodes(request.tp) > 1 and machine.network_bytes_per_s is None:
+        raise InputError(
+            f"{machine.name} has no network_bytes_per_s, so tp is at most the {machine.node_machines} of a node, got "
+            f"{request.tp}"
+        )
 
 
 def _layout(
@@ -310,9 +353,11 @@ def _layout(
 ) -> LayoutPlan:
     weights, stored = model.weights, _stored(model, request)
     plain = stored.dtype if stored else request.weight_dtype
+    arithmetic = stored.arithmetic if stored else plain
     common = _weight_bytes(model, request) | {
         "B": request.users, "T": request.context, "P": request.tp, "C": dcp, "D": model.width or 0,
-        "E": BYTES[request.cache_dtype], "A": max(2, BYTES[plain]),
+        "E": BYTES[request.cache_dtype], "A": max(2, WEIGHT_BYTES[plain]),
+        "Q": machine.nodes(request.tp), "A_x": WEIGHT_BYTES[arithmetic],
         "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
         "n": weights.expert_count, "k": weights.expert_top_k, "Y": sum(c.count * c.besides for c in model.cached),
     }  # fmt: skip
@@ -323,11 +368,11 @@ def _layout(
     def once(what: str) -> float:
         return _number(layout, sites[0].latent, what, _values(sites[0], **common))
 
-    lookup = stored.lookup_bytes if stored else weights.lookup * BYTES[plain]
-    held = once("weight bytes") + lookup / request.tp
+    lookup = stored.lookup_bytes if stored else weights.lookup * WEIGHT_BYTES[plain]
+    held = once("weight bytes") + lookup / (1 if layout == "experts" else request.tp)
     per_user = total("cache bytes per user") + once("bytes to choose by, per user")
     room = max(0.0, machine.memory_bytes * (1 - request.reserve) - held)
-    most = math.floor(room / per_user) * (request.tp if layout == "data" else 1)
+    most = math.floor(room / per_user) * (request.tp if by_user(layout) else 1)
     peak, bandwidth = machine.peak(request.cache_dtype), machine.bandwidth
     memory_s, compute_s = total("attention bytes") / bandwidth, total("attention FLOPs") / peak
     attention_s = sum(
@@ -339,8 +384,13 @@ def _layout(
     )  # fmt: skip
     choose_s, rank_s = once("choosing bytes") / bandwidth, total("choosing FLOPs") / peak
     read_s = once("weight bytes read") / bandwidth
-    multiply_s = once("weight FLOPs") / machine.peak(stored.arithmetic if stored else plain)
-    network_s = total("network bytes") / machine.link_bytes_per_s if machine.link_bytes_per_s else 0.0
+    multiply_s = once("weight FLOPs") / machine.peak(arithmetic)
+    between = total("network bytes between nodes")
+    network_s = 0.0
+    if machine.link_bytes_per_s:
+        network_s = (total("network bytes") - between) / machine.link_bytes_per_s
+    if machine.network_bytes_per_s:
+        network_s = max(network_s, between / machine.network_bytes_per_s)
     parts = {
         "reading the cache": memory_s if memory_s >= compute_s else 0.0,
         "attention arithmetic": compute_s if compute_s > memory_s else 0.0,
@@ -351,9 +401,11 @@ def _layout(
         "links": network_s,
     }
     step_s = attention_s + max(choose_s, rank_s) + max(read_s, multiply_s) + network_s
+    busiest_s = max(memory_s + choose_s + read_s, compute_s + rank_s + multiply_s, network_s)
     return LayoutPlan(
         layout, dcp, held, per_user, most, most >= request.users, memory_s, compute_s, attention_s, choose_s,
-        rank_s, read_s, multiply_s, network_s, step_s, request.users / step_s, max(parts, key=lambda name: parts[name]),
+        rank_s, read_s, multiply_s, network_s, step_s, request.users / step_s, request.users / busiest_s,
+        max(parts, key=lambda name: parts[name]),
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_a_request_as_text_and_as_json(here):
     assert done.exit_code == 1, done.output  # 1.3 TB of weights in bf16 do not fit on eight
     said = json.loads(done.stdout)
     assert said["schema"] == "mla_compile.plan/1"
-    assert [row["fits"] for row in said["layouts"]] == [False] * 3
+    assert [row["fits"] for row in said["layouts"]] == [False] * 4
     assert all(math.isfinite(row["step_s"]) for row in said["layouts"])
 
 
@@ -98,7 +98,9 @@ def test_weights_as_the_config_stores_them(tmp_path):
 def test_a_machine_of_ones_own(here, text):
     name = "mine.json" if text[0] == "{" else "mine.yaml"
     Path(name).write_text(text)
-    assert replace(machine(name), name="", source="") == replace(machine("h100"), **CUSTOM, link_bytes_per_s=None, name="", source="")  # noqa: E501  # fmt: skip
+    alone = dict.fromkeys(("link_bytes_per_s", "node_machines", "network_bytes_per_s"))
+    want = replace(machine("h100"), **CUSTOM, **alone, name="", source="")
+    assert replace(machine(name), name="", source="") == want
     assert call("grouped", "--gpu", name).exit_code == 1  # 141 GB of weights
 
 
@@ -122,16 +124,18 @@ def test_a_plot(here, suffix):
         (("v3", "--gpu", "deep.yaml"), "deep.yaml is not YAML"),
         (("v3", "--gpu", "partial.json"), "missing memory_bytes, flops_per_s"),
         (("v3", "--gpu", "negative.json"), "bytes_per_s is -1, expected a number above 0"),
+        (("v3", "--gpu", "half.json"), "node_machines is 0.5, expected a whole number from 1"),
         (("v3", "--gpu", "misspelt.json"), "there is no field 'bytes_per_sec' (did you mean 'bytes_per_s'?)"),
         (("v3", "--context", "0"), "context is '0'"),
         (("v3", "--context=-4k"), "context is '-4k'"),
         (("v3", "--context", "1000000000000"), "from 1 to 134,217,728"),
         (("v3", "--users", "some"), "users is 'some'"),
         (("v3", "--users", "1" * 5000), "users is"),
-        (("v3", "--tp", "3"), "tp is 3, which does not divide the 128 heads"),
+        (("v3", "--tp", "64", "--gpu", "node.json"), "has no network_bytes_per_s, so tp is at most the 8 of a node"),
         (("v3", "--tp", "8", "--dcp", "3"), "dcp is 3, expected a divisor of tp, which is 8"),
         (("v3", "--gpu", "cpu", "--tp", "2"), "has no link_bytes_per_s"),
-        (("v3", "--dtype", "fp4"), "dtype is 'fp4', expected one of fp32, bf16, fp16, fp8"),
+        (("v3", "--dtype", "fp6"), "dtype is 'fp6', expected one of fp32, bf16, fp16, fp8, fp4"),
+        (("v3", "--cache-dtype", "fp4"), "cache-dtype is 'fp4', expected one of fp32, bf16, fp16, fp8"),
         (("v3", "--cache-dtype", "int3"), "cache-dtype is 'int3'"),
         (("v3", "--reserve", "1"), "reserve is 1.0"),
         (("v3", "--reserve", "nan"), "reserve is nan"),
@@ -148,6 +152,8 @@ def test_bad_input_is_one_line(here, arguments, text):
         "deep.yaml": "[" * 5000,
         "partial.json": '{"bytes_per_s": 1e12}',
         "negative.json": json.dumps(CUSTOM | {"bytes_per_s": -1}),
+        "node.json": json.dumps(CUSTOM | {"link_bytes_per_s": 1e11, "node_machines": 8}),
+        "half.json": json.dumps(CUSTOM | {"node_machines": 0.5}),
         "misspelt.json": json.dumps(CUSTOM | {"bytes_per_sec": 1}),
     }.items():
         Path(name).write_text(content)

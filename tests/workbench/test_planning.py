@@ -47,25 +47,27 @@ def test_floors_are_those_of_the_table(B, T, H):
 
 
 def test_one_machine_has_one_layout():
-    """On one machine without links the formulas of the three layouts are the same."""
-    P, C = planning.P, planning.C
+    """On one machine without links the formulas of all layouts are the same."""
+    P, C, Q = planning.P, planning.C, planning.Q
     for latent in (True, False):
         by_layout = [expressions(layout, latent) for layout in planning.LABELS]
         for name, first in by_layout[0].items():
-            values = {P: 1, C: 1, planning.B: 3, planning.G: 2}
+            values = {P: 1, C: 1, Q: 1, planning.B: 3, planning.G: 2}
             for other in by_layout[1:]:
                 assert sympy.simplify(first.subs(values) - other[name].subs(values)) == 0, name
 
 
 def test_layouts_share_the_work_and_not_the_cache():
     request = Request(context=32768, users=64, tp=8, dcp=4)
-    replicated, context, data = plan(V3, H200, request).layouts
+    replicated, context, data, experts = plan(V3, H200, request).layouts
     one = plan(V3, H200, replace(request, tp=1, dcp=1)).layouts[0]
     whole = 61 * 576 * 2 * 32768
     assert (replicated.cache_bytes_per_user, context.cache_bytes_per_user, data.cache_bytes_per_user) == (
         whole, whole / 4, whole,
     )  # fmt: skip
-    for row in (replicated, context, data):
+    assert (experts.cache_bytes_per_user, experts.cache_memory_s) == (whole, data.cache_memory_s)
+    assert experts.weight_bytes == pytest.approx(2 * (V3_WEIGHTS.total - V3_WEIGHTS.experts * 7 / 8))
+    for row in (replicated, context, data, experts):
         assert row.attention_compute_s == pytest.approx(one.attention_compute_s / 8)
     # A latent row has no heads to split: every machine reads all of the cache, unless tokens or users are split.
     assert replicated.cache_memory_s > 0.8 * one.cache_memory_s
@@ -79,7 +81,7 @@ def test_layouts_share_the_work_and_not_the_cache():
 def test_users_that_fit_fill_the_memory():
     request = Request(context=131072, users=1, weight_dtype="fp8", cache_dtype="bf16", tp=8)
     for row in plan(V3, H200, request).layouts:
-        per_machine = row.most_users / (8 if row.layout == "data" else 1)
+        per_machine = row.most_users / (8 if planning.by_user(row.layout) else 1)
         room = 141e9 * 0.9 - row.weight_bytes
         assert per_machine * row.cache_bytes_per_user <= room < (per_machine + 1) * row.cache_bytes_per_user
 
@@ -117,7 +119,7 @@ def test_dequantized_weights_are_split_along_the_heads():
     for row, without in zip(
         plan(model, H200, request).layouts, plan(replace(V3, stored=plain), H200, request).layouts, strict=True
     ):
-        share = kept if row.layout == "data" else kept / 8
+        share = kept if planning.by_user(row.layout) else kept / 8
         assert row.weight_bytes - without.weight_bytes == pytest.approx(share)
 
 
@@ -172,7 +174,7 @@ def test_indexers_are_shared_by_layers_but_not_by_heads():
         cached=(replace(all_cached, count=21), replace(all_cached, count=40, besides=0)),
     )
     request = Request(context=32768, users=64, tp=8, dcp=8)
-    replicated, context, data = plan(shared, H200, request).layouts
+    replicated, context, data, _ = plan(shared, H200, request).layouts
     one, whole = (plan(model, H200, replace(request, tp=1, dcp=1)).layouts[0] for model in (shared, V3_2))
     assert one.choosing_compute_s == pytest.approx(whole.choosing_compute_s * 21 / 61)
     assert one.cache_bytes_per_user == 2 * 32768 * (61 * 576 + 21 * 128)
@@ -183,3 +185,66 @@ def test_indexers_are_shared_by_layers_but_not_by_heads():
     dense = plan(V3, H200, request).layouts[1]
     lists = 21 * 7 / 8 * 64 * 2048 * 8  # of each user's list, the part that others chose: a score and an index
     assert context.network_s - dense.network_s == pytest.approx(lists / H200.link_bytes_per_s)
+
+
+def sent(layout, **values):
+    """Bytes that a machine sends for a layer of DeepSeek-V3: in all, and to other nodes."""
+    given = {"B": 1, "D": 7168, "A": 2, "A_x": 1, "k": 8, "n": 256, "C": 1, "Q": 1, "H": 128, "L": 512, "R": 64, "M": 0}
+    made = expressions(layout, latent=True)
+    found = (made[name].subs({s: (given | values).get(str(s), 0) for s in made[name].free_symbols})
+             for name in ("network bytes", "network bytes between nodes"))  # fmt: skip
+    return [float(number) for number in found]
+
+
+def test_tokens_go_to_their_experts_and_to_no_other_machine():
+    """64 machines with 256 users each: 8 of 256 experts for each token, in float8 there and in bfloat16 back."""
+    everywhere, _ = sent("data", B=64 * 256, P=64)
+    to_experts, _ = sent("experts", B=64 * 256, P=64)
+    assert everywhere == pytest.approx(2 * 63 * 256 * 7168 * 2) == pytest.approx(462e6, rel=1e-3)
+    assert to_experts == pytest.approx(256 * 63 * (1 - (63 / 64) ** 8) * 7168 * 3) == pytest.approx(41e6, rel=0.01)
+    # With fewer machines than experts of a token, each of them is sent a token once.
+    assert sent("experts", B=4 * 256, P=4)[0] == pytest.approx(256 * 3 * (1 - 0.75**8) * 7168 * 3)
+
+
+def test_between_nodes_each_node_gets_things_once():
+    _, all_reduced = sent("data", B=128, P=16, Q=2)
+    assert all_reduced == pytest.approx(2 * 128 * 7168 * 2 / 16)  # all tokens to and from a node, by its 8 machines
+    _, to_experts = sent("experts", B=128, P=16, Q=2)
+    assert to_experts == pytest.approx(8 * (1 - 0.5**8) * 7168 * 3)
+    assert sent("context", B=128, P=16, C=8, Q=2)[1] == 2 * all_reduced  # a context that lies on one node
+    exchanged = 128 * 128 * (576 + 512) * 2
+    assert sent("context", B=128, P=16, C=16, Q=2)[1] == pytest.approx(2 * all_reduced + exchanged / 2)
+    for layout in planning.LABELS:
+        assert sent(layout, B=128, P=8)[1] == 0
+
+
+def test_the_slower_of_links_and_network_counts():
+    request = Request(context=4096, users=1024, weight_dtype="fp8", cache_dtype="bf16", tp=64)
+    slow, fast = (plan(V3, replace(H200, network_bytes_per_s=rate), request).layouts[3] for rate in (50e9, 5e12))
+    _, between = sent("experts", B=1024, P=64, Q=8)
+    assert slow.network_s == pytest.approx(61 * between / 50e9)
+    assert fast.network_s < slow.network_s / 2
+    with pytest.raises(InputError, match=r"no network_bytes_per_s, so tp is at most the 8 of a node, got 64"):
+        plan(V3, replace(H200, network_bytes_per_s=None), request)
+    whole, _ = sent("experts", B=1024, P=64)
+    one_node = plan(V3, replace(H200, node_machines=None, network_bytes_per_s=None), request).layouts[3]
+    assert one_node.network_s == pytest.approx(61 * whole / H200.link_bytes_per_s)
+
+
+# Output tokens per second and GPU that SGLang reports for DeepSeek-V3 with inputs of 2,000 tokens on 48 GPUs of a GB200
+# NVL72 (https://lmsys.org/blog/2025-09-25-gb200-part-2): attention and experts in bf16 and fp8, and in fp8 and NVFP4.
+@pytest.mark.parametrize(("weights", "rows", "published"), [("fp8", "bf16", 9087), ("fp4", "fp8", 13386)])
+def test_what_was_published_is_below_the_bound(weights, rows, published):
+    request = Request(context=2048, users=48 * 768, weight_dtype=weights, cache_dtype=rows, tp=48)
+    layouts = plan(V3, machine("gb200"), request).layouts
+    best = max(row.most_tokens_per_s / 48 for row in layouts if row.fits)
+    assert published < best < 8 * published
+    assert all(row.most_tokens_per_s >= row.tokens_per_s for row in layouts)
+
+
+def test_heads_that_do_not_divide_are_not_split():
+    result = plan(V3, H200, Request(context=4096, users=8, tp=6))
+    assert [row.layout for row in result.layouts] == ["data", "experts"]
+    assert "tp is 6, which does not divide the 128 heads of an attention: none is split" in result.notes
+    without = replace(V3, weights=replace(V3_WEIGHTS, experts=0))
+    assert [row.layout for row in plan(without, H200, Request(users=8, tp=6)).layouts] == ["data"]
