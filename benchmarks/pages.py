@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.codes import CODES, Code
+from mla_compile.workbench.planning import LABELS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -412,6 +413,39 @@ def own_buffers() -> str:
     return table(head, rows) + f"\n\n{where(about)}."
 
 
+def plans() -> str:
+    """Layouts of two models on 8 and 16 H200 with a context of 131,072 tokens, each filled with users."""
+    rows = []
+    for r in (r for r in data("plans")["rows"] if r["kind"] == "layout"):
+        layout = LABELS[r["layout"]] + (f" (dcp {r['dcp']})" if r["dcp"] > 1 else "")
+        per_gpu = (f"{r[name] / r['tp']:,.0f}" for name in ("tokens_per_s", "most_tokens_per_s"))
+        model = {"deepseek-v3": "V3", "deepseek-v3.2": "V3.2"}[r["model"]]
+        rows.append((model, r["tp"], layout, r["users"], f"{1e3 * r['step_s']:.1f}", *per_gpu, r["bottleneck"]))
+    head = (
+        "model",
+        "H200",
+        "layout",
+        "users that fit",
+        "floor of a step, ms",
+        "tokens/s per GPU, one batch",
+        "bound",
+        "bounded by",
+    )
+    return table(head, rows)
+
+
+def published() -> str:
+    """Published figures beside the bound of the best layout."""
+    rows = []
+    for r in (r for r in data("plans")["rows"] if r["kind"] == "published"):
+        best, dtypes = r["best"], f"{r['weights']}, {r['cache']}"
+        bound = best["most_tokens_per_s"] / r["tp"]
+        share = f"{r['tokens_per_s'] / bound:.0%}"
+        rows.append((f"[{r['by']}]({r['url']})", r["context"], dtypes, f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", share,
+                     LABELS[best["layout"]], best["bottleneck"]))  # fmt: skip
+    return table(("who", "context", "weights, cache", "published", "bound", "of it", "layout", "bounded by"), rows)
+
+
 WAYS = {"one_by_one": "one by one", "optimized": "optimized", "padded": "padded", "continuous": "continuous"}
 
 
@@ -462,6 +496,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step_masks": step_masks,
     "growing": growing,
     "own_buffers": own_buffers,
+    "plans": plans,
+    "published": published,
     "serving": serving,
 }
 
