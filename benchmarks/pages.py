@@ -440,9 +440,9 @@ def published() -> str:
     for r in (r for r in data("plans")["rows"] if r["kind"] == "published"):
         best, dtypes = r["best"], f"{r['weights']}, {r['cache']}"
         bound = best["most_tokens_per_s"] / r["tp"]
-        share = f"{r['tokens_per_s'] / bound:.0%}"
-        rows.append((f"[{r['by']}]({r['url']})", r["context"], dtypes, f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", share,
-                     LABELS[best["layout"]], best["bottleneck"]))  # fmt: skip
+        made = (f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", f"{r['tokens_per_s'] / bound:.0%}")
+        who = f"[{r['by']}]({r['url']})"
+        rows.append((who, r["context"], dtypes, *made, LABELS[best["layout"]], best["bottleneck"]))
     return table(("who", "context", "weights, cache", "published", "bound", "of it", "layout", "bounded by"), rows)
 
 
