@@ -40,6 +40,12 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, LOCAL) and hasattr(value, "placements")
 
 
+def shared_weight(model: torch.nn.Module) -> str | None:
+    """The name of a weight that is a DTensor."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in named if is_dtensor(tensor)), None)
+
+
 def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
     """Changes ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor.
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from mla_compile.capture import causal_lm
+from mla_compile.capture.dtensors import shared_weight
 from mla_compile.errors import ExportError, InputError, OptionError, brief, nearest
 from mla_compile.onnx.exported import DTYPES, Exported, Progress
 from mla_compile.onnx.profile import find_profile
@@ -63,9 +64,15 @@ def export_onnx(
         OptionError: an option cannot have that value.
         InputError: ``model`` is not a model.
         CaptureError: the model cannot be traced.
-        ExportError: the model cannot be exported or has no attention to absorb, or the path cannot be written.
+        ExportError: the model cannot be exported, is spread over ranks or has no attention to absorb, or the path
+            cannot be written.
     """
     require_packages()
+    if isinstance(model, torch.nn.Module) and (name := shared_weight(model)) is not None:
+        raise ExportError(
+            f"{type(model).__name__} is spread over ranks: its weight {name} is a DTensor. A file holds a program of "
+            "one process; export the model before it is parallelized, or one whose weights are whole (full_tensor())"
+        )
     # On use: these import the packages that were just asked for.
     from mla_compile.onnx import artifact, lm_export, program_export
 

@@ -274,6 +274,14 @@ class TestBadInput:
         with pytest.raises(ExportError, match="meta device; load the weights"):
             mla_compile.export_onnx(model, tmp_path / "m")
 
+    def test_weights_of_several_ranks(self, tmp_path):
+        model = models.build("minicpm3")
+        weight = model.model.layers[1].self_attn.o_proj.weight
+        weight._local_tensor, weight.placements = weight.data, ()  # what a DTensor is known by
+        with pytest.raises(ExportError, match=r"its weight model\.layers\.1\.self_attn\.o_proj\.weight is a DTensor"):
+            mla_compile.export_onnx(model, tmp_path / "out")
+        assert not list(tmp_path.iterdir())
+
     def test_a_dtype_that_onnx_models_do_not_have(self, tmp_path):
         with pytest.raises(ExportError, match=r"weights are torch.float64; pass dtype"):
             mla_compile.export_onnx(models.build("minicpm3", dtype=torch.float64, num_hidden_layers=1), tmp_path / "m")
