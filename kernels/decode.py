@@ -183,7 +183,7 @@ def _first(indices: Tensor | None, topk_length: Tensor | None) -> Tensor | None:
     if topk_length.device != indices.device:
         raise InputError(f"topk_length is on {topk_length.device}, expected {indices.device} as indices; move it")
     place = torch.arange(indices.shape[2], device=indices.device)
-    return torch.where(place < topk_length.view(indices.shape[0], -1, 1), indices, -1)
+    return torch.where(place < topk_length.reshape(indices.shape[0], -1, 1), indices, -1)
 
 
 def _without_head(rows: Tensor) -> Tensor:
