@@ -148,7 +148,7 @@ template <class F>
 void with_row_type(int64_t kind, F f) {
   if (kind == FLOAT32) return f(float{});
   if (kind == BFLOAT16) return f(bf16{});
-#if defined(__FLT16_MAX__)
+#if defined(MLA_FLOAT16)
   if (kind == FLOAT16) return f(fp16{});
 #endif
 }

@@ -226,7 +226,7 @@ extern "C" {
 // What is compiled in: bit 0 float16, bit 1 AMX, and the process may use it.
 int mla_features() {
   int features = 0;
-#if defined(__FLT16_MAX__)
+#if defined(MLA_FLOAT16)
   features |= 1;
 #endif
 #if defined(MLA_AMX)

@@ -21,7 +21,7 @@ inline bool is_low(uint8_t x) { return !x; }
 inline bool is_low(float x) { return x <= std::numeric_limits<float>::lowest() / 2; }
 inline bool is_low(double x) { return x <= std::numeric_limits<double>::lowest() / 2; }
 inline bool is_low(bf16 x) { return to_float(x) <= to_float(bf16{0xff7f}) / 2; }
-#if defined(__FLT16_MAX__)
+#if defined(MLA_FLOAT16)
 inline bool is_low(fp16 x) { return to_float(x) <= -65504.f / 2; }
 #endif
 

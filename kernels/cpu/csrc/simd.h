@@ -85,8 +85,14 @@ inline void from_float(float x, bf16& y) {
   std::memcpy(&wide, &x, sizeof wide);
   y.bits = x != x ? 0x7fc0 : uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
-#if defined(__FLT16_MAX__)
+#if defined(__ARM_FP16_FORMAT_IEEE)  // GCC knows _Float16 in C++ for ARM since 13 only
+#define MLA_FLOAT16 1
+using fp16 = __fp16;
+#elif defined(__FLT16_MAX__)
+#define MLA_FLOAT16 1
 using fp16 = _Float16;
+#endif
+#if defined(MLA_FLOAT16)
 inline float to_float(fp16 x) { return float(x); }
 inline void from_float(float x, fp16& y) { y = fp16(x); }
 #endif

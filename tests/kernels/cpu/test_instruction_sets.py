@@ -1,4 +1,4 @@
-"""The native kernels as processors without the newest instructions get them: vectors of eight floats, and of four."""
+"""The native kernels as other processors get them: without the newest instructions, and on ARM in an emulator."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ import torch.nn.functional as F
 from mla_compile.kernels import index, linear, reference
 from mla_compile.kernels.call import DecodeCall, IndexCall
 from mla_compile.kernels.cpu import decode, native
+from tests.support import emulator
 from tests.support.cpu_cases import TOLERANCE, Case, check
 from tests.support.lists import lists
 
-SETS = {"AVX2": ("-mavx2", "-mfma", "-mf16c"), "SSE2": ("-march=x86-64",)}
+SETS: dict[str, tuple[str, ...]] = {"AVX2": ("-mavx2", "-mfma", "-mf16c"), "SSE2": ("-march=x86-64",), "NEON": ()}
 
 
 @pytest.fixture(scope="module", params=SETS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> native.Library:
+    folder: Path = tmp_path_factory.mktemp("native")
+    if request.param == "NEON":
+        if not emulator.available():
+            pytest.skip(f"no {emulator.COMPILER} and {emulator.EMULATOR} here")
+        return emulator.library(folder)
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("no C++ compiler for x86 here")
     if request.param == "AVX2" and "AVX2" not in torch.backends.cpu.get_cpu_capability().replace("512", "2"):
         pytest.skip("this processor has no AVX2")
-    folder: Path = tmp_path_factory.mktemp("native")
     (folder / "kernels.cpp").write_text(native.source())
     flags = ("-std=c++20", "-O1", "-fopenmp", "-shared", "-fPIC", *native.FLAGS, *SETS[request.param])
     made = subprocess.run(
