@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mla_compile
+from mla_compile import pipeline
 from mla_compile.analysis import canonicalize, weights_of
 from mla_compile.kernels import linear
+from mla_compile.options import Options
 from mla_compile.passes.rewrite.few_rows import few_rows
 from tests.support.models import build, greedy, prompt
-from tests.support.programs import seeded, trace
+from tests.support.programs import export, seeded, trace
+from tests.support.toy import Toy, decode_inputs
 
 O, K = 12, 8  # noqa: E741  the letter of the columns of a result
 X, W, BIAS = (seeded(*shape, dtype=torch.float32) for shape in [(2, K), (O, K), (O,)])
@@ -91,3 +94,16 @@ def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.Monk
         assert torch.equal(greedy(fast, given, 6)[0], want)
         found = {p.name: p.changes for p in fast.mla_report.passes}["few_rows"]
         assert found >= 2 * 4 if products == "native" else found == 0  # of two attentions, and of what is around them
+
+
+def test_several_ranks_keep_their_products(monkeypatch: pytest.MonkeyPatch):
+    """Replicated results have to be the same on all ranks, and each would measure by itself."""
+    monkeypatch.setattr(linear, "LEAST_BYTES", 0)
+    monkeypatch.setattr(linear, "pays", linear.takes)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for ranks in (1, 2):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
+        outcome = pipeline.run(export(Toy(), decode_inputs()), Options(products="native", forms="absorbed"))
+        assert outcome.absorbed == 1
+        found = {p.name: p.changes for p in outcome.report.passes}["few_rows"]
+        assert (found > 0) is (ranks == 1)
