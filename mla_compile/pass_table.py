@@ -223,15 +223,16 @@ def _reads_float8(device: torch.device) -> bool:
 def _few_rows(state: State) -> int:
     if state.options.products != "native" or state.options.lowering == "aten" or not state.rewritten:
         return 0
-    # Each rank would measure by itself, and what ranks compute alike has to be the same to the last bit: the next token.
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
+    # Each rank would measure by itself, and what they compute alike has to be the same to the last bit: the next token.
+    if _several_ranks():
         return 0
     weights = weights_of(state.program)
     return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES)
+
+
+def _several_ranks() -> bool:
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def _schedule(state: State) -> int:

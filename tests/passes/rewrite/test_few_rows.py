@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mla_compile
-from mla_compile import pipeline
+from mla_compile import pass_table, pipeline
 from mla_compile.analysis import canonicalize, weights_of
 from mla_compile.kernels import linear
 from mla_compile.options import Options
@@ -96,14 +96,17 @@ def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.Monk
         assert found >= 2 * 4 if products == "native" else found == 0  # of two attentions, and of what is around them
 
 
-def test_several_ranks_keep_their_products(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+def test_several_ranks_keep_their_products(ranks: int, monkeypatch: pytest.MonkeyPatch):
     """Replicated results have to be the same on all ranks, and each would measure by itself."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: ranks > 0)
+        patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+        several = pass_table._several_ranks()
+    assert several is (ranks == 2)
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
     monkeypatch.setattr(linear, "pays", linear.takes)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for ranks in (1, 2):
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda ranks=ranks: ranks)
-        outcome = pipeline.run(export(Toy(), decode_inputs()), Options(products="native", forms="absorbed"))
-        assert outcome.absorbed == 1
-        found = {p.name: p.changes for p in outcome.report.passes}["few_rows"]
-        assert (found > 0) is (ranks == 1)
+    monkeypatch.setattr(pass_table, "_several_ranks", lambda: several)
+    outcome = pipeline.run(export(Toy(), decode_inputs()), Options(products="native", forms="absorbed"))
+    assert outcome.absorbed == 1
+    assert ({p.name: p.changes for p in outcome.report.passes}["few_rows"] > 0) is not several
