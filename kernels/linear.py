@@ -38,7 +38,8 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if library is not None:
             out = native.few_rows_linear(library, x.reshape(rows, -1), weight, bias)
             return out.view(*x.shape[:-1], weight.shape[0])
-    return F.linear(x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):  # the result has the dtype of x
+        return F.linear(x, weight, bias)
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,7 +81,7 @@ def _measured(dtype: torch.dtype, rows: int, threads: int) -> float:
     library = native.load()
     if library is None:
         return 0.0
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         weights = [torch.ones(_SIDE, _SIDE, dtype=dtype) for _ in range(_WEIGHTS)]
         x = torch.ones(rows, _SIDE, dtype=dtype)
         best = {"torch": float("inf"), "native": float("inf")}

@@ -53,7 +53,8 @@ class Options:
             rows of these keys only, where that is cheaper; ``never`` reads all rows and the mask.
         products: of a few rows with a weight, on a CPU, in graphs with an absorbed attention. ``native`` takes the
             kernel of this library where it was measured to be faster on this machine, ``torch`` leaves them to the
-            compiler. ``auto`` is ``native`` for modules and ``torch`` for programs, which may run elsewhere.
+            compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs, which
+            may run elsewhere.
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
             ``alone``: each by itself, for programs whose ranks compile at different points.

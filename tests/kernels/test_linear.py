@@ -82,6 +82,14 @@ def test_what_is_no_number_shows(dtype: torch.dtype):
     assert not got[1].isfinite().any()
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_autocast_changes_neither_dtype_nor_precision(rows: int):
+    x, weight = seeded(rows, 64), seeded(8, 64, seed=1)
+    want = few_rows_linear(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(few_rows_linear(x, weight), want)
+
+
 def test_in_a_compiled_graph_and_counted():
     weight, bias = seeded(40, 24), seeded(40)
 
