@@ -153,7 +153,6 @@ void with_row_type(int64_t kind, F f) {
 #endif
 }
 
-
 // The same of a kind that only cached rows have, too.
 template <class F>
 void with_cached_type(int64_t kind, F f) {

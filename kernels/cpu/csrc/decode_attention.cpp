@@ -1,6 +1,7 @@
 // Decode attention on CPU: the cache is walked in tiles that serve as keys and values, with the softmax carried along.
 //
-//     s = cap(q [c, r]^T) + mask;  m' = max(m, max s);  p = exp(s - m');  l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
+//     s = cap(q [c, r]^T) + mask;  m' = max(m, max s);  p = exp(s - m')
+//     l = l e^(m-m') + sum p;  acc = acc e^(m-m') + p c
 //
 // A call is cut into pieces (some query rows over some keys); threads take pieces, those of the same rows are joined.
 // How a call is cut depends on its sizes and the number of threads alone, so the result does too.
@@ -240,9 +241,10 @@ int mla_decode_attention(const mla::Call* call) {
   using namespace mla;
   try {
 #if defined(MLA_AMX)
-    // Splitting rows of float32 into planes costs about as much as multiplying them with 48 query rows directly.
-    if (call->row_kind == FLOAT8) return !run<Fma>(*call);
-    if (call->amx && (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->S * call->H > 48)) {
+    // Splitting rows of float32 into planes costs about as much as multiplying them with 48 query rows directly. Rows of
+    // float8 have scales, which would have to be split too.
+    if (call->amx && call->row_kind != FLOAT8 &&
+        (call->amx == AMX_ALWAYS || call->row_kind != FLOAT32 || call->S * call->H > 48)) {
       if (call->row_kind == BFLOAT16) return !run<Amx<bf16, 1, 2>>(*call);
       if (call->row_kind == FLOAT16) return !run<Amx<fp16, 2, 2>>(*call);
       return !run<Amx<float, 3, 3>>(*call);

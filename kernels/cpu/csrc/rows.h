@@ -69,7 +69,7 @@ struct Few<bf16> {  // in float32: even columns and odd ones apart, as they lie 
   using Element = float;
   using Sum = vf;
   static void pack(const bf16* from, int64_t n, float* to) {
-    for (int64_t k = 0; k < n; ++k) to[k / STEP * STEP + k % STEP / 2 + k % 2 * VL] = to_float(from[k]);
+    for (int64_t k = 0; k < n; ++k) to[k / 2 + k % 2 * VL] = to_float(from[k]);  // n is at most a step
   }
   struct Weight {
     vf even, odd;
