@@ -20,6 +20,7 @@ Quantized = Literal["absorb", "exact"]
 Dequantize = Literal["auto", "once", "step"]
 Sparse = Literal["auto", "never"]
 Products = Literal["auto", "native", "torch"]
+Layers = Literal["once", "whole"]
 Ranks = Literal["agree", "alone"]
 
 
@@ -55,6 +56,8 @@ class Options:
             kernel of this library where it was measured to be faster on this machine, ``torch`` leaves them to the
             compiler, as ``lowering="aten"`` does. ``auto`` is ``native`` for modules and ``torch`` for programs, which
             may run elsewhere.
+        layers: ``once`` compiles layers that are equal but for their weights and caches one time and calls the code for
+            each of them; ``whole`` makes one piece of code of each graph, as CUDA graphs and freezing always do.
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
             ``alone``: each by itself, for programs whose ranks compile at different points.
@@ -74,6 +77,7 @@ class Options:
     dequantize: Dequantize = "auto"
     sparse: Sparse = "auto"
     products: Products = "auto"
+    layers: Layers = "once"
     ranks: Ranks = "agree"
     verify: bool = False
     strict: bool = False

@@ -219,7 +219,8 @@ ROOMS = {
     "pipeline": "caching codes core errors options pass_state pass_table passes.ir stand_ins",
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
-    "dynamo": "capture codes core errors kernels.cpu options pass_state pipeline report runtime version",
+    "repeats": "core",
+    "dynamo": "capture codes core errors kernels.cpu options pass_state pipeline repeats report runtime version",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
         ops options passes.ir pipeline report runtime version""",
     # The doors.

@@ -1,8 +1,9 @@
 """The compiler behind ``backend="mla"``: absorb what can be absorbed, then give every graph to Inductor.
 
 A graph that is not rewritten (it has no attention, gradients are wanted, nothing can be absorbed, or something failed)
-reaches Inductor exactly as it came, with the user's mode and Inductor options. The first rows of a cache that it
-returns may be moved to memory with room after it ran (:mod:`mla_compile.runtime.appending`).
+reaches Inductor exactly as it came, with the user's mode and Inductor options, unless it has layers that are compiled
+once (:mod:`mla_compile.dynamo.code`). The first rows of a cache that it returns may be moved to memory with room after
+it ran (:mod:`mla_compile.runtime.appending`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,12 +25,13 @@ from mla_compile.capture.autocast import is_active, without_autocast
 from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
+from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.sizes import share_lengths
-from mla_compile.errors import MlaCompileError, MlaCompileWarning, OptionError, RankError, WeightError
+from mla_compile.errors import MlaCompileError, MlaCompileWarning, RankError, WeightError
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
@@ -91,7 +93,7 @@ class Compiler:
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
-        self.patches = _inductor_patches(mode, options)
+        self.code = CodeGenerator(options, mode, self.compilations)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """The compiled graph. Our own failures are raised only with ``strict``; else the original graph is compiled."""
@@ -110,10 +112,10 @@ class Compiler:
         latents = _latents(gm, example_inputs)
         inputs = plain_examples(gm, example_inputs) if latents else example_inputs
         done = self._rewrite(gm, inputs, latents) if self._is_ours(gm, inputs) else None
-        if done is not None and not self.explain_only:
+        if done is not None and (done.changed or done.outcome.program.appends) and not self.explain_only:
             call = self._assemble(gm, inputs, done)
             return call if not latents or done.outcome.base.cache is not None else expanding(call, gm)
-        call = self._generate(gm, inputs)
+        call = gm if self.explain_only else self._unchanged(gm, inputs, done)
         if done is not None and self.buffers is not None:
             call = self.buffers.noting(call, done.captured, done.outcome.base)
         return expanding(call, gm) if latents else call
@@ -160,14 +162,14 @@ class Compiler:
                 _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
         self.reports.append(outcome.report)
+        done = _Rewritten(program, outcome, folds)
         if self.explain_only:
-            return _Rewritten(program, outcome, folds)
+            return done
         tell(outcome.report)
         _trace(outcome.report)
         if self.on_report is not None:
             self.on_report()
-        done = _Rewritten(program, outcome, folds)
-        return done if done.changed or outcome.program.appends else None
+        return done
 
     def _add_seconds(self) -> None:
         """Adds what a graph took outside of our capture and passes to its report."""
@@ -207,6 +209,15 @@ class Compiler:
         folds.values(example_inputs)
         return folds
 
+    def _unchanged(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten | None) -> Call:
+        """Code for a graph that nothing was done to. Its layers are looked for in the captured graph."""
+        if done is not None and not is_active():
+            with torch.no_grad():
+                call = self.code.by_parts(emit.to_graph_module(done.captured), example_inputs)
+            if call is not None:
+                return torch.no_grad()(call) if torch.is_grad_enabled() else call
+        return self.code.whole(gm, example_inputs)
+
     def _assemble(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten) -> Call:
         """One callable of the graph's inputs: the compiled programs, and what runs around them in each call."""
         if self.options.lowering == "op" and any(getattr(x, "is_cpu", False) for x in example_inputs):
@@ -215,10 +226,12 @@ class Compiler:
         autocast = is_active()
 
         def generate(one: Program) -> Call:
+            emitted, inputs = emit.to_graph_module(one), _inputs_of(one, done.captured, example_inputs)
             # Under autocast the captured program and not its graph, which has no casts: it runs where autocast is off.
-            if one is done.captured and not autocast:
-                return self._generate(gm, example_inputs)
-            return self._generate(emit.to_graph_module(one), _inputs_of(one, done.captured, example_inputs))
+            came = one is done.captured and not autocast
+            return self.code.by_parts(emitted, inputs) or self.code.whole(
+                *((gm, example_inputs) if came else (emitted, inputs))
+            )
 
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
         with torch.no_grad(), without_autocast():
@@ -235,25 +248,6 @@ class Compiler:
             names = [node.name for node in done.captured.placeholders]
             call = with_rows(call, base, names, gm, program.appends)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
-
-    def _generate(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        """Code for one graph: Inductor's, or the graph itself."""
-        if self.explain_only or self.options.codegen == "eager":
-            return gm
-        self.compilations.stage("code")
-        from torch._inductor import compile_fx, exc  # on use: all of Inductor
-
-        try:
-            code: Any = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
-        except exc.InductorError as error:
-            if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
-                raise
-            _warn(
-                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
-                'or ask for that with codegen="eager"'
-            )
-            return gm
-        return cast("Call", code)
 
 
 def _outside_autocast(call: Call) -> Call:
@@ -357,22 +351,6 @@ def _without_frames(error: Exception) -> Exception:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
-
-
-def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
-    """The Inductor settings of a mode, overridden by explicit Inductor options."""
-    patches: dict[str, Any] = {}
-    if mode is not None and not isinstance(mode, str):
-        raise OptionError(f"mode is {mode!r}, expected a string")
-    if mode is not None and mode != "default":
-        from torch._inductor import list_mode_options  # on use: all of Inductor
-
-        try:
-            patches.update(list_mode_options(mode))
-        except RuntimeError as error:
-            raise OptionError(str(error)) from error
-    patches.update({name.replace("-", "_"): value for name, value in options.inductor.items()})
-    return patches
 
 
 def _warn(message: str) -> None:

@@ -1,0 +1,106 @@
+"""Code for a graph: Inductor's, or the graph itself. Layers of one kind are compiled once and called for each."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Call, Inputs
+from mla_compile.dynamo.progress import Compilations
+from mla_compile.errors import MlaCompileWarning, OptionError, brief
+from mla_compile.options import Options
+from mla_compile.repeats.split import split
+
+
+class CodeGenerator:
+    """Inductor with a user's mode and options, or nothing with ``codegen="eager"``."""
+
+    def __init__(self, options: Options, mode: str | None, compilations: Compilations) -> None:
+        self.options = options
+        self.patches = _inductor_patches(mode, options)
+        self.compilations = compilations
+
+    def whole(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
+        """One piece of code for the graph."""
+        if self.options.codegen == "eager":
+            return gm
+        self.compilations.stage("code")
+        from torch._inductor import compile_fx, exc  # on use: all of Inductor
+
+        try:
+            code: Any = compile_fx.compile_fx(gm, list(example_inputs), config_patches=self.patches)
+        except exc.InductorError as error:
+            if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
+                raise
+            warnings.warn(
+                "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
+                'or ask for that with codegen="eager"',
+                MlaCompileWarning,
+                stacklevel=4,
+            )
+            return gm
+        return cast("Call", code)
+
+    def by_parts(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call | None:
+        """Code for the layers of a graph, one for each kind, and what calls it; None where that is not to be done.
+
+        ``gm``: ATen with ``meta["val"]`` on every node.
+        """
+        if self.options.codegen == "eager" or self.options.layers == "whole" or self._whole_is_asked():
+            return None
+        try:
+            found = split(gm, example_inputs)
+            if found is None:
+                return None
+            calls, examples = found
+            for name, values in examples.items():
+                part = calls.get_submodule(name)
+                setattr(calls, name, _Compiled(self.whole(cast("fx.GraphModule", part), values)))
+        except Exception as error:  # whatever goes wrong with the parts, the whole graph is still as it was
+            if self.options.strict:
+                raise
+            message = f"the layers of a graph are compiled as one, because of a failure: {brief(error)}"
+            warnings.warn(message, MlaCompileWarning, stacklevel=4)
+            return None
+        return calls
+
+    def _whole_is_asked(self) -> bool:
+        """Whether Inductor was asked for what it does to a graph as such.
+
+        A CUDA graph holds the addresses of one layer's weights, and folded constants are those of one layer.
+        """
+        from torch._inductor import config  # on use: all of Inductor
+
+        settings = ((config.triton.cudagraphs, "triton.cudagraphs"), (config.freezing, "freezing"))
+        return any(self.patches.get(name, default) for default, name in settings)
+
+
+class _Compiled(torch.nn.Module):
+    """A compiled part, as a graph can call it."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the part returns for its inputs."""
+        return self.call(*inputs)
+
+
+def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:
+    """The Inductor settings of a mode, overridden by explicit Inductor options."""
+    patches: dict[str, Any] = {}
+    if mode is not None and not isinstance(mode, str):
+        raise OptionError(f"mode is {mode!r}, expected a string")
+    if mode is not None and mode != "default":
+        from torch._inductor import list_mode_options  # on use: all of Inductor
+
+        try:
+            patches.update(list_mode_options(mode))
+        except RuntimeError as error:
+            raise OptionError(str(error)) from error
+    patches.update({name.replace("-", "_"): value for name, value in options.inductor.items()})
+    return patches

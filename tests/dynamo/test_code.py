@@ -1,0 +1,123 @@
+"""Layers of one kind are compiled once: how often Inductor is called, and that the results are those of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
+
+import mla_compile
+from mla_compile.dynamo import code
+from mla_compile.dynamo.code import CodeGenerator
+from mla_compile.errors import MlaCompileWarning
+from tests.support import models
+
+LAYERS = 5
+Made = list[tuple[fx.GraphModule, str]]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """The graphs that code was asked for; they run as they are."""
+    graphs: list[fx.GraphModule] = []
+
+    def whole(_: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+        values = [
+            node.meta.get("val", node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")
+        ]
+        assert len(inputs) == len(values)
+        for given, value in zip(inputs, values, strict=True):
+            assert not isinstance(value, torch.Tensor) or (given.shape, given.dtype) == (value.shape, value.dtype)
+        graphs.append(gm)
+        return gm
+
+    monkeypatch.setattr(CodeGenerator, "whole", whole)
+    return graphs
+
+
+def optimized(model: Any, **options: Any) -> Any:
+    return mla_compile.optimize(model, strict=True, verify=False, **options)
+
+
+def kinds(family: str) -> dict[str, Any]:
+    """Enough layers of each kind that a family has."""
+    config = models.FAMILIES | models.SPARSE
+    return {"num_hidden_layers": LAYERS} | (
+        {"first_k_dense_replace": 1} if "first_k_dense_replace" in config[family].kwargs else {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [("minicpm3", "dynamic"), ("minicpm3", "static"), ("deepseek_v3", "static"), ("deepseek_v2", "static")],
+)
+def test_tokens_of_layers_that_are_compiled_once(family: str, cache: str, made: list[fx.GraphModule]) -> None:
+    model = models.build(family, **kinds(family))
+    inputs = models.prompt()
+    want, want_logits = models.greedy(model, inputs, steps=6, cache=cache)
+    fast = optimized(model)
+    got, logits = models.greedy(fast, inputs, steps=6, cache=cache)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(logits, want_logits, rtol=1e-4, atol=1e-4)
+    report = fast.mla_report
+    assert (report.absorbed, report.absorbed % LAYERS) == (len(report.sites) - report.kept, 0)
+    assert report.absorbed
+    # In front of the layers (with the first where that is dense), a kind of layer, behind them: for each graph.
+    assert len(made) % 3 == 0
+    assert max(map(attentions, made)) == 1
+
+
+def attentions(gm: fx.GraphModule) -> int:
+    return sum("attention" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+
+
+def test_two_kinds_that_take_turns(made: list[fx.GraphModule]) -> None:
+    """Full and shared indexers: every second layer chooses its keys itself."""
+    layers = {"num_hidden_layers": 8, "indexer_types": ["full", "shared"] * 4}
+    model = models.build("glm_moe_dsa", **layers)
+    inputs = models.prompt()
+    want, want_logits = models.greedy(model, inputs, steps=4, cache="static")
+    got, logits = models.greedy(optimized(model), inputs, steps=4, cache="static")
+    assert torch.equal(got, want)
+    torch.testing.assert_close(logits, want_logits, rtol=1e-4, atol=1e-4)
+    assert max(map(attentions, made)) <= 3
+
+
+@pytest.mark.parametrize("options", [{"layers": "whole"}, {"triton.cudagraphs": True}, {"freezing": True}], ids=str)
+def test_one_piece_where_that_is_asked_for(options: dict[str, Any], made: list[fx.GraphModule]) -> None:
+    """A CUDA graph and folded constants belong to the weights of one layer."""
+    model = models.build("minicpm3", num_hidden_layers=LAYERS)
+    with torch.no_grad():
+        torch.compile(model, backend="mla", options=options)(torch.ones(1, 4, dtype=torch.long))
+    assert len(made) == 1
+
+
+def test_inductor_compiles_one_layer_of_many() -> None:
+    """With real code, sizes that change and caches that grow."""
+    model = models.build("minicpm3", num_hidden_layers=LAYERS)
+    want, _ = models.greedy(model, models.prompt(), steps=6)
+    fast = optimized(model)
+    with mock.patch.object(CodeGenerator, "whole", autospec=True, side_effect=CodeGenerator.whole) as whole:
+        got, _ = models.greedy(fast, models.prompt(), steps=6)
+    assert torch.equal(got, want)
+    assert whole.call_count % 3 == 0
+
+
+def test_a_failure_in_the_parts_leaves_the_graph_whole(
+    monkeypatch: pytest.MonkeyPatch, made: list[fx.GraphModule]
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(code, "split", broken)
+    model, ids = models.build("minicpm3", num_hidden_layers=LAYERS), torch.ones(1, 4, dtype=torch.long)
+    with torch.no_grad(), pytest.warns(MlaCompileWarning, match="compiled as one, .*ZeroDivisionError: of ours"):
+        torch.compile(model, backend="mla")(ids)
+    assert len(made) == 1
+    torch._dynamo.reset()
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="of ours"):
+        torch.compile(model, backend="mla", options={"strict": True})(ids)
