@@ -150,6 +150,28 @@ def few_rows() -> str:
     return f"{table(('sizes', 'dtype', 'cached tokens', *ends), steps)}\n\n{products}\n\n{where(about)}."
 
 
+def layers_once() -> str:
+    """Compile times by depth, and steps, of layers that are compiled once."""
+    about = data("layers_once")
+    seconds: dict[tuple[str, int], dict[str, float]] = {}
+    steps = []
+    for r in about["rows"]:
+        if r["kind"] == "compile":
+            seconds.setdefault((r["structure"], r["layers"]), {})[r["form"]] = sum(r["cpu_seconds"])
+        else:
+            times = map(_quartiles, r["ms"].values())
+            steps.append((NAMES[r["model"]], r["dtype"], r["context"], *times, f"{r['once_over_whole']:.2f}"))
+    least = {structure: seconds[structure, min(n for s, n in seconds if s == structure)] for structure, _ in seconds}
+    compiled = [
+        (layers, {"dense": "dense", "v3": "as in V3"}[structure], *(f"{of[form]:.0f}" if form in of else "" for form in
+         ("inductor", "whole", "once")), f"{of['once'] / least[structure]['once']:.1f}")
+        for (structure, layers), of in seconds.items()
+    ]  # fmt: skip
+    first = table(("layers", "kinds", "Inductor s", "whole s", "once s", "once / least layers"), compiled)
+    second = table(("sizes", "dtype", "cached tokens", "once ms", "whole ms", "once / whole"), steps)
+    return f"{first}\n\n{second}\n\n{where(about)}."
+
+
 def index_scores() -> str:
     """The scores of an indexer: as the model writes them, compiled, and as one operator."""
     about = data("index_scores")
@@ -486,6 +508,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sparse_attention": sparse_attention,
     "features": features,
     "few_rows": few_rows,
+    "layers_once": layers_once,
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,

@@ -181,14 +181,18 @@ def _sizes(one: _Stretch, known: dict[Any, fx.Node]) -> list[fx.Node] | None:
     given = {_symbol(node) for node in one.inputs}
     symbols = set[Any]().union(*(free_symbols(value) for value in _values((*one.inputs, *one.steps)))) - given
     tensors = (node.meta["val"] for node in one.inputs if isinstance(node.meta["val"], torch.Tensor))
-    said = {size.node.expr for value in tensors for size in value.shape if isinstance(size, torch.SymInt)}
+    said = {_expression(size) for value in tensors for size in value.shape}
     return [known[s] for s in sorted(symbols & known.keys(), key=str)] if symbols <= known.keys() | said else None
 
 
 def _symbol(node: fx.Node) -> Any:
     """The symbol that an input or a value is, if it is a number of that kind."""
-    value = node.meta.get("val")
-    return value.node.expr if isinstance(value, torch.SymInt) and value.node.expr.is_symbol else None
+    expression = _expression(node.meta.get("val"))
+    return expression if getattr(expression, "is_symbol", False) else None
+
+
+def _expression(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else None
 
 
 def _values(nodes: Sequence[fx.Node]) -> Iterator[Any]:

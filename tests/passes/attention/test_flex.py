@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from mla_compile import backend
@@ -93,8 +94,7 @@ def test_what_is_not_taken_apart_is_told(name):
     assert_equal(module, outcome.program, inputs(S=S))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # the original, for comparison
-def test_constants_inside_of_score_mod():
+def test_constants_inside_of_score_mod(monkeypatch):
     """Of two layers, each with tensors of its own that bear the same names."""
 
     def sloped(first):
@@ -114,6 +114,8 @@ def test_constants_inside_of_score_mod():
     options = {"codegen": "eager", "strict": True, "forms": "absorbed"}
     with torch.no_grad():
         result = torch.compile(module, backend="mla", options=options)(*inputs(S=S))
+        # Outside of torch.compile torch compiles the operator by itself; 2.15 fails there in the second layer.
+        monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         assert error(result, module(*inputs(S=S))) < 1e-10
     (report,) = [r for r in backend.reports() if r not in reports]
     assert [s.code for s in report.sites] == [Code.ABSORBED] * 2

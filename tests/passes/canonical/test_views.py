@@ -99,6 +99,7 @@ def said(node):
     return f"{node.target.overloadpacket.__name__}({', '.join(map(one, node.args))})"
 
 
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors of dimension other than 2")
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name):
     fn, expected = SPELLINGS[name]
