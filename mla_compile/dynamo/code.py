@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any, cast
 
-import torch
 from torch import fx
 
 from mla_compile.core.program import Call, Inputs
@@ -57,15 +56,17 @@ class CodeGenerator:
                 return None
             calls, examples = found
             for name, values in examples.items():
-                part = calls.get_submodule(name)
-                setattr(calls, name, _Compiled(self.whole(cast("fx.GraphModule", part), values)))
+                code = self.whole(cast("fx.GraphModule", calls.get_submodule(name)), values)
+                # A plain attribute: a user's global hooks of modules are not to see ours.
+                delattr(calls, name)
+                setattr(calls, name, code.forward if isinstance(code, fx.GraphModule) else code)
         except Exception as error:  # whatever goes wrong with the parts, the whole graph is still as it was
             if self.options.strict:
                 raise
             message = f"the layers of a graph are compiled as one, because of a failure: {brief(error)}"
             warnings.warn(message, MlaCompileWarning, stacklevel=4)
             return None
-        return calls
+        return calls.forward
 
     def _whole_is_asked(self) -> bool:
         """Whether Inductor was asked for what it does to a graph as such.
@@ -76,18 +77,6 @@ class CodeGenerator:
 
         settings = ((config.triton.cudagraphs, "triton.cudagraphs"), (config.freezing, "freezing"))
         return any(self.patches.get(name, default) for default, name in settings)
-
-
-class _Compiled(torch.nn.Module):
-    """A compiled part, as a graph can call it."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
-
-    def forward(self, *inputs: Any) -> Any:
-        """What the part returns for its inputs."""
-        return self.call(*inputs)
 
 
 def _inductor_patches(mode: str | None, options: Options) -> dict[str, Any]:

@@ -107,6 +107,20 @@ def test_inductor_compiles_one_layer_of_many() -> None:
     assert whole.call_count % 3 == 0
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks")
+def test_global_hooks_see_no_module_of_ours(made: list[fx.GraphModule]) -> None:
+    """Hooks of the user's that are set after the compilation, which Dynamo does not look for again."""
+    model, ids = models.build("minicpm3", num_hidden_layers=LAYERS), torch.ones(1, 4, dtype=torch.long)
+    call, seen = torch.compile(model, backend="mla", options={"strict": True}), list[str]()
+    with torch.no_grad():
+        want = call(ids).logits
+        with torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__)):
+            got = call(ids).logits
+    assert torch.equal(got, want)
+    assert len(made) >= 3
+    assert set(seen) <= {type(module).__name__ for module in model.modules()} | {"OptimizedModule"}
+
+
 def test_a_failure_in_the_parts_leaves_the_graph_whole(
     monkeypatch: pytest.MonkeyPatch, made: list[fx.GraphModule]
 ) -> None:
