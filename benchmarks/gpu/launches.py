@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import mla_compile
-from mla_compile.dynamo.compiler import Compiler
+from mla_compile.dynamo.code import CodeGenerator
 
 SMS, WARP, REGISTERS, THREADS, SHARED = 132, 32, 65536, 2048, 232448  # of an H100 and an H200
 _CALL = re.compile(r"^\s*(?:\w+ = )?(?:(triton_\w+)\.run|extern_kernels\.(\w+)|torch\.ops\.(\w+\.\w+))", re.MULTILINE)
@@ -46,13 +46,13 @@ def step_graph(model: Any, batch: int, tokens: int = 256) -> tuple[fx.GraphModul
 
     given: list[tuple[fx.GraphModule, list[Any]]] = []
 
-    def kept(_: Compiler, gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
+    def kept(_: CodeGenerator, gm: fx.GraphModule, example_inputs: Any) -> fx.GraphModule:
         given.append((gm, list(example_inputs)))
         return gm
 
-    with mock.patch.object(Compiler, "_generate", kept), torch.no_grad():
+    with mock.patch.object(CodeGenerator, "whole", kept), torch.no_grad():
         # A GPU's graph has the compiler's own products; here they might be this CPU's, where those are faster.
-        fast = mla_compile.optimize(model, strict=True, verify=False, products="torch")
+        fast = mla_compile.optimize(model, strict=True, verify=False, products="torch", layers="whole")
         cache: Any = StaticCache(config=model.config, max_cache_len=tokens)
         for count in (6, 1):  # a prompt, then a step
             fast(torch.ones(batch, count, dtype=torch.long), past_key_values=cache)
