@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 
 from mla_compile.core.program import Call, Inputs
 from mla_compile.dynamo.progress import Compilations
@@ -43,15 +45,15 @@ class CodeGenerator:
             return gm
         return cast("Call", code)
 
-    def by_parts(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call | None:
+    def by_parts(self, emitted: Callable[[], fx.GraphModule], example_inputs: Inputs) -> Call | None:
         """Code for the layers of a graph, one for each kind, and what calls it; None where that is not to be done.
 
-        ``gm``: ATen with ``meta["val"]`` on every node.
+        ``emitted`` makes the graph: ATen with ``meta["val"]`` on every node.
         """
         if self.options.codegen == "eager" or self.options.layers == "whole" or self._whole_is_asked():
             return None
         try:
-            found = split(gm, example_inputs)
+            found = split(emitted(), example_inputs)
             if found is None:
                 return None
             calls, examples = found
@@ -60,6 +62,8 @@ class CodeGenerator:
                 # A plain attribute: a user's global hooks of modules are not to see ours.
                 delattr(calls, name)
                 setattr(calls, name, code.forward if isinstance(code, fx.GraphModule) else code)
+        except RestartAnalysis:  # no failure: Dynamo is to trace again, knowing more
+            raise
         except Exception as error:  # whatever goes wrong with the parts, the whole graph is still as it was
             if self.options.strict:
                 raise

@@ -13,6 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,7 +214,7 @@ class Compiler:
         """Code for a graph that nothing was done to. Its layers are looked for in the captured graph."""
         if done is not None and not is_active():
             with torch.no_grad():
-                call = self.code.by_parts(emit.to_graph_module(done.captured), example_inputs)
+                call = self.code.by_parts(partial(emit.to_graph_module, done.captured), example_inputs)
             if call is not None:
                 return torch.no_grad()(call) if torch.is_grad_enabled() else call
         return self.code.whole(gm, example_inputs)
@@ -226,12 +227,13 @@ class Compiler:
         autocast = is_active()
 
         def generate(one: Program) -> Call:
-            emitted, inputs = emit.to_graph_module(one), _inputs_of(one, done.captured, example_inputs)
+            emitted, inputs = partial(emit.to_graph_module, one), _inputs_of(one, done.captured, example_inputs)
+            if (call := self.code.by_parts(emitted, inputs)) is not None:
+                return call
             # Under autocast the captured program and not its graph, which has no casts: it runs where autocast is off.
-            came = one is done.captured and not autocast
-            return self.code.by_parts(emitted, inputs) or self.code.whole(
-                *((gm, example_inputs) if came else (emitted, inputs))
-            )
+            if one is done.captured and not autocast:
+                return self.code.whole(gm, example_inputs)
+            return self.code.whole(emitted(), inputs)
 
         # Not a training graph: where gradients are enabled outside, the captured graph itself had switched them off.
         with torch.no_grad(), without_autocast():

@@ -124,7 +124,8 @@ def _value(value: Any) -> Hashable:
     """What is known of a value: expressions of its sizes, and how it lies in memory."""
     if isinstance(value, torch.Tensor):
         numbers = (*value.shape, None, *value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
-        return type(value), value.dtype, value.device, value.layout, value.requires_grad, tuple(map(_number, numbers))
+        lies = (value.device, value.layout, value.requires_grad, value.is_conj(), value.is_neg())
+        return type(value), value.dtype, lies, tuple(map(_number, numbers))
     if isinstance(value, (tuple, list)):
         return tuple(_value(one) for one in value)
     return _number(value)

@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_compile.core.program import copy_graph, view_source
 from mla_compile.repeats.find import LEAST_TIMES, Steps, cut, form
@@ -48,8 +49,8 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     symbols = {_symbol(node): node for node in examples if _symbol(node) is not None}
     graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in source.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            copied[node] = graph.node_copy(node)
+        if _is_given(node):
+            copied[node] = graph.node_copy(node, copied.__getitem__)
     names: dict[Hashable, str] = {}
     modules: dict[str, fx.GraphModule] = {}
     examples_of: dict[str, list[Any]] = {}
@@ -106,7 +107,7 @@ def _stretches(graph: fx.Graph) -> list[_Stretch] | None:
             found.append((tuple(rest), form(rest)[1], len(found)))
             rest.clear()
 
-    for repeated in cut([node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]):
+    for repeated in cut([node for node in graph.nodes if node.op != "output" and not _is_given(node)]):
         forms = [form(steps) for steps in repeated]
         kinds = Counter(kind for kind, _ in forms)
         for steps, (kind, inputs) in zip(repeated, forms, strict=True):
@@ -124,10 +125,17 @@ def _stretches(graph: fx.Graph) -> list[_Stretch] | None:
     return stretches if len(outputs) < len(stretches) else None
 
 
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is there before anything is computed: inputs, constants, and the plain tensors of a subclass."""
+    return node.op in ("placeholder", "get_attr") or node.target is getattr
+
+
 def _is_closed(one: _Stretch) -> bool:
-    """Whether a stretch takes and returns tensors and numbers only, of sizes that follow from those of its inputs."""
-    handed = [*one.inputs, *(one.steps[place] for place in one.outputs)]
-    plain = all(isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, int)) for node in handed)
+    """Whether a stretch takes and returns plain tensors and numbers, of sizes that follow from those of its inputs."""
+    handed = [node.meta.get("val") for node in (*one.inputs, *(one.steps[place] for place in one.outputs))]
+    plain = all(
+        isinstance(v, (torch.Tensor, torch.SymInt, int)) and not is_traceable_wrapper_subclass(v) for v in handed
+    )
     return plain and not any(free_unbacked_symbols(value) for value in _values((*one.inputs, *one.steps)))
 
 
