@@ -7,11 +7,12 @@ import datetime
 import os
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -19,6 +20,7 @@ from transformers.distributed import DistributedConfig
 
 import mla_compile
 from mla_compile import backend
+from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.passes.verify import check
 from tests.support import models
 
@@ -95,6 +97,22 @@ def same_as_one_process(
         "codes": sorted({str(s.code) for s in sites}),
         "absorbed": [(s.dims.H, s.decode_flops_after, s.cache_values_latent) for s in sites if s.verdict == "absorbed"],
     }
+
+
+def layers_once(rank: int) -> dict[str, Any]:
+    """Code for one layer of four, with its collectives, on every rank."""
+    whole = models.build("minicpm3", num_hidden_layers=4)
+    tokens, _ = generated(whole, 4)
+    made: list[int] = []
+    of_inductor = CodeGenerator.whole
+
+    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+        made.append(sum("all_reduce" in str(node.target) for node in gm.graph.nodes))
+        return of_inductor(self, gm, inputs)
+
+    with mock.patch.object(CodeGenerator, "whole", counted):
+        ours, _ = generated(mla_compile.optimize(by_heads(whole), strict=True, verify=False), 4)
+    return {"tokens": torch.equal(ours, tokens), "collectives": made}
 
 
 def _reports(fast: Any) -> list[tuple[str, str]]:

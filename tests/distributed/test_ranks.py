@@ -32,6 +32,13 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, st
         assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
 
 
+def test_layers_of_one_kind_are_compiled_once_on_every_rank(ranks):
+    for found in ranks(2).run(jobs.layers_once):
+        assert found["tokens"]
+        assert max(found["collectives"]) == 1, "the sum over the heads of one layer"
+        assert len(found["collectives"]) % 3 == 0
+
+
 def test_all_ranks_leave_what_one_leaves(ranks):
     first, second = ranks(2).run(jobs.another_verdict, 1)
     assert first["tokens"]
