@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_compile.codes import CODES, Code
-from mla_compile.workbench.planning import LABELS
+from mla_compile.workbench.step_formulas import LABELS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

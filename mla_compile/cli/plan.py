@@ -15,7 +15,7 @@ from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_jso
 from mla_compile.core.quantities import gigabytes, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
-from mla_compile.workbench import planning
+from mla_compile.workbench import planning, step_formulas
 from mla_compile.workbench.machines import machine as machine_named
 from mla_compile.workbench.planning import Plan, Request
 from mla_compile.workbench.plotting import check, draw
@@ -99,13 +99,13 @@ def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
-        lines.append(f"{planning.LABELS[row.layout]}, per GPU (attention and network: per layer)")
-        for name, expression in planning.expressions(row.layout, latent).items():
-            if not (chooses or expression.free_symbols.isdisjoint({planning.F, planning.Y})):
+        lines.append(f"{step_formulas.LABELS[row.layout]}, per GPU (attention and network: per layer)")
+        for name, expression in step_formulas.expressions(row.layout, latent).items():
+            if not (chooses or expression.free_symbols.isdisjoint({step_formulas.F, step_formulas.Y})):
                 continue
             used |= expression.free_symbols
             lines.append(f"  {name} = {sympy.sstr(expression)}")
-    lines.append("letters: " + "; ".join(f"{s} {planning.MEANING[s]}" for s in planning.MEANING if s in used))
+    lines.append("letters: " + "; ".join(f"{s} {step_formulas.MEANING[s]}" for s in step_formulas.MEANING if s in used))
     return lines
 
 
@@ -122,7 +122,7 @@ def _show(result: Plan) -> None:
         f"floors at {memory} of the data sheet's bandwidth and {compute} of its FLOP/s",
         *(result.stored.lines() if result.stored else ()),
     )
-    names = [planning.LABELS[row.layout] + (f" (dcp {row.dcp})" if row.dcp > 1 else "") for row in result.layouts]
+    names = [step_formulas.LABELS[row.layout] + (f" (dcp {row.dcp})" if row.dcp > 1 else "") for row in result.layouts]
     table = Table()
     table.add_column("", no_wrap=True)
     for name in names:

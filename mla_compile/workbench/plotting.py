@@ -13,7 +13,8 @@ from mla_compile.errors import InputError
 from mla_compile.report.facts import Facts
 from mla_compile.report.page.write import checked
 from mla_compile.workbench.machines import Machine
-from mla_compile.workbench.planning import LABELS, Request, plan
+from mla_compile.workbench.planning import Request, plan
+from mla_compile.workbench.step_formulas import LABELS
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
 USERS = tuple(2**i for i in range(11))

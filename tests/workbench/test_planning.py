@@ -8,9 +8,10 @@ import pytest
 import sympy
 
 from mla_compile.errors import InputError
-from mla_compile.workbench import planning
+from mla_compile.workbench import step_formulas
 from mla_compile.workbench.machines import machine
-from mla_compile.workbench.planning import AS_STORED, Attention, Request, expressions, floor_seconds, plan
+from mla_compile.workbench.planning import AS_STORED, Attention, Request, floor_seconds, plan
+from mla_compile.workbench.step_formulas import expressions
 from tests.support.facts import GROUPED, V3, V3_2, V3_STORED, V3_WEIGHTS
 
 H200 = machine("h200")
@@ -48,11 +49,11 @@ def test_floors_are_those_of_the_table(B, T, H):
 
 def test_one_machine_has_one_layout():
     """On one machine without links the formulas of all layouts are the same."""
-    P, C, Q = planning.P, planning.C, planning.Q
+    P, C, Q = step_formulas.P, step_formulas.C, step_formulas.Q
     for latent in (True, False):
-        by_layout = [expressions(layout, latent) for layout in planning.LABELS]
+        by_layout = [expressions(layout, latent) for layout in step_formulas.LABELS]
         for name, first in by_layout[0].items():
-            values = {P: 1, C: 1, Q: 1, planning.B: 3, planning.G: 2}
+            values = {P: 1, C: 1, Q: 1, step_formulas.B: 3, step_formulas.G: 2}
             for other in by_layout[1:]:
                 assert sympy.simplify(first.subs(values) - other[name].subs(values)) == 0, name
 
@@ -81,7 +82,7 @@ def test_layouts_share_the_work_and_not_the_cache():
 def test_users_that_fit_fill_the_memory():
     request = Request(context=131072, users=1, weight_dtype="fp8", cache_dtype="bf16", tp=8)
     for row in plan(V3, H200, request).layouts:
-        per_machine = row.most_users / (8 if planning.by_user(row.layout) else 1)
+        per_machine = row.most_users / (8 if step_formulas.by_user(row.layout) else 1)
         room = 141e9 * 0.9 - row.weight_bytes
         assert per_machine * row.cache_bytes_per_user <= room < (per_machine + 1) * row.cache_bytes_per_user
 
@@ -119,7 +120,7 @@ def test_dequantized_weights_are_split_along_the_heads():
     for row, without in zip(
         plan(model, H200, request).layouts, plan(replace(V3, stored=plain), H200, request).layouts, strict=True
     ):
-        share = kept if planning.by_user(row.layout) else kept / 8
+        share = kept if step_formulas.by_user(row.layout) else kept / 8
         assert row.weight_bytes - without.weight_bytes == pytest.approx(share)
 
 
@@ -214,7 +215,7 @@ def test_between_nodes_each_node_gets_things_once():
     assert sent("context", B=128, P=16, C=8, Q=2)[1] == 2 * all_reduced  # a context that lies on one node
     exchanged = 128 * 128 * (576 + 512) * 2
     assert sent("context", B=128, P=16, C=16, Q=2)[1] == pytest.approx(2 * all_reduced + exchanged / 2)
-    for layout in planning.LABELS:
+    for layout in step_formulas.LABELS:
         assert sent(layout, B=128, P=8)[1] == 0
 
 
