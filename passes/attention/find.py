@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.flex import Flex, flex_of
-from mla_compile.passes.attention.scores import Scores, ScoreTracer, align_right, oriented
+from mla_compile.passes.attention.score_tracer import ScoreTracer
+from mla_compile.passes.attention.scores import Scores, align_right, oriented
 from mla_compile.passes.attention.site import NEGLIGIBLE, AttentionSite, MaskTerm, Operand, Product
 from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, packet, shape, val

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.chosen import ranked
-from mla_compile.passes.attention.scores import ScoreTracer
+from mla_compile.passes.attention.score_tracer import ScoreTracer
 from mla_compile.passes.attention.site import Chosen, Operand, Product
 from mla_compile.passes.ir.axes import Axes, Axis, axis_size, flatten, fresh_axis, regroup
 from mla_compile.passes.ir.graph import argument, is_tensor, packet, shape, val

@@ -1,40 +1,17 @@
-"""Following attention scores from the query-key product to the softmax and on to the value product.
-
-Between the products people write a scale, masks, casts, reshapes, in any order. All of it is followed back from the
-value product, with axes as atoms, until a product of two activations is reached. What does not fit the plain formula
-does not end the walk: it is noted (``open_core``), because the products can still be rewritten one by one.
-"""
+"""What is known of attention scores on their way from the query-key product to the value product."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import MaskTerm, Operand, Product
-from mla_compile.passes.ir.axes import (
-    Atom,
-    Axes,
-    Axis,
-    Split,
-    axis_size,
-    common_factors,
-    flatten,
-    fresh_axis,
-    regroup,
-    substitute,
-)
-from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
-from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Broadcast, Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
-from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, Split, common_factors, flatten, substitute
+from mla_compile.passes.ir.graph import shape
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -102,77 +79,7 @@ class Scores:
         )
 
 
-SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax}
-_ELEMENTWISE = {
-    aten.tanh, aten.clamp, aten.nan_to_num, aten.sub, aten.sigmoid, aten.relu, aten.maximum, aten.minimum, aten.max,
-    aten.min,
-}  # fmt: skip
-
-
-class ScoreTracer:
-    """Walks back from one node; remembers what it has seen in this graph."""
-
-    def __init__(self, weights: Collection[fx.Node]) -> None:
-        self.weights = weights
-        self._seen: dict[fx.Node, Scores | None] = {}
-
-    def is_product(self, node: fx.Node) -> bool:
-        """Whether ``node`` multiplies two activations along an axis."""
-        labelled = product_labels(node) if packet(node) in LABELLED else None
-        return labelled is not None and not any(o in self.weights for o, _ in labelled[:2])
-
-    def probabilities(self, node: fx.Node) -> Scores | None:
-        scores = self.trace(node)
-        return scores if scores is not None and (scores.normalized or scores.exponential) else None
-
-    def trace(self, node: fx.Node) -> Scores | None:
-        if node not in self._seen:
-            self._seen[node] = None  # while it is being traced; graphs have no cycles
-            self._seen[node] = self._trace(node)
-        return self._seen[node]
-
-    def _trace(self, node: fx.Node) -> Scores | None:
-        if self.is_product(node):
-            return _product(node)
-        how = decode(node)
-        if how is not None:
-            move = _MOVES.get(type(how))
-            return None if move is None or not is_tensor(node) else move(self, node, how)
-        rule = _RULES.get(packet(node))
-        return None if rule is None or not is_tensor(node) else rule(self, node)
-
-
-def _product(node: fx.Node) -> Scores | None:
-    labelled = product_labels(node)
-    assert labelled is not None
-    (left, left_labels), (right, right_labels), out = labelled
-    axis_of: dict[str, Axis] = {}
-    for x, labels in ((left, left_labels), (right, right_labels)):
-        for label, s in zip(labels, shape(x), strict=True):
-            if not axis_of.get(label, ()):
-                axis_of[label] = fresh_axis(s)
-    summed = [c for c in left_labels if c not in out]
-    # One label is summed and both operands have it; anything else sums an operand by itself.
-    if len(summed) != 1 or summed[0] not in right_labels or any(c not in out for c in right_labels if c not in summed):
-        return None
-
-    def operand(x: fx.Node, labels: str) -> Operand:
-        return Operand(x, tuple(() if same(s, 1) else axis_of[c] for c, s in zip(labels, shape(x), strict=True)))
-
-    features = axis_of[summed[0]]
-    # Which side is the query is settled at the softmax (its axis belongs to the keys); until then left is.
-    axes = tuple(axis_of.get(c, ()) for c in out)  # an axis that a sum keeps has no label
-    return Scores(axes, (Product(operand(left, left_labels), operand(right, right_labels), features, node, axes),))
-
-
-def _copied(tracer: ScoreTracer, node: fx.Node, how: Copy) -> Scores | None:
-    scores = tracer.trace(how.x)
-    if scores is None or not val(node).dtype.is_floating_point:
-        return None
-    return _converted(scores, val(how.x).dtype, val(node).dtype)
-
-
-def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
+def converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
     """Scores of another dtype: what was filled in may become minus infinity, as float64's lowest value in float32."""
     # Probabilities lie between 0 and 1 and fit any floating dtype; masks act before them. Below the greatest score of a
     # row, a fill that all scores of it have is 0, whatever the dtype.
@@ -180,80 +87,16 @@ def _converted(scores: Scores, old: torch.dtype, new: torch.dtype) -> Scores:
         return scores
     # In float16 a mask of -1e9 becomes minus infinity, and a fully masked row then gives NaN.
     narrower = new if torch.finfo(new).max < torch.finfo(old).max else None
-    masks = (replace(m, fill=_rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
+    masks = (replace(m, fill=rounded(m.fill, new), dtype=narrower or m.dtype) for m in scores.masks)
     return replace(scores, masks=tuple(masks))
 
 
-def _rounded(fill: float, dtype: torch.dtype) -> float:
+def rounded(fill: float, dtype: torch.dtype) -> float:
+    """What a number is once it was stored in a dtype."""
     return float(torch.tensor(fill, dtype=torch.float64).to(dtype))
 
 
-def _dropped(tracer: ScoreTracer, node: fx.Node, how: Dropout) -> Scores | None:
-    scores = tracer.trace(how.x)
-    if scores is None or not how.active:
-        return scores
-    return replace(scores, problem=Stop(node, "dropout", "dropout of the attention probabilities is active"))
-
-
-def _regrouped(tracer: ScoreTracer, node: fx.Node, how: Regroup) -> Scores | None:
-    scores = tracer.trace(how.x)
-    grouped = None if scores is None else regroup(flatten(scores.axes), shape(node))
-    if scores is None or grouped is None:
-        return None
-    return replace(scores.split(grouped[1]), axes=grouped[0])
-
-
-def _permuted(tracer: ScoreTracer, node: fx.Node, how: Permute) -> Scores | None:
-    scores = tracer.trace(how.x)
-    return None if scores is None else replace(scores, axes=tuple(scores.axes[d] for d in how.order))
-
-
-def _scale(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    if node.kwargs.get("rounding_mode"):
-        return None
-    a, b = args_of(node)[0], args_of(node)[1]
-    if not isinstance(a, fx.Node) or (isinstance(b, fx.Node) and tracer.trace(a) is None):
-        a, b = b, a
-        if packet(node) is aten.div:
-            return None
-    scores = tracer.trace(a) if isinstance(a, fx.Node) else None
-    if scores is None or not isinstance(a, fx.Node) or not _keeps_shape(node, a):
-        return None
-    scores = scores.changed()
-    if not isinstance(b, (int, float)) or scores.normalized:
-        return scores.opened("scores or probabilities are multiplied by a tensor")
-    # Masks that were added before are scaled with the scores, and fills too, in the dtype that they were written in.
-    by = 1.0 / b if packet(node) is aten.div else float(b)
-    dtype = val(node).dtype
-    masks = tuple(replace(m, scale=m.scale * by, fill=_rounded(m.fill * by, dtype)) for m in scores.masks)
-    return replace(scores, scale=scores.scale * by, masks=masks)
-
-
-def _keeps_shape(node: fx.Node, x: fx.Node) -> bool:
-    return same_sizes(shape(x), shape(node))
-
-
-def _add(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    a, b = args_of(node)[0], args_of(node)[1]
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-        kept = tracer.trace(a) if isinstance(a, fx.Node) else None
-        return None if kept is None else kept.opened("a constant is added to the scores")
-    left, right = tracer.trace(a), tracer.trace(b)
-    alpha = node.kwargs.get("alpha", 1)
-    if left is not None and right is not None:
-        joined = _sum(left, right)
-        return joined if joined is None or alpha == 1 else joined.opened("products with different scales are added up")
-    scores, other, x = (left, b, a) if left is not None else (right, a, b)
-    if scores is None or not _keeps_shape(node, x):
-        return None
-    # What is added after the softmax is no mask, and one that is multiplied first is not followed.
-    scores = scores.changed()
-    if scores.normalized or alpha != 1 or not is_tensor(other):
-        return scores.opened("something is added to the probabilities")
-    return replace(scores, masks=(*scores.masks, MaskTerm("add", Operand(other, align_right(other, scores.axes)))))
-
-
-def _sum(a: Scores, b: Scores) -> Scores | None:
+def added_up(a: Scores, b: Scores) -> Scores | None:
     """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
     if a.normalized or b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
         return None
@@ -279,166 +122,11 @@ def _sum(a: Scores, b: Scores) -> Scores | None:
     return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
 
 
-def _fill(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """masked_fill(x, mask, value); where(mask, x, value); where(mask, value, x)."""
-    kind: Literal["keep", "drop"]
-    if packet(node) is aten.masked_fill:
-        x, mask, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "drop"
-    else:
-        mask, x, value, kind = args_of(node)[0], args_of(node)[1], args_of(node)[2], "keep"
-        # `where(mask, value, scores)`: the condition says what goes, not what stays.
-        if not isinstance(x, fx.Node) or tracer.trace(x) is None:
-            x, value, kind = value, x, "drop"
-    scores = tracer.trace(x) if isinstance(x, fx.Node) else None
-    if scores is None or not isinstance(x, fx.Node) or not is_tensor(mask) or not _keeps_shape(node, x):
-        return None
-    number, scores = _constant(value), scores.changed()
-    if number is None or scores.normalized:
-        return scores.opened("scores are replaced by a tensor")
-    operand = Operand(mask, align_right(mask, scores.axes))
-    return replace(scores, masks=(*scores.masks, MaskTerm(kind, operand, fill=_rounded(number, val(node).dtype))))
-
-
-def _constant(value: object) -> float | None:
-    """A number, or a tensor of one number whose value stands in the graph."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    how = decode(value)
-    if isinstance(how, Copy) and isinstance(value, fx.Node):
-        number = _constant(how.x)
-        return None if number is None else _rounded(number, val(value).dtype)
-    return _constant(how.value) if isinstance(how, Fill) else None
-
-
-def _softmax(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    scores = tracer.trace(args_of(node)[0])
-    if scores is None or scores.normalized:
-        return None
-    # `softmax(x, dtype=float32)` converts before it exponentiates.
-    scores = _converted(scores, val(args_of(node)[0]).dtype, val(node).dtype)
-    over = scores.axes[axis(args_of(node)[1], len(scores.axes))]
-    # It takes any number off that is the same for all it runs over, and no other.
-    if scores.below_top not in (None, over):
-        scores = scores.opened("the maximum along another axis is taken off")
-    joined = next((p for p in scores.padded if over == (p.longer,)), None)
-    if joined is not None and joined.sink is None:
-        scores = scores.opened("the softmax runs over more than the keys")
-    # The keys are what remains when the sink is cut off again.
-    shorter = {p.longer: p.own for p in scores.padded}
-    over = tuple(b for a in over for b in shorter.get(a, (a,)))
-    products = tuple(oriented(p, over) for p in scores.products)
-    if packet(node) is aten._safe_softmax:
-        scores = scores.opened("a softmax that gives zeros for empty rows")
-    sinks = None if joined is None else joined.sink
-    return replace(scores, products=products, softmax=over, normalized=True, sinks=sinks)
-
-
 def oriented(product: Product, keys: Axis) -> Product:
     """The operand that has the softmax's axis is the key."""
     if set(keys) & set(flatten(product.q.axes)) and not set(keys) & set(flatten(product.k.axes)):
         return replace(product, q=product.k, k=product.q)
     return product
-
-
-def _exponential(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """The exponential of a softmax that is written in a way of its own (divided last, with one more in the sum)."""
-    scores = tracer.trace(args_of(node)[0])
-    return None if scores is None else replace(scores.opened("weights that no softmax made"), exponential=True)
-
-
-def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """An operator that keeps the axes but is not part of the plain formula (soft cap)."""
-    for x in args_of(node):
-        scores = tracer.trace(x) if is_tensor(x) else None
-        if scores is not None and _keeps_shape(node, x):
-            return scores.opened(f"{packet(node).__name__} between the products")
-    return None
-
-
-def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
-    """``x - x.max(dim, keepdim=True)``, which a softmax along ``dim`` takes off by itself."""
-    x = args_of(node)[0]
-    scores = tracer.trace(x) if is_tensor(x) and args_of(node)[2:] == () and not node.kwargs else None
-    along = None if scores is None or scores.normalized else _top_of(x, args_of(node)[1])
-    if scores is None or along is None or scores.below_top is not None:
-        return _elementwise(tracer, node)
-    return replace(scores, below_top=scores.axes[along])
-
-
-def _top_of(x: fx.Node, top: object) -> int | None:
-    """The dimension along which ``top`` is the greatest of ``x``, and 1 long."""
-    if packet(top) is operator.getitem and isinstance(top, fx.Node) and top.args[1] == 0:
-        top = top.args[0]
-    if packet(top) not in (aten.max, aten.amax) or not isinstance(top, fx.Node) or args_of(top)[0] is not x:
-        return None
-    dims, keeps = argument(top, 1, "dim", ()), argument(top, 2, "keepdim", False)
-    dims = dims if isinstance(dims, (list, tuple)) else [dims]
-    return axis(dims[0], len(shape(x))) if len(dims) == 1 and isinstance(dims[0], int) and keeps is True else None
-
-
-def _joined(tracer: ScoreTracer, node: fx.Node, how: Join) -> Scores | None:
-    """Something is joined to the scores along one axis (an attention sink)."""
-    dim = how.dim
-    for k, x in enumerate(how.parts):
-        scores = tracer.trace(x)
-        # Keys may come before the sink or after it.
-        start = sum(shape(before)[dim] for before in how.parts[:k])
-        if scores is not None and not scores.normalized and isinstance(start, int):
-            longer = Atom(shape(node)[dim])
-            axes = tuple((longer,) if k == dim else a for k, a in enumerate(scores.axes))
-            others = [part for j, part in enumerate(how.parts) if j != k]
-            sink = _sink(scores, others, dim) if not scores.settled and val(x).dtype == val(node).dtype else None
-            padded = (*scores.padded, Padded(longer, scores.axes[dim], start, sink))
-            scores = replace(scores, axes=axes, padded=padded)
-            return scores if sink is not None else scores.opened("columns are appended to the scores")
-    return None
-
-
-def _sink(scores: Scores, parts: Sequence[fx.Node], dim: int) -> Operand | None:
-    """The one column that ``parts`` are, as it was before it was repeated for batch entries and queries."""
-    if len(parts) != 1 or not same(shape(parts[0])[dim], 1):
-        return None
-    node = parts[0]
-    while isinstance(how := decode(node), Broadcast):
-        node = how.x
-    axes = tuple(() if k == dim else a for k, a in enumerate(scores.axes))
-    return Operand(node, align_right(node, axes))
-
-
-def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
-    """The appended columns are cut off again."""
-    scores, dim = tracer.trace(how.x), how.dim
-    if scores is None or _keeps_shape(node, how.x):
-        return scores
-    own = scores.axes[dim]
-    padded = next((p for p in scores.padded if own == (p.longer,)), None)
-    if padded is None or how.bounds is None:
-        return None
-    start, _, step = how.bounds
-    # Exactly the keys must be left: anything else is a softmax over other keys.
-    if (start or 0, step) != (padded.start, 1) or not same(axis_size(padded.own), shape(node)[dim]):
-        return None
-    axes = tuple(padded.own if k == dim else a for k, a in enumerate(scores.axes))
-    return replace(scores, axes=axes)
-
-
-_MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
-    Copy: _copied,
-    Dropout: _dropped,
-    Regroup: _regrouped,
-    Permute: _permuted,
-    Join: _joined,
-    Slice: _sliced,
-}
-_RULES: dict[object, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
-    **dict.fromkeys((aten.mul, aten.div), _scale),
-    aten.add: _add,
-    **dict.fromkeys((aten.masked_fill, aten.where), _fill),
-    **dict.fromkeys(SOFTMAX, _softmax),
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    aten.exp: _exponential,
-    aten.sub: _subtracted,
-}
 
 
 def align_right(node: fx.Node, axes: Axes) -> Axes:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.flex import flex_of
-from mla_compile.passes.attention.scores import SOFTMAX, ScoreTracer
+from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.ir.graph import args_of, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import is_contraction

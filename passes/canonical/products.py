@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.attention.scores import SOFTMAX
+from mla_compile.passes.attention.score_tracer import SOFTMAX
 from mla_compile.passes.ir.graph import Builder, args_of, packet, val
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import nearest

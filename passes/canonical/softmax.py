@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.attention.scores import ScoreTracer
+from mla_compile.passes.attention.score_tracer import ScoreTracer
 from mla_compile.passes.attention.unfollowed import between_products
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
