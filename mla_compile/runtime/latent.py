@@ -8,103 +8,16 @@ compiled graph takes the rows themselves. How the caller keeps the cache is neit
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from mla_compile.errors import StaleWeightError, WeightError
-from mla_compile.passes.cache.recipe import Recipe, at_once, expand
-from mla_compile.runtime.folds import parts_of, version, versions
+from mla_compile.passes.cache.recipe import Recipe
+from mla_compile.runtime.latent_cell import Cell, once
 
 aten = torch.ops.aten
-
-
-class _Cell:
-    """What one K is computed from; shared by all tensors that are, or show a part of, the same memory.
-
-    ``full`` is K itself, once somebody has written to it or holds a view of it. From then on it is what counts.
-    ``own``: it is a buffer of a module, into whose rows compiled graphs write.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe | None,
-        rows: Sequence[torch.Tensor] = (),
-        leaves: Sequence[torch.Tensor] = (),
-        full: torch.Tensor | None = None,
-        *,
-        own: bool = False,
-    ) -> None:
-        self.recipe = recipe
-        self.rows = tuple(rows)
-        self.leaves = tuple(leaves)
-        self.full = full
-        self.own = own
-        self.versions = [versions(leaf) for leaf in leaves]
-        self._share()
-
-    def _share(self) -> None:
-        for row in self.rows if self.own else ():
-            _sharing.setdefault(row, weakref.WeakSet()).add(self)
-
-    def sharers(self) -> set[_Cell]:
-        """All buffers that are made of one of the same rows: who writes to these writes to all of them."""
-        found = (_sharing.get(row, ()) for row in self.rows)
-        return {cell for cells in found for cell in cells if any(a is b for a in cell.rows for b in self.rows)}
-
-    def expand(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        self.check()
-        assert self.recipe is not None
-        # The recipe has the casts of the graph that made the rows, whatever is active where K is read.
-        with torch.no_grad(), torch._C._DisableAutocast():
-            made: torch.Tensor = expand(self.recipe, rows, self.leaves, at_once)
-        return made.contiguous()
-
-    def settle(self) -> torch.Tensor:
-        """K itself, which replaces the rows from now on."""
-        if self.full is None:
-            with torch.inference_mode(mode=False):  # it may be written to outside, as the buffer that it stands for
-                full = self.expand(self.rows)
-            self.replace(full)
-            return full
-        return self.full
-
-    def replace(self, full: torch.Tensor) -> None:
-        """Other values, whatever the rows were."""
-        self.full = full
-        if not isinstance(full, FakeTensor):  # the guards of a trace are about what came in
-            self.rows = self.leaves = ()
-
-    def clear(self) -> None:
-        """All zeros, which are those of any weights. Whoever shares the rows keeps them, until it is cleared too."""
-        self.rows = tuple(_once((row,), _zeros) for row in self.rows)
-        if any(version(row) for row in self.rows):  # those that another was cleared to, and has written to since
-            self.rows = tuple(map(_zeros, self.rows))
-        self.versions = [versions(leaf) for leaf in self.leaves]
-        self._share()
-
-    def check(self) -> None:
-        """Raises :class:`StaleWeightError` if a weight has changed since the rows were made, or is not there."""
-        if any(versions(leaf) != was for leaf, was in zip(self.leaves, self.versions, strict=False)):
-            empty = "empty it with zero_()" if self.own else "start with an empty cache"
-            raise StaleWeightError(
-                "a weight was changed after this cache was filled: its rows were made for the old weights; "
-                f'{empty}, or compile with the option cache="expanded"'
-            )
-        if any(part.numel() and not part.untyped_storage().nbytes() for leaf in self.leaves for part in parts_of(leaf)):
-            raise WeightError(
-                "a weight that this cache is expanded with has no memory now (FSDP frees weights outside of the layer "
-                'that they belong to): read the cache while they are there, or compile with cache="expanded"'
-            )
-
-
-_sharing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Rows that are written to -> the cells of the buffers that are made of them."""
 
 
 class LatentTensor(torch.Tensor):
@@ -114,14 +27,14 @@ class LatentTensor(torch.Tensor):
     share memory as views do. ``span``: the tokens of the cell that this one shows; ``None`` means all.
     """
 
-    _cell: _Cell
+    _cell: Cell
     _tokens: int
     _span: tuple[int, int] | None
     _part: tuple[torch.Tensor, ...] | None
     _view: tuple[torch.Tensor, torch.Tensor] | None
 
     @staticmethod
-    def __new__(cls: type[LatentTensor], cell: _Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
+    def __new__(cls: type[LatentTensor], cell: Cell, tokens: int, span: tuple[int, int] | None = None) -> LatentTensor:
         """A tensor that shows a cell; :meth:`of` creates one from rows."""
         if cell.full is not None:
             like = cell.full if span is None else cell.full.narrow(tokens, span[0], span[1] - span[0])
@@ -145,7 +58,7 @@ class LatentTensor(torch.Tensor):
         cls, recipe: Recipe, rows: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], *, own: bool = False
     ) -> LatentTensor:
         """A new tensor that is computed from ``rows``; ``own``: it is a buffer, and its rows may be written to."""
-        return cls(_Cell(recipe, rows, leaves, own=own), recipe.tokens)
+        return cls(Cell(recipe, rows, leaves, own=own), recipe.tokens)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 
@@ -170,7 +83,7 @@ class LatentTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], recipe: Recipe | int, *_: Any) -> LatentTensor:
         if isinstance(recipe, int):
-            return LatentTensor(_Cell(None, full=inner["full"]), recipe)
+            return LatentTensor(Cell(None, full=inner["full"]), recipe)
         rows = [inner[f"rows{i}"] for i in range(len(recipe.widths))]
         return LatentTensor.of(recipe, rows, [inner[f"leaf{i}"] for i in range(recipe.leaves)])
 
@@ -212,10 +125,10 @@ class LatentTensor(torch.Tensor):
         start, stop = self._span
         how = cell.recipe.token_axis, start, stop - start
         if cell.own:  # rows that are written to, and may be others tomorrow
-            return tuple(_once((r,), torch.Tensor.narrow, *how) for r in cell.rows)
+            return tuple(once((r,), torch.Tensor.narrow, *how) for r in cell.rows)
         if self._part is None:
             # A copy, which compiled graphs need not be made anew for.
-            self._part = tuple(_once((r,), _narrowed, *how) for r in cell.rows)
+            self._part = tuple(once((r,), _narrowed, *how) for r in cell.rows)
         return self._part
 
     def expanded(self) -> torch.Tensor:
@@ -332,38 +245,14 @@ def _on_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Latent
         return LatentTensor(x._cell, x._tokens, x._span)
     if func is aten.clone.default:
         # Rows that nobody writes to need no copy.
-        rows = [_once((r,), torch.Tensor.clone) for r in x.rows()] if x.is_own else x.rows()
+        rows = [once((r,), torch.Tensor.clone) for r in x.rows()] if x.is_own else x.rows()
         return LatentTensor.of(recipe, rows, x.leaves)
     if func is aten.index_select.default:
         dim = args[1] % len(recipe.kinds)
         if recipe.kinds[dim] == "row":
-            rows = [_once((r, args[2]), _select, recipe.row_axis(dim)) for r in x.rows()]
+            rows = [once((r, args[2]), _select, recipe.row_axis(dim)) for r in x.rows()]
             return LatentTensor.of(recipe, rows, x.leaves)
     return None
-
-
-_made: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], tuple[weakref.ref[torch.Tensor], ...]]] = {}
-
-
-def _once(sources: tuple[torch.Tensor, ...], make: Callable[..., torch.Tensor], *how: int) -> torch.Tensor:
-    """``make(*sources, *how)``, or its earlier result for the same tensors, so that what K and V share stays shared."""
-    key = (make, *map(id, sources), *(version(source) for source in sources), *how)
-    known = _made.get(key)
-    if known is not None and all(ref() is source for ref, source in zip(known[1], sources, strict=True)):
-        before = known[0]()
-        if before is not None:
-            return before
-    if len(_made) > 256:
-        for old in [k for k, (result, _) in list(_made.items()) if result() is None]:
-            _made.pop(old, None)
-    made = make(*sources, *how)
-    _made[key] = weakref.ref(made), tuple(map(weakref.ref, sources))
-    return made
-
-
-def _zeros(rows: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(mode=False):  # where writes are counted, and from which it may be taken
-        return torch.zeros_like(rows)
 
 
 def _narrowed(rows: torch.Tensor, *how: int) -> torch.Tensor:
@@ -403,5 +292,5 @@ def _joined(parts: Sequence[object], dim: int) -> LatentTensor | None:
         return None
     if any(p.recipe != recipe or any(a is not b for a, b in zip(p.leaves, leaves, strict=True)) for p in held):
         return None
-    rows = [_once(one, _cat, recipe.token_axis) for one in zip(*(p.rows() for p in held), strict=True)]
+    rows = [once(one, _cat, recipe.token_axis) for one in zip(*(p.rows() for p in held), strict=True)]
     return LatentTensor.of(recipe, rows, leaves)
