@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import fx
@@ -44,6 +44,9 @@ from mla_compile.report.report import Report
 from mla_compile.runtime.choice import picker
 from mla_compile.runtime.folds import FoldedWeights
 
+if TYPE_CHECKING:
+    from mla_compile.batching.replay import Replayed
+
 logger = logging.getLogger("mla_compile")
 _ASSERTS = (
     torch.ops.aten._assert_scalar.default,
@@ -69,7 +72,7 @@ class Graph:
     """One compiled graph: what it computes, the sizes it is padded to, and those that it has run with.
 
     ``buckets``: the sizes seen so far, rounded up to powers of two, a tuple of numbers for each. ``limit``: how many
-    compilations at most, whatever comes.
+    compilations at most, whatever comes. ``replayed``: the recordings for these sizes, where there are any.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Graph:
     limit: int
     buckets: set[tuple[int, ...]] = field(default_factory=set)
     compiled: Compiled | None = field(default=None, repr=False)
+    replayed: Replayed | None = field(default=None, repr=False)
 
     @property
     def compilations(self) -> int:
@@ -85,7 +89,8 @@ class Graph:
 
     def __str__(self) -> str:
         sizes = sorted(self.buckets) or "none"
-        return f"{self.name}: {self.computes}; compilations: {self.compilations} of {self.limit}; sizes so far: {sizes}"
+        told = f"{self.name}: {self.computes}; compilations: {self.compilations} of {self.limit}; sizes so far: {sizes}"
+        return told if self.replayed is None else f"{told}; recordings: {self.replayed.count}"
 
 
 @dataclass(frozen=True)
@@ -155,14 +160,14 @@ class StepGraphs:
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
 
-    def decode(self, pools: Sequence[torch.Tensor]) -> Decode:
-        """The decode step over these pools, compiled when it is first called."""
+    def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
+        """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well."""
         program = self._decode.copy()
         # Nodes of the copy: what was found is told in terms of the graph it was found in.
         found = _paged(program, self.lm)
         names = step_over_pages(program, found, pools, TOKENS, packed=self.packed)
         graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
-        call = self._compiled(program, graph, decode=True)
+        call = self._compiled(program, graph, decode=True, replays=replays, changing=(TOKENS, POSITIONS, *names[:2]))
         with self._lock:
             self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
 
@@ -225,9 +230,18 @@ class StepGraphs:
         self._pays = lambda inputs: pays([inputs.get(name) for name in order])
 
     def _compiled(
-        self, program: Program, graph: Graph, *, decode: bool = False
+        self,
+        program: Program,
+        graph: Graph,
+        *,
+        decode: bool = False,
+        replays: type[Replayed] | None = None,
+        changing: Sequence[str] = (),
     ) -> Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]:
-        """A callable of the inputs by name; weights and folds are added to them."""
+        """A callable of the inputs by name; weights and folds are added to them.
+
+        With ``replays`` a call is recorded for its sizes, of inputs that are others each time in ``changing``.
+        """
         program.gm.recompile()
         folds = FoldedWeights(program) if program.folds else None
         order = [node.name for node in program.placeholders]
@@ -248,7 +262,10 @@ class StepGraphs:
                 if not made:
                     with self._lock:
                         if not made:
-                            made.append(self._generate(program, graph))
+                            call = self._generate(program, graph)
+                            if replays is not None:
+                                call = graph.replayed = replays(call, [order.index(name) for name in changing])
+                            made.append(call)
                 result: Sequence[torch.Tensor] = made[0](*values)
                 return result
 

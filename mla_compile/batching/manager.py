@@ -22,6 +22,7 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from mla_compile.batching.graphs import StepGraphs
 from mla_compile.batching.pages import LatentPages
+from mla_compile.batching.replay import Replayed, can_record
 from mla_compile.batching.steps import Steps
 from mla_compile.errors import InputError
 
@@ -91,12 +92,16 @@ class LatentManager(ContinuousBatchingManager):
         self._in_vain = 0  # loops in a row that died before their first step
         self._ends = False
         self._ending = threading.Lock()
+        asked = arguments["continuous_batching_config"]
         super().__init__(_OfOneKind(model), **arguments)
         self.model = model
+        # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
+        wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
+        self._replays = Replayed if wanted and can_record(model.device) else None
         if self.distributed_helper.tp_size > 1:
             raise InputError("continuous batching over latent pages runs in one process: got a tensor-parallel model")
         config = self.continuous_batching_config
-        # What transformers would capture or compile is its own path; the graphs of a step are compiled here.
+        # What transformers would capture or compile is its own path; steps are compiled and recorded here.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
         config.varlen_compile_config = config.decode_compile_config = None
         if config.page_size & (config.page_size - 1) or config.page_size > 256:
@@ -157,7 +162,7 @@ class LatentManager(ContinuousBatchingManager):
         pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype)
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(config, pages.num_blocks, pages.max_batch_tokens)
-        self._steps = Steps(self.graphs, pages, self.graphs.vocabulary)
+        self._steps = Steps(self.graphs, pages, self.graphs.vocabulary, self._replays)
         scheduler = _scheduler(SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler))(
             cache=pages, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )

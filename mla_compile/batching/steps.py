@@ -16,6 +16,7 @@ import torch
 
 from mla_compile.batching.graphs import Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
+from mla_compile.batching.replay import Replayed
 from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
 
 logger = logging.getLogger("mla_compile")
@@ -36,9 +37,12 @@ class _Part:
 class Steps:
     """What transformers calls in place of the model: takes the packed tokens of a step, returns logits."""
 
-    def __init__(self, graphs: StepGraphs, pages: LatentPages, vocabulary: int) -> None:
+    def __init__(
+        self, graphs: StepGraphs, pages: LatentPages, vocabulary: int, replays: type[Replayed] | None = None
+    ) -> None:
+        """``replays``: how decode steps are recorded and replayed, where the device can."""
         self._graphs, self._pages, self._vocabulary = graphs, pages, vocabulary
-        self._decode: Decode = graphs.decode(pages.pools)
+        self._decode: Decode = graphs.decode(pages.pools, replays)
         self.batch: Callable[[], list[Any]] = list
         self.fails: Fails = lambda error, _: _raise(error)
 

@@ -12,13 +12,9 @@ from mla_compile import pipeline
 from mla_compile.passes.ir.graph import packet
 from tests.support import models
 from tests.support.programs import OP
+from tests.support.recording import WAITS
 
 ROOM, PROMPT, STEPS = 40, 6, 12
-aten = torch.ops.aten
-WAITS = {
-    aten.item, aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.is_nonzero, aten._unique2,
-}  # fmt: skip
-"""Operators that wait for the device, or whose result has a size that only the data tell."""
 
 
 @pytest.fixture

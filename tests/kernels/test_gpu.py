@@ -275,6 +275,24 @@ def test_a_static_cache_step_by_name_and_mode(mode):
     assert any(report.absorbed for report in reports())
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_many_users_over_pages(recorded):
+    """Continuous batching: tokens of ``generate()``, steps replayed from CUDA graphs or launched one by one."""
+    pytest.importorskip("transformers.generation.continuous_batching.utils")
+    import mla_compile
+    from tests.support import serving
+
+    model = models.build("minicpm3", tie_word_embeddings=False).to("cuda")
+    fast = mla_compile.continuous_batching(model)
+    ids = serving.prompts((21, 5, 33, 7))
+    with torch.no_grad():
+        whole = [model.generate(torch.tensor([one]).cuda(), max_new_tokens=12, do_sample=False) for one in ids]
+    got = serving.tokens(fast, ids, use_cuda_graph=recorded)
+    assert got == [out[0, len(one) :].tolist() for out, one in zip(whole, ids, strict=True)]
+    decode = next(graph for graph in fast.mla_batching.graphs if graph.name == "decode")
+    assert (decode.replayed is not None and decode.replayed.count == len(decode.buckets)) is recorded
+
+
 def _installed() -> bool:
     return "mla" in torch.compiler.list_backends(exclude_tags=())
 
