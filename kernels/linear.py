@@ -26,14 +26,15 @@ _GAIN = 1.1  # by which the kernel has to be faster to be used
 _SIDE, _WEIGHTS, _ROUNDS = 2048, 4, 7  # what is measured: products with so many square weights, so often
 
 
-def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def run(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
     """[...,O] of ``x`` [...,K], ``weight`` [O,K] and ``bias`` [O], in their dtype, which is the same for all.
 
-    Raises :class:`InputError` where the arguments do not fit together.
+    ``most``: how many rows the kernel takes, up to :data:`MOST`. Raises :class:`InputError` where the arguments do not
+    fit together.
     """
     check(x, weight, bias)
     rows = x.numel() // weight.shape[1] if weight.shape[1] else 0
-    if takes(x.device, x.dtype, rows) and weight.numel():
+    if rows <= most and takes(x.device, x.dtype, rows) and weight.numel():
         library = native.load()
         if library is not None:
             out = native.few_rows_linear(library, x.reshape(rows, -1), weight, bias)
@@ -42,7 +43,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 
 
-def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, most: int = MOST) -> Tensor:
     """A tensor like the result."""
     check(x, weight, bias)
     return x.new_empty(*x.shape[:-1], weight.shape[0])

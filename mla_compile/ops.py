@@ -10,7 +10,7 @@ launch before attention on a GPU, written once for the calls that share it (:mod
 names no visible key (:mod:`mla_compile.kernels.alike`).
 ``mla_compile::index_scores(query, keys, weights, scale) -> scores``: the scores by which the indexer of a sparse
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
-``mla_compile::few_rows_linear(x, weight, bias=None) -> y``: a product of a few rows with a weight
+``mla_compile::few_rows_linear(x, weight, bias=None, most=4) -> y``: a product of a few rows with a weight
 (:mod:`mla_compile.kernels.linear`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
@@ -47,7 +47,7 @@ _NUMBERS = (
 )
 _ATTENTION = f"({{}}Tensor? schedule=None, {_NUMBERS}) -> (Tensor out, Tensor lse)"
 _INDEX_SCHEMA = "(Tensor query, Tensor keys, Tensor weights, float scale) -> Tensor"
-_ROWS_SCHEMA = "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
+_ROWS_SCHEMA = f"(Tensor x, Tensor weight, Tensor? bias=None, int most={linear.MOST}) -> Tensor"
 _SCHEDULE_SCHEMA = f"({_DENSE_TENSORS}{_NUMBERS}, Tensor? block_table=None) -> Tensor"
 _ALIKE_SCHEMA = (
     "(Tensor out, Tensor lse, Tensor values, float lowest, Tensor? mask=None, Tensor? indices=None, float fill=0.0)"

@@ -227,7 +227,7 @@ def _few_rows(state: State) -> int:
     if _several_ranks():
         return 0
     weights = weights_of(state.program)
-    return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES)
+    return few_rows(state.graph, state.program.fake_mode, weights, linear.pays, linear.LEAST_BYTES, linear.MOST)
 
 
 def _several_ranks() -> bool:

@@ -297,10 +297,11 @@ def _trace(lm: CausalLM, options: Options) -> _Traced:
 
 def _rewritten(lm: CausalLM, options: Options, *, one_token: bool) -> Outcome:
     program = capture.from_exported(export_step(lm, one_token=one_token))
-    # A step of one token is there to read its rows as they lie, whatever it would cost at the traced sizes.
-    own = (
-        replace(options, forms="absorbed", cache_dtype="model") if one_token else replace(options, cache_dtype="model")
-    )
+    own = replace(options, cache_dtype="model")
+    if one_token:
+        # It is there to read its rows as they lie, whatever that would cost at the traced sizes, and runs here.
+        products = "native" if options.products == "auto" else options.products
+        own = replace(own, forms="absorbed", products=products)
     done = pipeline.run(program, own, "a decode step" if one_token else "a piece of a prompt")
     logger.info("%s", done.report.summary())
     for one in (done.program, done.base):

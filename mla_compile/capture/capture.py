@@ -21,7 +21,7 @@ from torch import fx
 from torch._dynamo.source import UnspecializedParamBufferSource
 from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.autocast import acting, has_regions, is_active, without_autocast, write_casts
@@ -150,18 +150,14 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's
-    names = [spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    graph_signature = _named_like(exported.graph_signature, gm.graph)
+    names = [spec.arg.name for spec in graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     signature = dataclasses.replace(
         first.signature,
         in_spec=pytree.tree_structure(((), dict.fromkeys(names))),
         out_spec=pytree.tree_structure(tuple(range(first.signature.out_spec.num_leaves))),
         forward_arg_names=None,
     )
-    graph_signature = copy.deepcopy(exported.graph_signature)
-    returned: Any = gm.graph.output_node().args[0]
-    for spec, value in zip(graph_signature.output_specs, returned, strict=True):
-        if isinstance(value, fx.Node):  # what was inlined has another name in this graph
-            spec.arg = dataclasses.replace(spec.arg, name=value.name)
     return torch.export.ExportedProgram(
         root=gm,
         graph=gm.graph,
@@ -172,6 +168,25 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
         constants=exported.constants,
         verifiers=exported.verifiers,
     )
+
+
+def _named_like(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
+    """A copy of ``signature`` with the names of a copy of its graph, in which some nodes have others.
+
+    What was inlined does, and so do inputs with the name of a builtin (``input``), which a copied graph avoids.
+    """
+    signature = copy.deepcopy(signature)
+    returned: Any = graph.output_node().args[0]
+    renamed: dict[str, str] = {}
+    for given, node in zip(signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
+        renamed[given.arg.name] = node.name
+        given.arg = dataclasses.replace(given.arg, name=node.name)
+    for result, value in zip(signature.output_specs, returned, strict=True):
+        if isinstance(value, fx.Node):
+            result.arg = dataclasses.replace(result.arg, name=value.name)
+        if result.kind is OutputKind.USER_INPUT_MUTATION:
+            result.target = renamed[str(result.target)]
+    return signature
 
 
 def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:

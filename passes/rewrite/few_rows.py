@@ -2,19 +2,22 @@
 
 Before: ``linear(x, weight, bias)``, or ``mm`` and ``addmm`` with a transposed weight, of a step with one row a request
 
-After: ``mla_compile::few_rows_linear(x, weight, bias)``
+After: ``mla_compile::few_rows_linear(x, weight, bias, most)``
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, args_of, argument, bytes_hint, packet, shape, val
+from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -28,11 +31,14 @@ def few_rows(
     weights: Collection[fx.Node],
     pays: Callable[[torch.device, torch.dtype, int], bool],
     least_bytes: int,
+    most: int,
 ) -> int:
     """Returns how many products were handed to the operator.
 
     ``weights``: the nodes computed from weights only; a weight that is made anew in each call is left to the compiler,
-    which may make it as it multiplies. ``pays``: whether the operator is faster for so many rows of a dtype.
+    which may make it as it multiplies. ``pays``: whether the operator is faster for so many rows of a dtype, up to
+    ``most``. A number of rows that is open counts as few if few were seen: the operator takes as many as it pays for,
+    and leaves more of them to torch.
     """
     done = 0
     for node in list(graph.nodes):
@@ -43,11 +49,14 @@ def few_rows(
         if weight not in weights or weight.op not in ("placeholder", "get_attr") or _transposed(weight):
             continue
         rows = math.prod(shape(x)[:-1])
-        if not isinstance(rows, int) or bytes_hint(weight) < least_bytes:
+        if bytes_hint(weight) < least_bytes or math.prod(hint(size(n), n) for n in val(x).shape[:-1]) > most:
             continue
-        same = all(val(n).dtype == val(node).dtype for n in product if n is not None)
-        if same and pays(val(weight).device, val(weight).dtype, rows):
-            new = Builder(node, fake_mode).call(torch.ops.mla_compile.few_rows_linear.default, x, weight, bias)
+        counts = (rows,) if isinstance(rows, int) else range(2, most + 1)  # code for one row is made apart
+        faster = partial(pays, val(weight).device, val(weight).dtype)
+        few = max(itertools.takewhile(faster, counts), default=0)
+        if few and all(val(n).dtype == val(node).dtype for n in product if n is not None):
+            op = torch.ops.mla_compile.few_rows_linear.default
+            new = Builder(node, fake_mode).call(op, x, weight, bias, few)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             done += 1

@@ -264,6 +264,21 @@ def test_an_exported_program_comes_back_with_its_signature() -> None:
     assert got["none"] is None
 
 
+def test_inputs_with_names_of_builtins() -> None:
+    """A copied graph calls them otherwise, whoever calls the program does not."""
+
+    class Writes(torch.nn.Module):
+        def forward(self, input: torch.Tensor, id: torch.Tensor) -> torch.Tensor:
+            input.add_(id)
+            return input * 2
+
+    exported = torch.export.export(Writes(), (torch.ones(3), torch.ones(3)))
+    again = to_exported(from_exported(exported)).module()
+    given = torch.ones(3)
+    assert torch.equal(again(given, torch.ones(3)), torch.full((3,), 4.0))
+    assert torch.equal(given, torch.full((3,), 2.0))
+
+
 class Cache:
     """Rows that are appended to what is there, even when a cache is put together again from its tensors."""
 

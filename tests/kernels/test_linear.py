@@ -124,6 +124,17 @@ def test_wrong_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, message
         linear.run(x, weight, bias)
 
 
+def test_no_more_rows_than_asked_for(monkeypatch: pytest.MonkeyPatch):
+    taken: list[int] = []
+    multiply = native.few_rows_linear
+    monkeypatch.setattr(native, "few_rows_linear", lambda *args: (taken.append(len(args[1])), multiply(*args))[1])
+    weight = seeded(40, 24)
+    for rows in (1, 2, 3):
+        x = seeded(rows, 24)
+        torch.testing.assert_close(few_rows_linear(x, weight, None, 2), F.linear(x, weight))
+    assert taken == ([1, 2] if native.load() is not None else [])
+
+
 def test_gradients_are_refused():
     with pytest.raises(InputError, match="gradient"):
         few_rows_linear(torch.ones(1, 3, requires_grad=True), torch.ones(4, 3))

@@ -17,7 +17,7 @@ from mla_compile.kernels import linear
 from mla_compile.options import Options
 from mla_compile.passes.rewrite.few_rows import few_rows
 from tests.support.models import build, greedy, prompt
-from tests.support.programs import export, seeded, trace
+from tests.support.programs import export, run, seeded, trace
 from tests.support.toy import Toy, decode_inputs
 
 O, K = 12, 8  # noqa: E741  the letter of the columns of a result
@@ -30,7 +30,7 @@ def handed(fn: Fn, *weights: Tensor, x: Tensor = X, least: int = 0, most: int = 
     program = trace(fn, [x], weights)
     canonicalize(program)
     known = weights_of(program)
-    done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= most, least)
+    done = few_rows(program.gm.graph, program.fake_mode, known, lambda _, __, rows: rows <= most, least, 4)
     program.gm.graph.lint()
     program.gm.recompile()
     with torch.no_grad():
@@ -69,6 +69,23 @@ LEFT: dict[str, tuple[Fn, tuple[Tensor, ...]]] = {
 def test_what_is_left_to_the_compiler(name: str):
     fn, weights = LEFT[name]
     assert handed(fn, *weights) == 0
+
+
+@pytest.mark.parametrize(("seen", "pays", "takes"), [(3, 4, 4), (4, 3, 3), (3, 1, None), (5, 4, None)])
+def test_an_open_number_of_rows(seen: int, pays: int, takes: int | None):
+    """The operator takes as many as it pays for; where many were seen, all are left to the compiler."""
+    module = torch.nn.Linear(K, O)
+    x = seeded(seen, 1, K, dtype=torch.float32)
+    program = export(module, [x], [{0: torch.export.Dim("batch")}])
+    canonicalize(program)
+    done = few_rows(program.gm.graph, program.fake_mode, weights_of(program), lambda _, __, rows: rows <= pays, 0, 4)
+    ops = [n for n in program.gm.graph.nodes if n.target is torch.ops.mla_compile.few_rows_linear.default]
+    assert [n.args[3] for n in ops] == [takes] * done == ([] if takes is None else [takes])
+    program.gm.recompile()
+    for rows in (2, 4, 7):
+        other = seeded(rows, 1, K, dtype=torch.float32)
+        (got,) = run(program, other)
+        torch.testing.assert_close(got, module(other))
 
 
 def test_rows_bytes_and_what_pays_decide():
