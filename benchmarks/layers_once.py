@@ -66,19 +66,22 @@ def compile_here(form: str, layers: int, dense: int) -> list[float]:
 
 
 def compiled(form: str, layers: int, structure: str) -> dict[str, Any]:
-    """The same from a fresh process."""
+    """The same from a fresh process, with empty caches."""
     dense = layers if structure == "dense" else min(3, layers // 3)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.layers_once", "--one", form, str(layers), str(dense)]
-        done = subprocess.run(
-            command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}, capture_output=True, text=True, check=False
-        )
+        taken = in_a_process(form, layers, dense, folder)
+    return {"kind": "compile", "form": form, "layers": layers, "structure": structure, "cpu_seconds": taken}
+
+
+def in_a_process(form: str, layers: int, dense: int, folder: str) -> list[float]:
+    """:func:`compile_here` in a process of its own, with Inductor's caches in ``folder``."""
+    command = [sys.executable, "-m", "benchmarks.layers_once", "--one", form, str(layers), str(dense)]
+    done = subprocess.run(
+        command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{form}, {layers} layers: {done.stderr[-2000:]}")
-    return {
-        "kind": "compile", "form": form, "layers": layers, "structure": structure,
-        "cpu_seconds": json.loads(done.stdout.splitlines()[-1]),
-    }  # fmt: skip
+    return [float(seconds) for seconds in json.loads(done.stdout.splitlines()[-1])]
 
 
 def steps(args: argparse.Namespace, name: str, dtype: str) -> list[dict[str, Any]]:

@@ -8,16 +8,22 @@ compiled graph takes the rows themselves. How the caller keeps the cache is neit
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent_cell import Cell, once
 
 aten = torch.ops.aten
+
+
+def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Keeps Dynamo away from what its guards call; later releases do so themselves, at no cost in each call."""
+    return function if TorchVersion(torch.__version__) >= (2, 13) else torch.compiler.disable(function)
 
 
 class LatentTensor(torch.Tensor):
@@ -70,6 +76,7 @@ class LatentTensor(torch.Tensor):
         names = [f"rows{i}" for i in range(len(self._cell.rows))] + [f"leaf{i}" for i in range(len(self._cell.leaves))]
         return names, self._cell.recipe
 
+    @_not_compiled
     def __getattr__(self, name: str) -> torch.Tensor:
         kind, number = name[:4], name[4:]
         if name == "full":
