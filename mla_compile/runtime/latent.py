@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Keeps Dynamo away from what its guards call; later releases do so themselves, at no cost in each call."""
-    return function if TorchVersion(torch.__version__) >= (2, 13) else torch.compiler.disable(function)
+    return function if TorchVersion(torch.__version__) >= "2.13" else torch.compiler.disable(function)
 
 
 class LatentTensor(torch.Tensor):
