@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
@@ -233,7 +234,8 @@ def evaluate_fake(
 ) -> object:
     """What ``op`` returns for the fake values of its node arguments."""
     real_args, real_kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-    with fake_mode or contextlib.nullcontext(), torch.no_grad():
+    # Composite operators below the Python dispatcher know no symbolic sizes on torch 2.11 (matmul asks for numbers).
+    with fake_mode or contextlib.nullcontext(), torch.no_grad(), enable_python_dispatcher():
         return op(*real_args, **real_kwargs)
 
 
