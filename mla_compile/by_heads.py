@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -133,7 +134,19 @@ def _made(site: AttentionSite) -> dict[fx.Node, None]:
 
 
 def _bytes(site: AttentionSite) -> int | torch.SymInt:
-    return sum((_sized(node) for node in _made(site)), start=0)
+    tensors = sum((_sized(node) for node in _made(site)), start=0)
+    if site.probs is not None or not _writes_scores_out(site):
+        return tensors
+    (product,) = site.products
+    q, k = val(product.q.node), val(product.k.node)
+    # Scores and probabilities, which torch computes in float32 at least.
+    return tensors + 2 * math.prod((*q.shape[:-1], k.shape[-2])) * max(4, q.element_size())
+
+
+def _writes_scores_out(site: AttentionSite) -> bool:
+    """Whether torch's fused attention is none: that for CPUs takes keys and values of one width."""
+    k, v = (val(n) for n in (site.products[0].k.node, site.v.node))
+    return k.device.type == "cpu" and not same(size(k.shape[-1]), size(v.shape[-1]))
 
 
 def _sized(node: fx.Node) -> int | torch.SymInt:

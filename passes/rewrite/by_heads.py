@@ -6,8 +6,9 @@ After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c,
 
 The same numbers by the same operators, and of each tensor that has heads only one group's part is in memory at a time.
 That needs the groups to run one after the other. A compiler is free to run first what does not wait for anything, the
-keys of all groups for example, and in fact does: so what a group reads of the weights is a copy that is made when the
-group before it is done (``mla_compile::copy_after``). All copies together are as large as the weights.
+keys of all groups for example, and in fact does: so what a group reads of the weights, and a rotary key that it repeats
+for its heads, are copies that are made when the group before it is done (``mla_compile::copy_after``). All copies
+together are as large as the weights, and as rotary keys for as many heads as there are groups.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mla_compile.passes.dependence.parts import PartMaker
 from mla_compile.passes.dependence.region import Region
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import args_of, packet, shape, val
+from mla_compile.passes.ir.operators import Broadcast, decode
 from mla_compile.passes.ir.sizes import size
 
 aten = torch.ops.aten
@@ -64,10 +66,18 @@ class _GroupMaker(PartMaker):
         self.pad = pad
 
     def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        part = super()._slice(node, dim, start, stop)
-        if self.after is None:
-            return part
-        return self.builder.call(torch.ops.mla_compile.copy_after.default, part, self.after)
+        return self._in_turn(super()._slice(node, dim, start, stop))
+
+    def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
+        # A rotary key that all heads share: its copies for the heads of all groups could be written at once.
+        how = decode(node)
+        if part is None and isinstance(how, Broadcast):
+            part = self._in_turn(how.x)
+        return super()._in_shape(node, dim, length, part)
+
+    def _in_turn(self, x: fx.Node) -> fx.Node:
+        """``x``, or a copy that is there only after the group before."""
+        return x if self.after is None else self.builder.call(torch.ops.mla_compile.copy_after.default, x, self.after)
 
     def _again(
         self, node: fx.Node, op: Callable[..., object], args: tuple[Argument, ...], kwargs: dict[str, Argument]
@@ -78,8 +88,12 @@ class _GroupMaker(PartMaker):
         wide, narrow = (size(val(n).shape[-1]) for n in (q, v))
         if not isinstance(wide, int) or not isinstance(narrow, int) or narrow >= wide:
             return super()._again(node, op, args, kwargs)
-        # Columns of zeros are summed to zeros, which are cut off again.
+        # Columns of zeros are summed to zeros, which are cut off again. Not by `constant_pad_nd`, which makes numbers of
+        # symbolic sizes.
         query, key, value, *others = args
-        padded = self.builder.call(aten.constant_pad_nd.default, value, [0, wide - narrow])
+        assert isinstance(value, fx.Node)
+        lead = [self.builder.size(value, k) for k in range(len(shape(value)) - 1)]
+        zeros = self.builder.call(aten.new_zeros.default, value, [*lead, wide - narrow])
+        padded = self.builder.call(aten.cat.default, [value, zeros], -1)
         out = super()._again(node, op, (query, key, padded, *others), kwargs)
         return self.builder.call(aten.slice.Tensor, out, -1, 0, narrow)
