@@ -88,8 +88,8 @@ class _GroupMaker(PartMaker):
         wide, narrow = (size(val(n).shape[-1]) for n in (q, v))
         if not isinstance(wide, int) or not isinstance(narrow, int) or narrow >= wide:
             return super()._again(node, op, args, kwargs)
-        # Columns of zeros are summed to zeros, which are cut off again. Not by `constant_pad_nd`, which makes numbers of
-        # symbolic sizes.
+        # Columns of zeros are summed to zeros, which are cut off again. Not by `constant_pad_nd`: on fake tensors it
+        # makes numbers of symbolic sizes.
         query, key, value, *others = args
         assert isinstance(value, fx.Node)
         lead = [self.builder.size(value, k) for k in range(len(shape(value)) - 1)]
