@@ -18,6 +18,7 @@ from torch import fx
 from mla_compile.passes.dependence.parts import AxisParts
 from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
 from mla_compile.passes.ir.graph import is_tensor, is_tuple, shape
+from mla_compile.passes.ir.operators import Fill, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH
 
@@ -114,11 +115,11 @@ def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> R
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the numbers of ``node``: through a split, and not for its size only."""
+    """What reads the numbers of ``node``: through a split, and not for its size or its dtype only."""
     for user in node.users:
         if is_tuple(user):
             yield from user.users
-        elif not isinstance(user.meta.get("val"), (int, torch.SymInt)):
+        elif not isinstance(user.meta.get("val"), (int, torch.SymInt)) and not isinstance(decode(user), Fill):
             yield user
 
 

@@ -25,7 +25,7 @@ from mla_compile.passes.dependence.parts import PartMaker
 from mla_compile.passes.dependence.region import Region
 from mla_compile.passes.ir.arrange import same_layout
 from mla_compile.passes.ir.graph import args_of, packet, shape, val
-from mla_compile.passes.ir.operators import Broadcast, decode
+from mla_compile.passes.ir.operators import Broadcast, Fill, decode
 from mla_compile.passes.ir.sizes import size
 
 aten = torch.ops.aten
@@ -66,6 +66,15 @@ class _GroupMaker(PartMaker):
         self.pad = pad
 
     def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        how = decode(node)
+        if isinstance(how, Fill) and not isinstance(how.value, fx.Node):
+            # One number everywhere is made for the group: all of it may have been made like K for all heads.
+            wanted = [self.builder.size(node, k) for k in range(len(shape(node)))]
+            wanted[dim] = stop - start
+            like = {"dtype": val(node).dtype, "device": val(node).device}
+            if how.value is None:
+                return self.builder.call(aten.empty.memory_format, wanted, **like)
+            return self.builder.call(aten.full.default, wanted, how.value, **like)
         return self._in_turn(super()._slice(node, dim, start, stop))
 
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:

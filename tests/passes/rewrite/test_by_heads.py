@@ -56,6 +56,26 @@ def test_every_way_to_share_the_rotary_key(share):
     grouped(MLA(share=share, order="rope_nope"), inputs(S=5))
 
 
+class LikeTheWhole(MLA):
+    """K is assigned to memory that is made like what K and V are cut from, as transformers does."""
+
+    def forward(self, x, c, r):
+        made = F.linear(c, self.w).view(*c.shape[:2], self.H, self.N + self.V).transpose(1, 2)
+        k, v = made.split([self.N, self.V], -1)
+        keys = made.new_empty(*k.shape[:-1], self.N + self.R)
+        keys[..., : self.N].copy_(k)
+        keys[..., self.N :].copy_(r.unsqueeze(1).expand(*k.shape[:-1], -1))
+        return self.finish(self.attend(self.query(x), keys, v, None), x)
+
+
+@pytest.mark.parametrize("dynamic", [None, ({1: DYN}, {1: DYN}, {1: DYN})])
+def test_memory_that_is_made_like_another_tensor_does_not_keep_it(dynamic):
+    outcome = grouped(LikeTheWhole(), inputs(S=5), dynamic)
+    if dynamic is None:  # else its size is read
+        products = [n for n in outcome.program.gm.graph.nodes if n.target is torch.ops.aten.linear.default]
+        assert {n.meta["val"].shape[-1] for n in products} == {6 + 4, 6 + 5}  # of one head each
+
+
 class Merged(MLA):
     """With an output projection, a gate for each feature, and queries from a latent."""
 
