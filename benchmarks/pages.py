@@ -245,6 +245,29 @@ def sparse_prompts() -> str:
     return table(("queries", "tokens", *names.values(), "picked"), rows) + f"\n\n{where(about)}."
 
 
+def prompt_memory() -> str:
+    """Peak memory and time of prompts, a column for each form."""
+    about = data("prompt_memory")
+    names = {"eager": "eager", "inductor": "Inductor", "padded": "Inductor, padded", "mla": "mla"}
+
+    def seconds(row: Mapping[str, Any], name: str) -> str:
+        timed = row["ms"].get(name)
+        if timed is None:
+            return f"{row['peaks'][name]['seconds']:.0f} once"
+        return f"{timed['median'] / 1e3:.1f} [{timed['low'] / 1e3:.1f}-{timed['high'] / 1e3:.1f}]"
+
+    rows = [
+        (
+            r["queries"], r["tokens"], r["dtype"],
+            *(f"{r['peaks'][n]['peak_bytes'] / 2**30:.2f}" if n in r["peaks"] else "" for n in names),
+            *(seconds(r, n) if n in r["peaks"] else "" for n in names),
+        )
+        for r in about["rows"]
+    ]  # fmt: skip
+    head = ("queries", "tokens", "dtype", *(f"{n} GiB" for n in names.values()), *(f"{n} s" for n in names.values()))
+    return table(head, rows) + f"\n\n{where(about)}."
+
+
 def onnx() -> str:
     """The exported attention core in ONNX Runtime; median [quartiles]."""
     about = data("onnx_cpu")
@@ -509,6 +532,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "features": features,
     "few_rows": few_rows,
     "layers_once": layers_once,
+    "prompt_memory": prompt_memory,
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,

@@ -12,6 +12,8 @@ names no visible key (:mod:`mla_compile.kernels.alike`).
 attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 ``mla_compile::few_rows_linear(x, weight, bias=None, most=4) -> y``: a product of a few rows with a weight
 (:mod:`mla_compile.kernels.linear`).
+``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made when ``before`` is there, of which nothing
+is read: what orders calls that do not depend on each other.
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -53,6 +55,17 @@ _ALIKE_SCHEMA = (
     "(Tensor out, Tensor lse, Tensor values, float lowest, Tensor? mask=None, Tensor? indices=None, float fill=0.0)"
     " -> Tensor"
 )
+
+
+AFTER = "mla_compile::copy_after"
+
+
+def _copy_after(x: Tensor, before: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _fake_copy_after(x: Tensor, before: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _fake(call: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -137,6 +150,8 @@ def _register() -> torch.library.Library:
     _register_op(library, linear.ROWS, _ROWS_SCHEMA, linear.run, linear.fake)
     _refuse_gradient(library, linear.ROWS)
     register_flop_formula(torch.ops.mla_compile.few_rows_linear)(_rows_flops)
+    _register_op(library, AFTER, "(Tensor x, Tensor before) -> Tensor", _copy_after, _fake_copy_after)
+    _refuse_gradient(library, AFTER)
     return library
 
 
@@ -163,7 +178,7 @@ def _refuse_gradient(library: torch.library.Library, name: str) -> None:
     torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
 
 
-if not hasattr(torch.ops.mla_compile, "few_rows_linear"):
+if not hasattr(torch.ops.mla_compile, "copy_after"):
     _LIBRARY = _register()
 
 decode_attention = torch.ops.mla_compile.decode_attention.default

@@ -58,6 +58,9 @@ class Options:
             may run elsewhere.
         layers: ``once`` compiles layers that are equal but for their weights and caches one time and calls the code for
             each of them; ``whole`` makes one piece of code of each graph, as CUDA graphs and freezing always do.
+        expanded_bytes: the most bytes that what one expanded attention makes for its heads (queries, keys, values,
+            outputs, scores that are written out) may hold in a call of several queries. Beyond that it is computed for
+            a few heads at a time. ``None``: all heads at once, whatever they hold.
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
             ``alone``: each by itself, for programs whose ranks compile at different points.
@@ -78,6 +81,7 @@ class Options:
     sparse: Sparse = "auto"
     products: Products = "auto"
     layers: Layers = "once"
+    expanded_bytes: int | None = 2**30
     ranks: Ranks = "agree"
     verify: bool = False
     strict: bool = False
@@ -89,6 +93,9 @@ class Options:
             if name == "inductor":
                 if not isinstance(value, Mapping):
                     raise OptionError(f"inductor is {value!r}, expected a mapping of Inductor options")
+            elif kind == int | None:
+                if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                    raise OptionError(f"{name} is {value!r}, expected a number of bytes or None")
             elif kind is bool:
                 if not isinstance(value, bool):
                     raise OptionError(f"{name} is {value!r}, expected True or False")

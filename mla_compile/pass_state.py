@@ -55,6 +55,8 @@ class Outcome:
         variants: sites whose form is picked in every call; then ``base`` is kept beside the rewritten program.
         base: what the sites were absorbed in: the captured program, or what its cache of rows made of it.
         sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
+        by_heads: how many attentions of ``program`` are computed for a few heads at a time.
+        expanded: ``base`` with such attentions, where it has any.
     """
 
     program: Program
@@ -63,6 +65,13 @@ class Outcome:
     variants: tuple[SiteCost, ...]
     base: Program
     sites: tuple[str, ...] = ()
+    by_heads: int = 0
+    expanded: Program | None = None
+
+    @property
+    def long(self) -> Program:
+        """What runs in calls in which absorbing does not pay: ``base``, perhaps with its heads in groups."""
+        return self.base if self.expanded is None else self.expanded
 
 
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
@@ -72,19 +81,23 @@ class State:
     """One program on its way through the passes: what they have found so far, and the graph as it is now."""
 
     def __init__(
-        self, base: Program, options: Options, frozen: bool, failed: Mapping[str, tuple[Code, str]], draw: bool
+        self,
+        base: Program,
+        options: Options,
+        frozen: bool,
+        failed: Mapping[str, tuple[Code, str]],
+        draw: bool,
+        recompiles: bool = False,
     ) -> None:
         self.base = base
         self.options = options
         self.failed = failed
         self.draw = draw
+        self.recompiles = recompiles
         # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
         # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
-        self.program = base.copy()
-        for node in self.graph.nodes:
-            # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
-            node.meta[ORIGIN] = node.name
+        self.program = self.with_origins(base.copy())
         self.untouched = self.program.copy() if options.verify else None
         self.verdicts: list[Verdict] = []
         self.splits: list[SplitSite] = []
@@ -95,7 +108,18 @@ class State:
         self.folded: dict[str, list[Folded]] = {}
         self.records: list[PassRecord] = []
         self.messages: tuple[str, ...] = ()
+        self.by_heads = 0
+        self.expanded: Program | None = None
+        self.head_notes: dict[str, str] = {}
         self._analysis: Analysis | None = None
+
+    @staticmethod
+    def with_origins(program: Program) -> Program:
+        """The program itself, each of whose nodes knows what it is in the untouched graph."""
+        for node in program.gm.graph.nodes:
+            # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
+            node.meta[ORIGIN] = node.name
+        return program
 
     @property
     def graph(self) -> fx.Graph:
@@ -124,6 +148,8 @@ class State:
         reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
         reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
         sites = (*names_of(self.verdicts, self.splits), *(node.name for node, _ in self.lost))
+        told = zip(reports, map(self.head_notes.get, sites), strict=True)
+        reports = [r if note is None else replace(r, notes=(*r.notes, note)) for r, note in told]
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
@@ -132,7 +158,8 @@ class State:
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)
         report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
-        return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base, sites)
+        absorbed = sum(r.verdict == "absorbed" for r in reports)
+        return Outcome(self.program, report, absorbed, variants, self.base, sites, self.by_heads, self.expanded)
 
     def _drawings(self) -> list[SiteDrawing]:
         assert self.sketch is not None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from mla_compile.analysis import CANONICAL, analyse, weights_of
-from mla_compile.core.program import copy_graph
+from mla_compile.analysis import CANONICAL, analyse, canonicalize, weights_of
+from mla_compile.by_heads import ByHeads, group_heads, is_large
+from mla_compile.core.program import Program, copy_graph
 from mla_compile.errors import VerificationError
 from mla_compile.kernels import linear
 from mla_compile.kernels.cpu import native
@@ -198,6 +199,38 @@ def _settle(state: State) -> int:
     return done
 
 
+def _by_heads(state: State) -> int:
+    """What stays expanded, and is large, for a few heads at a time: in the program, and in what runs in its place."""
+    limit = state.options.expanded_bytes
+    if limit is None:
+        return 0
+    kept = {v.site.node.name for v in state.verdicts if not v.absorb}
+    done = _grouped(state, state.program, kept)
+    state.by_heads, state.head_notes = done.done, done.notes
+    if any(v.by_call and is_large(v.site, limit, guard=state.recompiles) for v in state.chosen):
+        expanded = state.with_origins(state.base.copy())
+        canonicalize(expanded)
+        settle(expanded.gm.graph)
+        remove_dead_code(expanded.gm.graph)
+        other = _grouped(state, expanded, None)
+        state.head_notes |= {name: f"where it is expanded, {note}" for name, note in other.notes.items()}
+        if other.done:
+            expanded.gm.recompile()
+            state.expanded = expanded
+    return state.by_heads
+
+
+def _grouped(state: State, program: Program, names: Collection[str] | None) -> ByHeads:
+    untouched = None if state.untouched is None else state.untouched.gm.graph
+    return group_heads(
+        program,
+        state.options,
+        untouched,
+        lambda site: names is None or site.node.name in names,
+        guard=state.recompiles,
+    )
+
+
 def _lower(state: State) -> int:
     return lower_to_aten(state.graph, state.program.fake_mode) if state.options.lowering == "aten" else 0
 
@@ -263,6 +296,7 @@ PASSES = (
     Pass("dequantize", "quantized weights of absorbed attentions", "those to be kept, to inputs", _dequantize),
     Pass("narrow", "verdicts", "up-projections of which a part is still read", _narrow),
     Pass("settle", "stand-ins", "those that are still read, to the operators of libraries", _settle),
+    Pass("by_heads", "attentions that stay expanded", "large ones, to one for each group of heads", _by_heads),
     Pass("lower", "the operator that absorb writes", "it, to plain ATen where that is asked for", _lower),
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),

@@ -44,13 +44,15 @@ def run(
     frozen: bool = False,
     own_cache: bool = False,
     draw: bool = False,
+    recompiles: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
 
     ``frozen``: its weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
     ``cache="latent"``, inputs that hold K and V are taken to come from the program itself. ``draw``: the report keeps
-    each attention as a drawing. ``refused``: attentions that other ranks do not absorb, and why.
+    each attention as a drawing. ``recompiles``: whoever runs the result checks guards of its sizes, and compiles anew
+    where they do not hold. ``refused``: attentions that other ranks do not absorb, and why.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -65,7 +67,7 @@ def run(
     # again without it. This ends, because every round adds a site.
     failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
     while True:
-        state = State(base, options, frozen, failed, draw)
+        state = State(base, options, frozen, failed, draw, recompiles)
         for one in PASSES:
             _apply(one, state)
         new = {node: check.problem for node, check in state.checks.items() if check.problem is not None}
@@ -104,6 +106,6 @@ def _check(one: Pass, program: Program) -> None:
 def _check_collectives(program: Program, done: Outcome) -> None:
     """Other ranks may run another form of the graph, and wait for what this one sends."""
     before = collectives(program.gm.graph)
-    for after in (done.program, done.base):
+    for after in (done.program, done.base, done.long):
         if collectives(after.gm.graph) != before:
             raise PassError(f"the graph has {len(before)} collectives, and others after the passes: ranks would hang")

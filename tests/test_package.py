@@ -205,16 +205,18 @@ ROOMS = {
     "passes.cache": "core passes.attention passes.decide passes.ir passes.linear",
     "passes.rewrite": """core ops passes.attention passes.decide passes.dependence passes.ir passes.linear
         passes.quantized""",
-    "passes.verify": "passes.attention passes.decide passes.ir passes.rewrite",
+    "passes.verify": "passes.attention passes.decide passes.dependence passes.ir passes.rewrite",
     "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
     # From a model to what runs in its place.
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
     "caching": "analysis core passes.cache passes.decide passes.ir",
     "stand_ins": "analysis core options passes.fused passes.ir passes.quantized",
+    "by_heads": """analysis core errors options passes.attention passes.dependence passes.ir passes.rewrite
+        passes.verify""",
     "report": "codes core errors passes.decide version",
     "pass_state": """analysis caching codes core options passes.decide passes.ir passes.report passes.rewrite
         passes.verify report""",
-    "pass_table": """analysis core errors kernels.cpu kernels.linear pass_state passes.attention passes.cache
+    "pass_table": """analysis by_heads core errors kernels.cpu kernels.linear pass_state passes.attention passes.cache
         passes.decide passes.ir passes.linear passes.report passes.rewrite passes.verify""",
     "pipeline": "caching codes core errors options pass_state pass_table passes.ir stand_ins",
     "capture": "core errors passes.cache passes.ir",

@@ -61,7 +61,7 @@ class _Rewritten:
     @property
     def changed(self) -> bool:
         """Whether another graph runs than the one that came."""
-        return bool(self.outcome.absorbed) or self.outcome.base is not self.captured
+        return bool(self.outcome.absorbed or self.outcome.by_heads) or self.outcome.base is not self.captured
 
 
 class Compiler:
@@ -193,14 +193,14 @@ class Compiler:
     def _outcome(
         self, program: Program, example_inputs: Inputs, name: str, left: Mapping[str, str]
     ) -> tuple[Outcome, FoldedWeights | None]:
-        outcome = pipeline.run(program, self.options, name, draw=self.explain_only, refused=left)
+        outcome = pipeline.run(program, self.options, name, draw=self.explain_only, recompiles=True, refused=left)
         try:
             return outcome, self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
         except WeightError:
             if self.options.fold == "always":
                 raise
             without = replace(self.options, fold="never", dequantize="step")
-            return pipeline.run(program, without, name, refused=left), None
+            return pipeline.run(program, without, name, recompiles=True, refused=left), None
 
     def _fold(self, program: Program, example_inputs: Inputs) -> FoldedWeights | None:
         """The folded weights, computed once now: a weight that cannot be folded is found while there is a way back."""
@@ -241,7 +241,7 @@ class Compiler:
             if done.folds is not None:
                 call = with_folds(call, done.folds)
             if done.outcome.variants:
-                call = choose_by_call(picker(base, done.outcome.variants), call, generate(base))
+                call = choose_by_call(picker(base, done.outcome.variants), call, generate(done.outcome.long))
             if program.appends:
                 call = with_room(call, program)
         if autocast:  # Dynamo compiles again when it is switched off

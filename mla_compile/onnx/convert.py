@@ -54,8 +54,9 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     """The graph in the form of ``options.forms``. Raises :class:`ExportError` for an operator that ONNX lacks."""
     program = capture.from_exported(exported)
     tidy(program)
-    # Weights are baked into the file further on, dequantized or not.
-    outcome = pipeline.run(program, replace(options, dequantize="step"), frozen=True)
+    # Weights are baked into the file further on, dequantized or not; what orders groups of heads is none of ONNX.
+    plain = replace(options, dequantize="step", expanded_bytes=None)
+    outcome = pipeline.run(program, plain, frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one

@@ -227,7 +227,12 @@ def _product(node: fx.Node, dim: int, length: int) -> Step | None:
 
 
 def _linear(node: fx.Node, dim: int, length: int) -> Step | None:
-    return None if dim == len(shape(node)) - 1 else _first(node, dim, length)
+    """The last axis is that of the weight's rows, and of the bias; every other one is of the operand."""
+    x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
+    beside = [] if bias is None else [bias]
+    if dim < len(shape(node)) - 1:
+        return _reads([(x, dim), *((n, -1) for n in (weight, *beside))], length)
+    return _reads([(x, -1), *((n, 0) for n in (weight, *beside))], length)
 
 
 def _fused(node: fx.Node, dim: int, length: int) -> Step | None:

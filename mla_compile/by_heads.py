@@ -1,0 +1,158 @@
+"""Attentions that stay expanded and are large: which of them are computed for a few heads at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from mla_compile.analysis import device_type, weights_of
+from mla_compile.core.program import Program
+from mla_compile.errors import VerificationError
+from mla_compile.options import Options
+from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.dependence.region import Region, find_region
+from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.ir.graph import operator_name, shape, val
+from mla_compile.passes.ir.sizes import hint, same, size
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.rewrite.by_heads import by_heads
+from mla_compile.passes.verify.by_heads import check_by_heads, region_key
+from mla_compile.passes.verify.check import Check
+
+MOST_GROUPS = 16
+"""The most groups of an attention: of what has heads, a sixteenth is in memory at a time.
+
+What is left then, the merged output and the hidden states, has no heads, and more groups would only be more code."""
+
+_IN_GROUPS = "{size} of {heads} heads at a time, as all would hold {gib:.3g} GiB for this attention"
+_AT_ONCE = "all heads at once, which hold {gib:.3g} GiB for this attention: {why}"
+
+
+@dataclass
+class ByHeads:
+    """What became of the attentions of one program, by the names of their nodes."""
+
+    done: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def is_large(site: AttentionSite, limit: int, *, guard: bool) -> bool:
+    """Whether what the attention makes for each head holds more than ``limit`` bytes, in a call of more than one query.
+
+    Where sizes are symbols: ``guard`` makes the answer a condition of the graph, which is compiled anew for sizes of
+    which it is not true; else it is the answer for the sizes at hand.
+    """
+    if same(axis_size(site.queries), 1):
+        return False
+    total = _bytes(site)
+    if free_unbacked_symbols(total):
+        return False
+    return bool(total > limit) if guard else hint(size(total), total) > limit
+
+
+def group_heads(
+    program: Program,
+    options: Options,
+    untouched: fx.Graph | None,
+    is_asked: Callable[[AttentionSite], bool],
+    *,
+    guard: bool,
+) -> ByHeads:
+    """Rewrites the attentions of a canonical program that are asked for and large.
+
+    ``untouched``: what they are compared with. Raises :class:`VerificationError` with ``options.strict``.
+    """
+    found, checks = ByHeads(), dict[object, Check]()
+    assert options.expanded_bytes is not None
+    weights = weights_of(program)
+    in_order = options.codegen == "inductor" and options.lowering == "op"
+    pad = device_type(program.gm) == "cpu"  # torch's fused attention for CPUs takes one width only
+    for site in find_attention(program.gm.graph, weights):
+        if not is_asked(site) or not is_large(site, options.expanded_bytes, guard=guard):
+            continue
+        total = _bytes(site)
+        gib = hint(size(total), total) / 2**30
+        chosen = _region(site, weights)
+        if isinstance(chosen, Stop):
+            why = f"{chosen.detail} ({operator_name(chosen.node)})"
+            found.notes[site.node.name] = _AT_ONCE.format(gib=gib, why=why)
+            continue
+        region, bounds = chosen
+        new = by_heads(region, bounds, program.fake_mode, in_order=in_order, pad=pad)
+        note = _IN_GROUPS.format(size=bounds[1] * region.heads // bounds[-1], heads=region.heads, gib=gib)
+        if untouched is not None:
+            key = region_key(region, bounds)
+            if key not in checks:
+                checks[key] = check_by_heads(site, region, new, untouched, program.weights)
+            if (problem := checks[key].problem) is not None:
+                if options.strict:
+                    raise VerificationError(f"an attention by groups of heads {problem}; it was not used")
+                found.notes[site.node.name] = _AT_ONCE.format(gib=gib, why=f"in groups it {problem}")
+                continue
+            note += f" ({checks[key].note})" if checks[key].note else ""
+        region.out.replace_all_uses_with(new)
+        found.notes[site.node.name] = note
+        found.done += 1
+    remove_dead_code(program.gm.graph)
+    return found
+
+
+def _region(site: AttentionSite, weights: set[fx.Node]) -> tuple[Region, tuple[int, ...]] | Stop:
+    """The region of an attention along its heads, and where its groups end; or what is in the way."""
+    stop = Stop(site.node, "unsupported_op", "it has no axis of heads of a known length")
+    # The innermost axis that queries, keys and output share: before it there are batch entries.
+    for dim, axis in reversed(list(enumerate(site.out.axes))):
+        heads = shape(site.node)[dim]
+        if not axis or not set(axis) <= set(site.lead) or not isinstance(heads, int) or heads == 1:
+            continue
+        region = find_region(site.node, dim, weights)
+        if isinstance(region, Stop):
+            return region
+        made = _made(site)
+        left = [n for n in made if n not in region.inside]
+        if 2 * sum(map(_node_bytes, left)) > sum(map(_node_bytes, made)):
+            return Stop(left[0], "unsupported_op", "what it makes is needed for all heads, or made of all")
+        bounds = region.bounds(MOST_GROUPS)
+        if bounds is None:
+            return Stop(site.node, "unsupported_op", "its heads do not form groups that nothing cuts through")
+        return region, bounds
+    return stop
+
+
+def _made(site: AttentionSite) -> dict[fx.Node, None]:
+    """What an attention makes for each head: queries, keys, values, output, and what is written out between them."""
+    products = [n for p in site.products for n in (p.q.node, p.k.node, p.node) if n is not None]
+    probabilities = [] if site.probs is None else [site.probs.node]
+    return dict.fromkeys([*products, *probabilities, site.v.node, site.node])
+
+
+def _bytes(site: AttentionSite) -> int | torch.SymInt:
+    tensors = sum((_sized(node) for node in _made(site)), start=0)
+    if site.probs is not None or not _writes_scores_out(site):
+        return tensors
+    (product,) = site.products
+    q, k = val(product.q.node), val(product.k.node)
+    # Scores and probabilities, which torch computes in float32 at least.
+    return tensors + 2 * math.prod((*q.shape[:-1], k.shape[-2])) * max(4, q.element_size())
+
+
+def _writes_scores_out(site: AttentionSite) -> bool:
+    """Whether torch's fused attention is none: that for CPUs takes keys and values of one width."""
+    k, v = (val(n) for n in (site.products[0].k.node, site.v.node))
+    return k.device.type == "cpu" and not same(size(k.shape[-1]), size(v.shape[-1]))
+
+
+def _sized(node: fx.Node) -> int | torch.SymInt:
+    return val(node).numel() * val(node).element_size()
+
+
+def _node_bytes(node: fx.Node) -> int:
+    total = _sized(node)
+    return hint(size(total), total)

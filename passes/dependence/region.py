@@ -1,0 +1,173 @@
+"""The operators that an attention's heads pass through one by one, from weights to what is made of all of them.
+
+``o_proj(merge(softmax(q k^T) v))`` with ``q = heads(linear(x, W))``: head h of the merged output is made of head h of
+q, K and V, and these of the rows of W that belong to head h. :func:`find_region` follows the axis of the heads forwards
+to the last operator that keeps heads apart, and from there backwards to what has no heads, or is read by others too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from mla_compile.passes.dependence.parts import AxisParts
+from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
+from mla_compile.passes.ir.graph import is_tensor, is_tuple, shape
+from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import REACH
+
+MOST_STEPS = 4 * REACH
+"""The most operators of a region: queries, keys, values and the output of one attention, each with its way to a weight.
+
+What is followed farther is no axis of heads: a batch leads back to the first layer of the model."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """What can be computed for some positions of axis ``dim`` of ``out`` at a time.
+
+    Attributes:
+        out: the last operator that keeps the heads apart.
+        dim: the axis of ``out`` that the heads are the outer factor of.
+        heads: how many there are.
+        parts: knows where the walk ends.
+        core: every operator that is computed in parts, with the axis of its result, and how it reads its operands.
+        whole: tensors that each part reads, as they are or a slice of them.
+    """
+
+    out: fx.Node
+    dim: int
+    heads: int
+    parts: AxisParts
+    core: Mapping[tuple[fx.Node, int], Step]
+    whole: tuple[fx.Node, ...]
+
+    @property
+    def inside(self) -> set[fx.Node]:
+        """The nodes that are computed in parts, and not as a whole any more."""
+        return {node for node, _ in self.core}
+
+    def bounds(self, most: int) -> tuple[int, ...] | None:
+        """Where to cut axis ``dim`` into at most ``most`` groups of heads, ends included; None where nothing cuts it.
+
+        No cut falls into what some operator makes at once, such as the queries that share a key head.
+        """
+        length = shape(self.out)[self.dim]
+        assert isinstance(length, int)
+        head, rest = divmod(length, self.heads)
+        if rest:
+            return None
+        for size in range(math.ceil(self.heads / most), self.heads):
+            ends = (*range(0, length, size * head), length)
+            if all(self._is_aligned(start, stop) for start, stop in pairwise(ends)):
+                return ends
+        return None
+
+    def _is_aligned(self, start: int, stop: int) -> bool:
+        queue, seen = [(self.out, self.dim, start, stop)], set[tuple[fx.Node, int, int, int]]()
+        while queue:
+            one = queue.pop()
+            node, dim, start, stop = one
+            how = self.core.get((node, dim))
+            if one in seen or how is None:
+                continue
+            seen.add(one)
+            if isinstance(how, Joined):
+                for p in how.parts:
+                    low, high = max(start, p.start), min(stop, p.stop)
+                    if low < high:
+                        queue.append((p.node, p.dim, low - p.start + p.offset, high - p.start + p.offset))
+                continue
+            if start % how.unit or stop % how.unit:
+                return False
+            for n, place in how.reads.items():
+                queue.append((n, place.dim, start // how.unit * place.inner, stop // how.unit * place.inner))
+        return True
+
+
+def find_region(attention: fx.Node, dim: int, weights: Collection[fx.Node]) -> Region | Stop:
+    """The region of ``attention`` along axis ``dim`` of its result, whose length is a number; or what is in the way."""
+    heads = shape(attention)[dim]
+    assert isinstance(heads, int)
+    out, along = _last(attention, dim)
+    ends: set[fx.Node] = set()
+    while True:
+        parts = AxisParts(weights, ends, lambda _: frozenset())
+        core = _followed(parts, out, along)
+        if len(core) > MOST_STEPS:
+            return Stop(attention, "unsupported_op", "the axis of the heads leads too far back")
+        read = _read_whole(core, out)
+        if out in read or (out, along) not in core:
+            return Stop(attention, "unsupported_op", "the heads meet in it")
+        if not read:
+            inside = {node for node, _ in core}
+            operands = dict.fromkeys(n for node, _ in core for n in node.all_input_nodes)
+            # A split is read through its parts, which name the tensor that was split.
+            whole = tuple(n for n in operands if n not in inside and is_tensor(n))
+            return Region(out, along, heads, parts, core, whole)
+        ends |= read
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the numbers of ``node``: through a split, and not for its size or its dtype only."""
+    for user in node.users:
+        if is_tuple(user):
+            yield from user.users
+        elif not isinstance(user.meta.get("val"), (int, torch.SymInt)) and not isinstance(decode(user), Fill):
+            yield user
+
+
+def _last(node: fx.Node, dim: int) -> tuple[fx.Node, int]:
+    """The last of the operators that have ``node``'s axis and of which each is all that reads the one before it."""
+    for _ in range(REACH):
+        following = list(readers(node))
+        if len(following) != 1 or not is_tensor(following[0]):
+            break
+        (user,) = following
+        places = [k for k in range(len(shape(user))) if _has_axis(user, k, node, dim)]
+        if len(places) != 1:
+            break
+        node, dim = user, places[0]
+    return node, dim
+
+
+def _has_axis(user: fx.Node, at: int, node: fx.Node, dim: int) -> bool:
+    how = step(user, at)
+    return isinstance(how, Blind) and node in how.reads and how.reads[node].dim == dim
+
+
+def _followed(parts: AxisParts, out: fx.Node, dim: int) -> dict[tuple[fx.Node, int], Step]:
+    found: dict[tuple[fx.Node, int], Step] = {}
+    queue = [(out, dim)]
+    while queue and len(found) <= MOST_STEPS:
+        one = queue.pop()
+        how = None if one in found else parts.step(*one)
+        if how is not None:
+            found[one] = how
+            queue += _operands(how)
+    return found
+
+
+def _operands(how: Step) -> list[tuple[fx.Node, int]]:
+    if isinstance(how, Joined):
+        return [(p.node, p.dim) for p in how.parts]
+    return [(n, p.dim) for n, p in how.reads.items()]
+
+
+def _read_whole(core: Mapping[tuple[fx.Node, int], Step], out: fx.Node) -> set[fx.Node]:
+    """Nodes of ``core`` that have to be there for all heads: read outside of it, or by an operator that mixes them."""
+    in_parts: dict[fx.Node, set[fx.Node]] = {}
+    mixes: set[fx.Node] = set()
+    for (node, _), how in core.items():
+        parts = {n for n, _ in _operands(how)}
+        in_parts.setdefault(node, set()).update(parts)
+        mixes |= {n for n in node.all_input_nodes if n not in parts and not is_tuple(n)}
+    inside = in_parts.keys()
+    outside = {n for n in inside if n is not out and any(user not in inside for user in readers(n))}
+    return (mixes & inside) | outside

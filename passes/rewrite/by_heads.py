@@ -1,0 +1,108 @@
+"""An attention whose K and V are large is computed for a few heads at a time, from the weights to its merged output.
+
+Before: ``out = merge(attention(heads(linear(x, Wq)), K(linear(c, Wkv)), V(...)))``, of H heads
+
+After: ``out[:, :, a:b] = merge(attention(heads(linear(x, Wq[a:b])), K(linear(c, Wkv[a:b])), V(...)))`` for each group
+
+The same numbers by the same operators, and of each tensor that has heads only one group's part is in memory at a time.
+That needs the groups to run one after the other. A compiler is free to run first what does not wait for anything, the
+keys of all groups for example, and in fact does: so what a group reads of the weights, and a rotary key that it repeats
+for its heads, are copies that are made when the group before it is done (``mla_compile::copy_after``). All copies
+together are as large as the weights, and as rotary keys for as many heads as there are groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import Argument
+
+from mla_compile.passes.dependence.parts import PartMaker
+from mla_compile.passes.dependence.region import Region
+from mla_compile.passes.ir.arrange import same_layout
+from mla_compile.passes.ir.graph import args_of, packet, shape, val
+from mla_compile.passes.ir.operators import Broadcast, Fill, decode
+from mla_compile.passes.ir.sizes import size
+
+aten = torch.ops.aten
+
+
+def by_heads(
+    region: Region, bounds: Sequence[int], fake_mode: FakeTensorMode | None, *, in_order: bool, pad: bool
+) -> fx.Node:
+    """What ``region`` computes, in groups that end at ``bounds``; the old nodes stay until they are not read any more.
+
+    ``in_order``: the groups are made to wait for each other, for a compiler; else only the graph's order says so.
+    ``pad``: values narrower than keys are padded for torch's fused attention, where it takes no others.
+    """
+    maker = _GroupMaker(region, fake_mode, pad=pad)
+    builder, dim = maker.builder, region.dim
+    made: list[fx.Node] = []
+    rows: fx.Node | None = None
+    for start, stop in pairwise(bounds):
+        maker.after = rows
+        made.append(maker.make(region.out, dim, start, stop))
+        if in_order:
+            # Written into its place at once: parts that are joined in the end would all be kept until then.
+            if rows is None:
+                sizes = [builder.size(made[0], k) for k in range(len(shape(region.out)))]
+                sizes[dim] = bounds[-1]
+                rows = builder.call(aten.new_empty.default, made[0], sizes)
+            rows = builder.call(aten.slice_scatter.default, rows, made[-1], dim, start, stop)
+    joined = builder.call(aten.cat.default, made, dim) if rows is None else rows
+    return same_layout(builder, joined, region.out)
+
+
+class _GroupMaker(PartMaker):
+    """Makes parts of heads. ``after``: what has to be there before the next group begins."""
+
+    def __init__(self, region: Region, fake_mode: FakeTensorMode | None, *, pad: bool) -> None:
+        super().__init__(region.parts, region.out, fake_mode, region.core)
+        self.after: fx.Node | None = None
+        self.pad = pad
+
+    def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        how = decode(node)
+        if isinstance(how, Fill) and not isinstance(how.value, fx.Node):
+            # One number everywhere is made for the group: all of it may have been made like K for all heads.
+            wanted = [self.builder.size(node, k) for k in range(len(shape(node)))]
+            wanted[dim] = stop - start
+            like = {"dtype": val(node).dtype, "device": val(node).device}
+            if how.value is None:
+                return self.builder.call(aten.empty.memory_format, wanted, **like)
+            return self.builder.call(aten.full.default, wanted, how.value, **like)
+        return self._in_turn(super()._slice(node, dim, start, stop))
+
+    def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
+        # A rotary key that all heads share: its copies for the heads of all groups could be written at once.
+        how = decode(node)
+        if part is None and isinstance(how, Broadcast):
+            part = self._in_turn(how.x)
+        return super()._in_shape(node, dim, length, part)
+
+    def _in_turn(self, x: fx.Node) -> fx.Node:
+        """``x``, or a copy that is there only after the group before."""
+        return x if self.after is None else self.builder.call(torch.ops.mla_compile.copy_after.default, x, self.after)
+
+    def _again(
+        self, node: fx.Node, op: Callable[..., object], args: tuple[Argument, ...], kwargs: dict[str, Argument]
+    ) -> fx.Node:
+        if not self.pad or packet(node) is not aten.scaled_dot_product_attention:
+            return super()._again(node, op, args, kwargs)
+        q, _, v = args_of(node)[:3]
+        wide, narrow = (size(val(n).shape[-1]) for n in (q, v))
+        if not isinstance(wide, int) or not isinstance(narrow, int) or narrow >= wide:
+            return super()._again(node, op, args, kwargs)
+        # Columns of zeros are summed to zeros, which are cut off again. Not by `constant_pad_nd`: on fake tensors it
+        # makes numbers of symbolic sizes.
+        query, key, value, *others = args
+        assert isinstance(value, fx.Node)
+        lead = [self.builder.size(value, k) for k in range(len(shape(value)) - 1)]
+        zeros = self.builder.call(aten.new_zeros.default, value, [*lead, wide - narrow])
+        padded = self.builder.call(aten.cat.default, [value, zeros], -1)
+        out = super()._again(node, op, (query, key, padded, *others), kwargs)
+        return self.builder.call(aten.slice.Tensor, out, -1, 0, narrow)
