@@ -55,6 +55,7 @@ class Outcome:
         variants: sites whose form is picked in every call; then ``base`` is kept beside the rewritten program.
         base: what the sites were absorbed in: the captured program, or what its cache of rows made of it.
         sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
+        warnings: what is right and slower than was asked for, besides what the report says of attentions.
     """
 
     program: Program
@@ -63,8 +64,10 @@ class Outcome:
     variants: tuple[SiteCost, ...]
     base: Program
     sites: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
+_SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
 
 
@@ -95,6 +98,8 @@ class State:
         self.folded: dict[str, list[Folded]] = {}
         self.records: list[PassRecord] = []
         self.messages: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
+        self.shared: set[fx.Node] = set()
         self._analysis: Analysis | None = None
 
     @property
@@ -127,12 +132,17 @@ class State:
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
-        appended = sum(one.input is not None for one in self.program.appends)
+        appended = sum(one.input is not None and not one.shared for one in self.program.appends)
         messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
+        shared = sum(one.shared for one in self.program.appends)
+        if shared and self.program.sharing is not None:
+            messages += (_SHARED.format(ranks=self.program.sharing.size, count=shared),)
+        messages += self.warnings
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)
         report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
-        return Outcome(self.program, report, sum(r.verdict == "absorbed" for r in reports), variants, self.base, sites)
+        absorbed = sum(r.verdict == "absorbed" for r in reports)
+        return Outcome(self.program, report, absorbed, variants, self.base, sites, self.warnings)
 
     def _drawings(self) -> list[SiteDrawing]:
         assert self.sketch is not None

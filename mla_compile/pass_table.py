@@ -16,6 +16,7 @@ from mla_compile.pass_state import State
 from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
+from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
@@ -39,6 +40,8 @@ from mla_compile.passes.verify.check import Check, check_site, key_of
 from mla_compile.passes.verify.index import check_index, index_key
 from mla_compile.passes.verify.split import check_split
 
+_UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
+_NOT_ONE_FORM = "no attention is absorbed in every call"
 _INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
 
 
@@ -239,12 +242,33 @@ def _schedule(state: State) -> int:
     return share_schedules(state.graph, state.program.fake_mode)
 
 
+def _share(state: State) -> int:
+    """Attention over this rank's rows, where the rows of all caches that ranks share allow it."""
+    program = state.program
+    if not program.shared:
+        return 0
+    problem = share_rows(program) if _one_form(state) else _NOT_ONE_FORM
+    several = any(v.by_call for v in state.chosen)
+    if problem is None:
+        return sum(one.shared for one in program.appends)
+    if several:
+        state.shared = grown_rows(program)  # a prompt: its rows are shared when it has run
+    else:
+        state.warnings += (_UNSHARED.format(problem=problem),)
+    return 0
+
+
+def _one_form(state: State) -> bool:
+    return bool(state.rewritten) and not any(v.by_call for v in state.chosen)
+
+
 def _append(state: State) -> int:
     if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
         return 0
+    if state.program.sharing is not None:
+        state.shared |= begun_rows(state.program, state.verdicts)
     # Of two programs for the same inputs, both would have to append in place.
-    one_form = state.rewritten and not any(v.by_call for v in state.chosen)
-    return append_in_place(state.program, rewrite=bool(one_form))
+    return append_in_place(state.program, rewrite=_one_form(state), shared=state.shared)
 
 
 PASSES = (
@@ -267,6 +291,7 @@ PASSES = (
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
     Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
+    Pass("share", "rows that ranks share", "attention over them, to each rank's own and a merge", _share),
     Pass("few_rows", "products with weights", "those of a few rows on a CPU, to an operator that is faster", _few_rows),
     Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
     Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),

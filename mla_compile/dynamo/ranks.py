@@ -27,6 +27,7 @@ from torch import fx
 
 from mla_compile.core.program import Inputs
 from mla_compile.core.records import SiteReport
+from mla_compile.core.sharing import Sharing
 from mla_compile.errors import RankError, brief
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
@@ -55,8 +56,26 @@ def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Mee
         return None
     own = dist.get_rank()
     groups = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in _groups(gm, example_inputs))
+    if options.context_parallel is not None:
+        groups |= {tuple(dist.get_process_group_ranks(options.context_parallel.get_group())): None}
     together = [ranks for ranks in groups if len(ranks) > 1 and own in ranks]
     return Meeting(together, own, options) if together else None
+
+
+def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Sharing | None:
+    """How this rank shares rows with those of ``options.context_parallel``; None where nobody does.
+
+    Ranks whose tensors or collectives a graph has may compute other heads each. (Those that have none together run
+    copies of one model.)
+    """
+    mesh = options.context_parallel
+    if mesh is None or mesh.size() == 1:
+        return None
+    group = mesh.get_group()
+    ranks = set(dist.get_process_group_ranks(group))
+    others = (set(dist.get_process_group_ranks(other)) for other in _groups(gm, example_inputs))
+    heads = any(len(ranks & other) > 1 for other in others)
+    return Sharing(group.group_name, mesh.size(), mesh.get_local_rank(), heads)
 
 
 def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.ProcessGroup]:
@@ -88,7 +107,9 @@ class Meeting:
         self.program = {
             "mla_compile": __version__,
             "torch": torch.__version__,
-            **{name: repr(value) for name, value in vars(options).items()},
+            **{name: repr(value) for name, value in vars(options).items() if name != "context_parallel"},
+            # Each row of a mesh shares its own rows.
+            "context_parallel": repr(options.context_parallel and options.context_parallel.size()),
         }
 
     def refused(self, outcome: Outcome) -> dict[str, str] | None:

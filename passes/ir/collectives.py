@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from mla_compile.passes.ir.graph import OURS
 from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.walk import reachable
 
@@ -23,10 +24,13 @@ def gathered(nodes: Iterable[fx.Node]) -> bool:
 
 
 def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
-    """What ``graph`` has the ranks do together, in order: the operators, and what they are told besides tensors."""
+    """What ``graph`` had the ranks do together before passes added to it, in order.
+
+    The operators, and what they are told besides tensors.
+    """
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
     return [
         (schema_name(node), tuple(a for a in named_arguments(node).values() if not isinstance(a, fx.Node)))
         for node in graph.nodes
-        if node in alive and is_collective(node)
+        if node in alive and is_collective(node) and OURS not in node.meta
     ]

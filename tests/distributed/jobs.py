@@ -214,3 +214,19 @@ def heads_that_cannot_be_divided(rank: int) -> str:
 def saved(family: str, directory: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     models.build(family).save_pretrained(directory)
+
+
+def shared_context(rank: int, family: str, steps: int, how: str = "copies") -> dict[str, Any]:
+    """Generates with a cache that ranks share: over copies of the model, over the ranks of its heads, or 2 x 2."""
+    whole = models.build(family)
+    tokens, logits = generated(whole, steps)
+    over = mesh()
+    model = whole if how == "copies" else by_heads(whole)
+    fast = mla_compile.optimize(model, context_parallel=over, strict=True, **EAGER)
+    ours, numbers = generated(fast, steps)
+    return {
+        "tokens": torch.equal(ours, tokens),
+        "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
+        "codes": sorted({str(s.code) for s in fast.mla_report.sites}),
+        "messages": fast.mla_report.messages,
+    }
