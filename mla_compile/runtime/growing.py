@@ -23,8 +23,8 @@ def with_room(call: Call, program: Program) -> Call:
 
     def around(*inputs: Any) -> Any:
         given = list(inputs)
-        for at in whole:
-            given[at] = given[at].full_tensor()
+        for index in whole:
+            given[index] = given[index].full_tensor()
         grown: dict[int, SharedRows] = {}
         for at, one in places:
             if at is None:

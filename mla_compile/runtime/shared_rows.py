@@ -93,7 +93,8 @@ class SharedRows(torch.Tensor):
             sent = torch.ops._c10d_functional.all_gather_into_tensor(local, size, self.sharing.group)
             parts = torch.ops._c10d_functional.wait_tensor(sent)
             rows = parts.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)
-            return rows[: self.shape[axis]].movedim(0, axis).contiguous()
+            full: torch.Tensor = rows[: self.shape[axis]].movedim(0, axis).contiguous()
+        return full
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 

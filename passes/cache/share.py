@@ -23,8 +23,8 @@ from mla_compile.core.sharing import Sharing
 from mla_compile.passes.cache.append import joined_rows, token_major, write_in_place
 from mla_compile.passes.cache.share_attention import OwnRows, attend, number, readers
 from mla_compile.passes.decide.records import Verdict
-from mla_compile.passes.ir.graph import Builder, args_of, packet, shape, val, whole_rows
-from mla_compile.passes.ir.operators import Join
+from mla_compile.passes.ir.graph import Builder, packet, shape, val, whole_rows
+from mla_compile.passes.ir.operators import Copy, Join, Permute, Regroup, decode
 from mla_compile.passes.ir.sizes import Size, same, size
 from mla_compile.passes.ir.walk import remove_dead_code
 
@@ -84,10 +84,10 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
 
 
 def _is_made_of(part: fx.Node, joined: fx.Node, good: set[fx.Node], bad: set[fx.Node]) -> bool:
-    """Whether rows are those that are in ``good`` and not in ``bad``, in another shape."""
+    """Whether rows are those that are in ``good`` and not in ``bad``, in another shape or dtype."""
     made_of = {joined, part}
-    while packet(part) in (aten.view, aten.reshape, aten.squeeze, aten.unsqueeze):
-        part = args_of(part)[0]
+    while isinstance(how := decode(part), (Copy, Permute, Regroup)):
+        part = how.x
         made_of.add(part)
     return not made_of.isdisjoint(good) and made_of.isdisjoint(bad)
 

@@ -132,8 +132,13 @@ class _Shared:
         self.node, self.own, self.sharing = node, own, sharing
         self.builder = Builder(node, fake_mode)
         self.call = self.builder.call
-        self.query = argument(node, 0, "query")
-        self.lengths = argument(node, 5, "seq_lens")
+        self.query: fx.Node = argument(node, 0, "query")
+        self.given_mask: fx.Node | None = argument(node, 4, "mask")
+        self.lengths: fx.Node | None = argument(node, 5, "seq_lens")
+        self.causal = bool(node.kwargs.get("causal", False)) and not same(shape(self.query)[1], 1)
+        window = node.kwargs.get("window", 0)
+        assert isinstance(window, int)
+        self.window = window
 
     def run(self) -> None:
         given = [argument(self.node, position, name) for position, name in _ROWS]
@@ -173,9 +178,7 @@ class _Shared:
 
     def _mask(self, latent: fx.Node) -> fx.Node | None:
         """The columns of the mask that are this rank's tokens, and what causality and a window hide of these."""
-        mask = argument(self.node, 4, "mask")
-        causal, window = self.node.kwargs.get("causal", False), self.node.kwargs.get("window", 0)
-        near = (causal and not same(shape(self.query)[1], 1)) or window
+        mask, near = self.given_mask, self.causal or self.window > 0
         every = mask is not None and same(shape(mask)[3], 1) and not same(val(latent).shape[1], 1)
         if not near and (mask is None or every):
             return mask
@@ -188,14 +191,14 @@ class _Shared:
             mask = self.call(aten.index_select.default, mask, 3, self.call(aten.clamp.default, place, None, last))
         if not near:
             return mask
-        keep = self._near(place, causal, window)
+        keep = self._near(place)
         if mask is None:
             return keep
         if val(mask).dtype == torch.bool:
             return self.call(aten.logical_and.default, mask, keep)
         return self.call(aten.masked_fill.Scalar, mask, self.call(aten.logical_not.default, keep), float("-inf"))
 
-    def _near(self, place: fx.Node, causal: bool, window: int) -> fx.Node:
+    def _near(self, place: fx.Node) -> fx.Node:
         """Which of the tokens at ``place`` each query sees by its own place, [B|1,1,S,own rows]."""
         S = self.builder.size(self.query, 1)
         at = self.call(aten.unsqueeze.default, self.call(aten.arange.default, S, device=val(place).device), -1)
@@ -205,9 +208,9 @@ class _Shared:
         else:
             ends = self.call(aten.reshape.default, self.lengths, [-1, 1, 1, 1])
             at = self.call(aten.sub.Tensor, self.call(aten.add.Tensor, ends, at), S)
-        seen = [self.call(aten.le.Tensor, place, at)] if causal else []
-        if window:
-            seen.append(self.call(aten.gt.Tensor, place, self.call(aten.sub.Tensor, at, window)))
+        seen = [self.call(aten.le.Tensor, place, at)] if self.causal else []
+        if self.window:
+            seen.append(self.call(aten.gt.Tensor, place, self.call(aten.sub.Tensor, at, self.window)))
         return seen[0] if len(seen) == 1 else self.call(aten.logical_and.default, *seen)
 
     # What ranks tell each other. All tensors that are sent are dense: collectives take them as they lie.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 
-from mla_compile.passes.ir.graph import OURS
+from mla_compile.passes.ir.graph import OURS, bytes_hint, is_tensor
 from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.walk import reachable
 
@@ -34,3 +36,23 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
         for node in graph.nodes
         if node in alive and is_collective(node) and OURS not in node.meta
     ]
+
+
+def received_bytes(graph: fx.Graph) -> dict[str, int]:
+    """Bytes that a rank receives from others in one call of ``graph``, by the name of the collective.
+
+    At the sizes with which it was traced, for algorithms that move no byte twice: an all-reduce is a reduce-scatter and
+    an all-gather. Any other collective counts as one whose ranks keep one part of n.
+    """
+    found: dict[str, int] = {}
+    alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
+    for node in graph.nodes:
+        name = schema_name(node).partition("::")[2].removesuffix("_")
+        if node not in alive or not is_collective(node) or name == "wait_tensor":
+            continue
+        group: Any = named_arguments(node)["group_name"]
+        n = dist.distributed_c10d._get_group_size_by_name(group)
+        size = sum(bytes_hint(x) for x in node.all_input_nodes if is_tensor(x))
+        times = {"all_gather_into_tensor": n * (n - 1), "all_reduce": 2 * (n - 1)}.get(name, n - 1)
+        found[name] = found.get(name, 0) + size * times // n
+    return found

@@ -16,11 +16,13 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.distributed import DistributedConfig
 
 import mla_compile
 from mla_compile import backend
 from mla_compile.dynamo.code import CodeGenerator
+from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.verify import check
 from tests.support import models
 
@@ -31,9 +33,9 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def by_heads(model: nn.Module) -> nn.Module:
+def by_heads(model: nn.Module, over: DeviceMesh | None = None) -> nn.Module:
     """Each rank its heads, by a plan of ``parallelize_module``."""
-    over = mesh()
+    over = over or mesh()
     for module in model.modules():
         if isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
             columns = [name for name, _ in module.named_children() if name in ("q_proj", "q_b_proj", "kv_b_proj")]
@@ -62,12 +64,12 @@ def small(**config: Any) -> Any:
     return models.build("deepseek_v3", num_hidden_layers=1, **config)
 
 
-def generated(model: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def generated(model: Any, steps: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [B,steps] and the logits [B,steps,vocabulary]."""
     with torch.no_grad():
         done = model.generate(
             **models.prompt(2, 9), max_new_tokens=steps, do_sample=False, output_logits=True,
-            return_dict_in_generate=True,
+            return_dict_in_generate=True, **more,
         )  # fmt: skip
     return done.sequences[:, -steps:], torch.stack(done.logits, 1)
 
@@ -216,17 +218,109 @@ def saved(family: str, directory: str) -> None:
     models.build(family).save_pretrained(directory)
 
 
-def shared_context(rank: int, family: str, steps: int, how: str = "copies") -> dict[str, Any]:
-    """Generates with a cache that ranks share: over copies of the model, over the ranks of its heads, or 2 x 2."""
+def context_mesh(how: str) -> DeviceMesh:
+    """The ranks that share a context: all of them, or those that have the same heads of a 2 x 2 mesh."""
+    if how != "grid":
+        return mesh()
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tp"))["context"]
+
+
+def with_context(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
+    """An optimized model whose cache is shared: by copies of the model, or by ranks that have other heads each."""
+    over = context_mesh(how)
+    if how == "grid":
+        tensor_parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tp"))["tp"]
+        model = by_heads(model, tensor_parallel)
+    elif how == "heads":
+        model = by_heads(model)
+    return mla_compile.optimize(model, context_parallel=over, **{"strict": True, **EAGER, **options}), over
+
+
+def shared_context(rank: int, family: str, steps: int, how: str) -> dict[str, Any]:
+    """Generates with a cache that ranks share, and with one process."""
     whole = models.build(family)
     tokens, logits = generated(whole, steps)
-    over = mesh()
-    model = whole if how == "copies" else by_heads(whole)
-    fast = mla_compile.optimize(model, context_parallel=over, strict=True, **EAGER)
-    ours, numbers = generated(fast, steps)
+    fast, _ = with_context(whole, how)
+    cache = transformers.DynamicCache(config=fast.config)
+    flops: list[int] = []
+    graphs: list[fx.Graph] = []
+    honest = CodeGenerator.whole
+
+    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+        call = honest(self, gm, inputs)
+        graphs.append(gm.graph)
+
+        def counting(*given: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = call(*given)
+            flops.append(counter.get_total_flops())
+            return result
+
+        return counting
+
+    with mock.patch.object(CodeGenerator, "whole", counted):
+        ours, numbers = generated(fast, steps, past_key_values=cache)
+    rows = [row for layer in cache.layers for row in (layer.keys, layer.values)]
     return {
         "tokens": torch.equal(ours, tokens),
         "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
         "codes": sorted({str(s.code) for s in fast.mla_report.sites}),
-        "messages": fast.mla_report.messages,
+        "shown": {row.shape[-2] for row in rows},
+        "values": sum(row.local[:, :, : row.sharing.owned(row.shape[-2])].numel() for row in rows) / len(cache.layers),
+        # Of two steps that are 8 tokens apart, attention over these is what differs.
+        "flops": (flops[-1] - flops[-9]) / 8 / 2 / len(cache.layers),
+        "received": received_bytes(graphs[-1]),
     }
+
+
+def cache_session(model: Any) -> list[torch.Tensor]:
+    """What callers do to a cache between calls; the logits of each call."""
+    found: list[torch.Tensor] = []
+    cache = transformers.DynamicCache(config=model.config)
+
+    def feed(seed: int, count: int) -> None:
+        """``count`` more tokens; the first two of the second sequence are padding."""
+        B = 2 if cache.get_seq_length() == 0 else cache.layers[0].keys.shape[0]
+        ids = torch.randint(3, 180, (B, count), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones(B, cache.get_seq_length() + count, dtype=torch.long)
+        mask[1, :2] = 0
+        found.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits)
+
+    def several(*counts: int) -> None:
+        for number, count in enumerate(counts):
+            feed(len(found) + number, count)
+
+    with torch.no_grad():
+        several(7, 1, 1, 1)
+        several(4, 1, 3, 1)  # further pieces of the prompt
+        cache.crop(-5)
+        several(1, 1)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        several(1, 1)
+        before = [(layer.keys, layer.values) for layer in cache.layers]
+        several(1, 1)
+        for layer, (layer.keys, layer.values) in zip(cache.layers, before, strict=True):  # another continuation
+            assert layer.keys.shape[-2] == before[0][0].shape[-2]
+        several(1, 1)
+        cache.batch_repeat_interleave(2)
+        several(1, 1)
+        cache.batch_select_indices(torch.tensor([3, 0, 2]))
+        cache = copy.deepcopy(cache)
+        several(1, 1)
+        cache.reset()
+        several(7, 1, 1)
+    return found
+
+
+def cache_operations(rank: int, how: str) -> dict[str, Any]:
+    whole = small()
+    expected = cache_session(whole)
+    fast, _ = with_context(whole, how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = cache_session(fast)
+    off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+    return {
+        "off": max(off), "calls": len(off),
+        "said": [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)],
+    }  # fmt: skip
