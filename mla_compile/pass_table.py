@@ -41,6 +41,10 @@ from mla_compile.passes.verify.index import check_index, index_key
 from mla_compile.passes.verify.split import check_split
 
 _UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
+_NOT_SHARED = (
+    "context_parallel: each rank has all rows of this cache. Shared are those of caches that began in a call of this "
+    "model, grow by cat and hold the rows themselves"
+)
 _NOT_ONE_FORM = "no attention is absorbed in every call"
 _INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
 
@@ -114,6 +118,8 @@ def _absorb(state: State) -> int:
         else v
         for v in state.verdicts
     ]
+    if state.program.sharing is not None:  # while attentions read the rows that are returned, and not what they are of
+        state.shared = begun_rows(state.program, state.verdicts)
     # Before the first rewrite: what is drawn as "before" has to be there.
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
@@ -252,7 +258,7 @@ def _share(state: State) -> int:
     if problem is None:
         return sum(one.shared for one in program.appends)
     if several:
-        state.shared = grown_rows(program)  # a prompt: its rows are shared when it has run
+        state.shared |= grown_rows(program)  # a prompt: its rows are shared when it has run
     else:
         state.warnings += (_UNSHARED.format(problem=problem),)
     return 0
@@ -265,10 +271,12 @@ def _one_form(state: State) -> bool:
 def _append(state: State) -> int:
     if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
         return 0
-    if state.program.sharing is not None:
-        state.shared |= begun_rows(state.program, state.verdicts)
     # Of two programs for the same inputs, both would have to append in place.
-    return append_in_place(state.program, rewrite=_one_form(state), shared=state.shared)
+    count = append_in_place(state.program, rewrite=_one_form(state), shared=state.shared)
+    if state.program.sharing is not None and _one_form(state):
+        shared = state.program.shared or any(one.shared for one in state.program.appends)
+        state.warnings += () if shared else (_NOT_SHARED,)
+    return count
 
 
 PASSES = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from mla_compile.core.sharing import Sharing
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
-from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, sharing_of
+from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.sizes import share_lengths
 from mla_compile.errors import MlaCompileError, MlaCompileWarning, RankError, WeightError
@@ -147,7 +147,7 @@ class Compiler:
         gm: fx.GraphModule,
         example_inputs: Inputs,
         latents: Latents,
-        shared: Collection[str],
+        shared: Iterable[str],
         sharing: Sharing | None,
     ) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
@@ -157,6 +157,8 @@ class Compiler:
             share_lengths(gm)
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
+            if ranks is not None and sharing is not None and not sharing.heads:
+                sharing = replace(sharing, heads=not ranks.alike(program, ranks_of(self.options)))
             program.sharing, program.shared = sharing, frozenset(shared)
             program.own = self._own_buffers(program, example_inputs, latents)
             self.compilations.stage("passes")

@@ -24,7 +24,8 @@ def with_room(call: Call, program: Program) -> Call:
     def around(*inputs: Any) -> Any:
         given = list(inputs)
         for index in whole:
-            given[index] = given[index].full_tensor()
+            if isinstance(given[index], SharedRows):
+                given[index] = given[index].full_tensor()
         grown: dict[int, SharedRows] = {}
         for at, one in places:
             if at is None:

@@ -51,7 +51,7 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
     fit = _fitting(program)
     caches = {
         at: how
-        for at, how in joined_rows(program)
+        for at, how in joined_rows(program, shared)
         if len(how.parts) == 1 or returned[before + at] in shared or _grows(how, fit)
     }
     written = {at: how for at, how in caches.items() if rewrite and _count(how) and returned[before + at] not in shared}
@@ -104,15 +104,18 @@ def _first_rows(program: Program) -> dict[int, int]:
     }
 
 
-def joined_rows(program: Program) -> Iterator[tuple[int, Join]]:
-    """Rows that the caller keeps and the graph reads: their place among the returned values, and how they are made."""
+def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[tuple[int, Join]]:
+    """Rows that the caller keeps and the graph reads: their place among the returned values, and how they are made.
+
+    ``known``: those that are rows whoever reads them.
+    """
     returned = program.outputs
     for at, joined in enumerate(returned[len(program.mutations) :]):
         how = decode(joined) if isinstance(joined, fx.Node) and joined.op == "call_function" else None
         if (
             isinstance(how, Join)
             and at not in program.aliases
-            and len(joined.users) > 1
+            and (len(joined.users) > 1 or joined in known)
             and returned.count(joined) == 1
             and not {*how.parts}.intersection(returned)
         ):

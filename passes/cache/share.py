@@ -38,7 +38,7 @@ def share_rows(program: Program) -> str | None:
     """
     sharing, graph = program.sharing, program.gm.graph
     assert sharing is not None
-    if program.cache is not None:
+    if program.cache is not None or program.latents:
         return "the program has K and V of each head besides"
     caches = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
     for name in sorted(program.shared - caches.keys()):
@@ -69,7 +69,7 @@ def share_rows(program: Program) -> str | None:
 
 def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
     """The caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
-    if program.cache is not None:
+    if program.cache is not None or program.latents:
         return set()
     good, bad = set[fx.Node](), set[fx.Node]()
     for verdict in verdicts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import os
+import pickle
 import warnings
 from typing import Any
 from unittest import mock
@@ -324,3 +325,100 @@ def cache_operations(rank: int, how: str) -> dict[str, Any]:
         "off": max(off), "calls": len(off),
         "said": [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)],
     }  # fmt: skip
+
+
+def several_queries(rank: int, how: str) -> dict[str, Any]:
+    """Three tokens in a call, absorbed: each query sees its own past. The last call sees no padding, only causality."""
+    whole = small()
+    over = [(2, 7), (2, 3), (2, 3), (2, 2)]
+
+    def logits(model: Any, padded: bool) -> list[torch.Tensor]:
+        cache, found = transformers.DynamicCache(config=model.config), list[torch.Tensor]()
+        for seed, (B, S) in enumerate(over):
+            ids = torch.randint(3, 180, (B, S), generator=torch.Generator().manual_seed(seed))
+            mask = torch.ones(B, cache.get_seq_length() + S, dtype=torch.long)
+            mask[1, :2] = 0
+            given = {"attention_mask": mask} if padded else {}
+            with torch.no_grad():
+                found.append(model(input_ids=ids, past_key_values=cache, **given).logits)
+        return found
+
+    off, codes = [], set()
+    for padded in (True, False):
+        fast, _ = with_context(small(), how, forms="absorbed", dynamic=False)
+        found = logits(fast, padded)
+        off += [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, logits(whole, padded), strict=True)]
+        codes |= {str(site.code) for site in fast.mla_report.sites}
+    return {"off": max(off), "codes": sorted(codes), "messages": fast.mla_report.messages}
+
+
+def heads_in_another_order(rank: int) -> dict[str, Any]:
+    """Rank 1 has the heads of each layer in another order: the same model, and other queries of the same head."""
+    whole = small()
+    tokens, _ = generated(whole, 6)
+    model = small()
+    for layer in model.model.layers if rank else ():
+        part = layer.self_attn
+        H = model.config.num_attention_heads
+        for name in ("q_b_proj", "kv_b_proj"):
+            weight = getattr(part, name).weight
+            weight.copy_(weight.unflatten(0, (H, -1)).flip(0).flatten(0, 1))
+        part.o_proj.weight.copy_(part.o_proj.weight.unflatten(1, (H, -1)).flip(1).flatten(1, 2))
+    fast, _ = with_context(model, "copies")
+    ours, _ = generated(fast, 6)
+    return {"tokens": torch.equal(ours, tokens), "messages": fast.mla_report.messages}
+
+
+def other_caches(rank: int, implementation: str) -> dict[str, Any]:
+    """A cache that is not shared is right, and it is said."""
+    whole = small()
+    tokens, _ = generated(whole, 4, cache_implementation=implementation, disable_compile=True)
+    fast, _ = with_context(whole, "copies")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours, _ = generated(fast, 4, cache_implementation=implementation, disable_compile=True)
+    said = [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)]
+    return {"tokens": torch.equal(ours, tokens), "said": said}
+
+
+def what_is_refused(rank: int) -> dict[str, str]:
+    """What is raised where rows of other ranks would be needed, and for meshes that cannot share."""
+    whole = small()
+    fast, over = with_context(whole, "copies")
+    other = mla_compile.optimize(whole, **EAGER)
+    reverse = mla_compile.optimize(whole, context_parallel=DeviceMesh("cpu", [1, 0]), **EAGER)
+    cache, all_rows = (transformers.DynamicCache(config=whole.config) for _ in range(2))
+    generated(fast, 3, past_key_values=cache)
+    generated(whole, 3, past_key_values=all_rows)
+    rows, expected = cache.layers[0].keys, all_rows.layers[0].keys
+    assert torch.allclose(rows.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+    step = {"input_ids": torch.tensor([[5], [6]]), "past_key_values": cache}
+    calls = {
+        "read": rows.sum,
+        "written": rows.zero_,
+        "saved": lambda: pickle.dumps(cache),
+        "array": rows.numpy,
+        "last": lambda: rows[:, :, -1:],
+        "original": lambda: whole(**step),
+        "one rank": lambda: other(**step),
+        "other ranks": lambda: reverse(**step),
+        "two axes": lambda: mla_compile.optimize(whole, context_parallel=init_device_mesh("cpu", (2, 1))),
+        "not among them": lambda: mla_compile.optimize(whole, context_parallel=DeviceMesh("cpu", [1 - rank])),
+        "no mesh": lambda: mla_compile.optimize(whole, context_parallel="context"),
+        "alone": lambda: mla_compile.optimize(whole, context_parallel=over, ranks="alone"),
+        "program": lambda: mla_compile.optimize(fx.symbolic_trace(nn.Linear(2, 2)), context_parallel=over),
+        "many users": lambda: mla_compile.continuous_batching(whole, context_parallel=over),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            with torch.no_grad():
+                call()
+            found[name] = ""
+        except Exception as error:  # noqa: BLE001  what is raised is what the test is about
+            found[name] = f"{type(error).__name__}: {error}"
+    alone = mla_compile.optimize(
+        whole, context_parallel=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    )
+    found["one rank in the mesh"] = str(alone is not None)
+    return found
