@@ -18,6 +18,7 @@ from mla_compile.core.records import PassRecord
 from mla_compile.options import Options
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.report.draw import Sketch
@@ -68,6 +69,7 @@ class Outcome:
 
 
 _SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
+_SENT = "; a call receives {count:,} bytes of {what} from the others"
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
 
 
@@ -136,7 +138,10 @@ class State:
         messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
         shared = sum(one.shared for one in self.program.appends)
         if shared and self.program.sharing is not None:
-            messages += (_SHARED.format(ranks=self.program.sharing.size, count=shared),)
+            what = "queries and results" if self.program.sharing.heads else "results"
+            received = sum(received_bytes(self.graph, ours=True).values())
+            sent = _SENT.format(count=received, what=what) if received else ""
+            messages += (_SHARED.format(ranks=self.program.sharing.size, count=shared) + sent,)
         messages += self.warnings
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)

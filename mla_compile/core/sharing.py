@@ -15,16 +15,21 @@ class Sharing:
 
     Attributes:
         group: name of the process group, as functional collectives take it.
-        size: how many ranks share.
+        ranks: their numbers in the whole program, in the order of the group.
         rank: which of them this one is.
         heads: whether each rank computes other heads, so that queries have to be exchanged. Right in any case, and
             more work than needed where all compute the same.
     """
 
     group: str
-    size: int
+    ranks: tuple[int, ...]
     rank: int
     heads: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many ranks share."""
+        return len(self.ranks)
 
     def capacity(self, tokens: Any) -> Any:
         """Rows that each rank holds of so many tokens (a number, or a symbolic one)."""
@@ -36,4 +41,4 @@ class Sharing:
 
     def same_ranks(self, other: Sharing) -> bool:
         """Whether rows that are shared like this lie where ``other`` looks for them."""
-        return (self.group, self.size, self.rank) == (other.group, other.size, other.rank)
+        return self.ranks == other.ranks

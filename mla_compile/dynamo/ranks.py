@@ -71,10 +71,10 @@ def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> 
     mesh = options.context_parallel
     if mesh is None or mesh.size() == 1:
         return None
-    ranks = set(ranks_of(options))
-    others = (set(dist.get_process_group_ranks(other)) for other in _groups(gm, example_inputs))
-    heads = any(len(ranks & other) > 1 for other in others)
-    return Sharing(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), heads)
+    ranks = ranks_of(options)
+    others = (dist.get_process_group_ranks(other) for other in _groups(gm, example_inputs))
+    heads = any(len(set(ranks).intersection(other)) > 1 for other in others)
+    return Sharing(mesh.get_group().group_name, ranks, mesh.get_local_rank(), heads)
 
 
 def ranks_of(options: Options) -> tuple[int, ...]:

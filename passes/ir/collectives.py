@@ -38,17 +38,18 @@ def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
     ]
 
 
-def received_bytes(graph: fx.Graph) -> dict[str, int]:
+def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
     """Bytes that a rank receives from others in one call of ``graph``, by the name of the collective.
 
     At the sizes with which it was traced, for algorithms that move no byte twice: an all-reduce is a reduce-scatter and
-    an all-gather. Any other collective counts as one whose ranks keep one part of n.
+    an all-gather. Any other collective counts as one whose ranks keep one part of n. ``ours``: those that passes
+    added, and no others.
     """
     found: dict[str, int] = {}
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
     for node in graph.nodes:
         name = schema_name(node).partition("::")[2].removesuffix("_")
-        if node not in alive or not is_collective(node) or name == "wait_tensor":
+        if node not in alive or not is_collective(node) or name == "wait_tensor" or (ours and OURS not in node.meta):
             continue
         group: Any = named_arguments(node)["group_name"]
         n = dist.distributed_c10d._get_group_size_by_name(group)
