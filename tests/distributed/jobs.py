@@ -237,9 +237,9 @@ def with_context(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
     return mla_compile.optimize(model, context_parallel=over, **{"strict": True, **EAGER, **options}), over
 
 
-def shared_context(rank: int, family: str, steps: int, how: str) -> dict[str, Any]:
+def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> dict[str, Any]:
     """Generates with a cache that ranks share, and with one process."""
-    whole = models.build(family)
+    whole = models.build(family, num_attention_heads=heads, num_key_value_heads=heads)
     tokens, logits = generated(whole, steps)
     fast, _ = with_context(whole, how)
     cache = transformers.DynamicCache(config=fast.config)

@@ -6,26 +6,28 @@ import pytest
 
 from tests.distributed import jobs
 
-# Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token, L+R values; two layers, two sequences, float32.
-HEADS, FLOPS, ROWS, LAYERS, BATCH, BYTES, PROMPT = 4, 1_152, 80, 2, 2, 4, 9
+# Of one process: L=64 R=16, 2 (2L+R) FLOPs per head and cached token, L+R values; two layers and sequences, float32.
+FLOPS, ROWS, LAYERS, BATCH, BYTES, PROMPT = 288, 80, 2, 2, 4, 9
 RESULT = 65  # L + 1
 
 
 @pytest.mark.parametrize(
-    ("count", "family", "how", "steps"),
+    ("count", "family", "how", "steps", "all_heads"),
     [
-        (2, "deepseek_v3", "copies", 64),
-        (2, "minicpm3", "heads", 64),
-        (4, "deepseek_v2", "grid", 24),
-        (4, "deepseek_v3", "heads", 24),
+        (2, "deepseek_v3", "copies", 64, 4),
+        (2, "minicpm3", "heads", 64, 4),
+        (4, "deepseek_v2", "grid", 24, 4),
+        (4, "deepseek_v3", "heads", 24, 8),
     ],
 )
-def test_the_tokens_of_one_process(ranks, count, family, how, steps):
-    context, heads = (2, HEADS // 2) if how == "grid" else (count, HEADS // count if how == "heads" else HEADS)
+def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
+    context, heads = {
+        "copies": (count, all_heads), "heads": (count, all_heads // count), "grid": (2, all_heads // 2)
+    }[how]  # fmt: skip
     tokens = PROMPT + steps - 1
     sent = LAYERS * BATCH * BYTES
     owned = []
-    for found in ranks(count).run(jobs.shared_context, family, steps, how):
+    for found in ranks(count).run(jobs.shared_context, family, steps, how, all_heads):
         assert found["tokens"]
         assert found["logits"] < 1e-5
         assert found["codes"][0] == "absorbed"
@@ -34,11 +36,11 @@ def test_the_tokens_of_one_process(ranks, count, family, how, steps):
         owned.append(found["values"])
         received = found["received"]
         if how == "heads":  # queries of all heads, over the own rows; results of the own heads
-            assert found["flops"] == FLOPS / context
+            assert found["flops"] == FLOPS * all_heads / context
             assert received.pop("all_gather_into_tensor") == sent * (context - 1) * heads * ROWS
             assert received.pop("all_to_all_single") == sent * (context - 1) * heads * RESULT
         else:
-            assert found["flops"] == FLOPS * heads / HEADS / context
+            assert found["flops"] == FLOPS * heads / context
             assert received.pop("all_gather_into_tensor") == sent * (context - 1) * heads * RESULT
         assert received.keys() <= {"all_reduce"}, "those of the model"
     each = sorted({BATCH * ROWS * (tokens // context), BATCH * ROWS * -(-tokens // context)})
