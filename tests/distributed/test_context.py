@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mla_compile.workbench import step_formulas
-from tests.distributed import jobs
+from tests.distributed import context_jobs as jobs
 
 # Of one process: L=64 R=16, 2 (2L+R) FLOPs per head and cached token, L+R values; two layers and sequences, float32.
 FLOPS, ROWS, LAYERS, BATCH, BYTES, PROMPT = 288, 80, 2, 2, 4, 9
@@ -111,3 +111,8 @@ def test_what_is_refused(ranks):
 def test_a_cache_filled_under_another_mesh(ranks):
     for text in ranks(4).run(jobs.another_mesh):
         assert "SharedCacheError: a model compiled for other ranks reads it, and this rank has 1/2 of the rows" in text
+
+
+def test_an_option_of_torch_compile(ranks):
+    for found in ranks(2).run(jobs.through_the_backend):
+        assert found == {"tokens": True, "held": 6}, "of 12 tokens"
