@@ -1,6 +1,6 @@
 """Generate with a model whose heads are shared by several processes, each with its absorbed part of the attention.
 
-    torchrun --nproc-per-node 2 examples/torchrun_generate.py
+    torchrun --nproc-per-node 2 examples/torchrun_generate.py [--share-cache]
 
 The model is tiny and has random weights; it is saved to a folder and loaded from there with the tensor parallel plan
 that its class in transformers has (``DistributedConfig(tp_plan="auto")``), as a checkpoint would be. The number of
@@ -14,6 +14,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="inductor")
+    parser.add_argument("--share-cache", action="store_true", help="each process keeps its share of the cached rows")
     given = parser.parse_args(arguments)
     if not dist.is_torchelastic_launched():
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/torchrun_generate.py")
@@ -63,7 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
         parts = DistributedConfig(tp_plan="auto", tp_size=count)
         model = MiniCPM3ForCausalLM.from_pretrained(folder[0], distributed_config=parts).eval()
         dist.barrier()
-    fast = mla_compile.optimize(model, codegen=given.codegen)
+    context = init_device_mesh("cpu", (count,)) if given.share_cache else None
+    fast = mla_compile.optimize(model, codegen=given.codegen, context_parallel=context)
 
     torch.manual_seed(0)
     prompt = torch.randint(2, 256, (1, 12))

@@ -280,6 +280,8 @@ def _artifact_options(given: Mapping[str, Any], **defaults: Any) -> Options:
     options = Options.parse(given, **{"verify": True, **defaults})
     if options.inductor:
         raise OptionError(f"{', '.join(options.inductor)}: give options of Inductor to what compiles the program")
+    if options.context_parallel is not None:
+        raise OptionError("context_parallel: programs return all rows; only the caches of modules are shared by ranks")
     if options.appends == "in_place":
         raise OptionError(
             "appends is 'in_place', expected 'auto' or 'copy' for a program: it returns all rows, and cannot tell its "

@@ -42,6 +42,10 @@ class RankError(MlaCompileError, RuntimeError):
     """Ranks that run one program compile different things, or one of them has failed; raised on all of them."""
 
 
+class SharedCacheError(MlaCompileError, RuntimeError):
+    """A cache whose rows several ranks share was used in a way that needs all rows, or other ranks than these."""
+
+
 class ExportError(MlaCompileError, RuntimeError):
     """A model could not be exported to ONNX; nothing was written to the path that was asked for."""
 

@@ -64,6 +64,10 @@ class Options:
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
             ``alone``: each by itself, for programs whose ranks compile at different points.
+        context_parallel: a ``DeviceMesh`` of one axis, over whose ranks the latent rows of a cache that grows are
+            shared: each holds those of every n-th token, attends to them with the heads of all, and the results are
+            put together. The ranks have to run the model on the same tokens; they may have different heads of it. For
+            modules only.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.
@@ -83,6 +87,7 @@ class Options:
     layers: Layers = "once"
     expanded_bytes: int | None = 2**30
     ranks: Ranks = "agree"
+    context_parallel: Any = None
     verify: bool = False
     strict: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -96,6 +101,9 @@ class Options:
             elif kind == int | None:
                 if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                     raise OptionError(f"{name} is {value!r}, expected a number of bytes or None")
+            elif name == "context_parallel":
+                if value is not None:
+                    self._check_mesh(value)
             elif kind is bool:
                 if not isinstance(value, bool):
                     raise OptionError(f"{name} is {value!r}, expected True or False")
@@ -103,6 +111,27 @@ class Options:
                 known = [str(choice) for choice in get_args(kind)]
                 hint = nearest(value, known) if isinstance(value, str) else ""
                 raise OptionError(f"{name} is {value!r}, expected one of {', '.join(known)}{hint}")
+
+    def _check_mesh(self, mesh: Any) -> None:
+        # On use: what shares nothing need not have torch.distributed.
+        from torch import distributed as dist
+
+        if not dist.is_available() or not isinstance(mesh, dist.device_mesh.DeviceMesh):
+            raise OptionError(f"context_parallel is {mesh!r}, expected a DeviceMesh of one axis, or None")
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or ("its axes have no names",)
+            raise OptionError(
+                f"context_parallel is a mesh of {mesh.ndim} axes ({', '.join(names)}), expected one of them: "
+                'mesh["name of the axis"]'
+            )
+        if mesh.get_coordinate() is None:
+            raise OptionError(
+                f"context_parallel is a mesh of the ranks {mesh.mesh.tolist()}, not of rank {dist.get_rank()}"
+            )
+        if self.ranks == "alone":
+            raise OptionError('context_parallel: ranks that share a cache decide together; leave out ranks="alone"')
+        if self.appends == "copy":
+            raise OptionError('context_parallel: each rank writes its rows in place; leave out appends="copy"')
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

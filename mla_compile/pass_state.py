@@ -18,6 +18,7 @@ from mla_compile.core.records import PassRecord
 from mla_compile.options import Options
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.report.draw import Sketch
@@ -57,6 +58,7 @@ class Outcome:
         sites: for each entry of the report the name that :func:`mla_compile.pipeline.run` takes in ``refused``.
         by_heads: how many attentions of ``program`` are computed for a few heads at a time.
         expanded: ``base`` with such attentions, where it has any.
+        warnings: what is right and slower than was asked for, besides what the report says of attentions.
     """
 
     program: Program
@@ -67,6 +69,7 @@ class Outcome:
     sites: tuple[str, ...] = ()
     by_heads: int = 0
     expanded: Program | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def long(self) -> Program:
@@ -74,6 +77,8 @@ class Outcome:
         return self.base if self.expanded is None else self.expanded
 
 
+_SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
+_SENT = "; a call receives {count:,} bytes of {what} from the others"
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
 
 
@@ -111,6 +116,8 @@ class State:
         self.by_heads = 0
         self.expanded: Program | None = None
         self.head_notes: dict[str, str] = {}
+        self.warnings: tuple[str, ...] = ()
+        self.shared: set[fx.Node] = set()
         self._analysis: Analysis | None = None
 
     @staticmethod
@@ -153,13 +160,22 @@ class State:
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
-        appended = sum(one.input is not None for one in self.program.appends)
+        appended = sum(one.input is not None and not one.shared for one in self.program.appends)
         messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
+        shared = sum(one.shared for one in self.program.appends)
+        if shared and self.program.sharing is not None:
+            what = "queries and results" if self.program.sharing.heads else "results"
+            received = sum(received_bytes(self.graph, ours=True).values())
+            sent = _SENT.format(count=received, what=what) if received else ""
+            messages += (_SHARED.format(ranks=self.program.sharing.size, count=shared) + sent,)
+        messages += self.warnings
         if reports and self.options.cache_dtype == "fp8":
             messages += packed_notes(self.base)
         report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
         absorbed = sum(r.verdict == "absorbed" for r in reports)
-        return Outcome(self.program, report, absorbed, variants, self.base, sites, self.by_heads, self.expanded)
+        return Outcome(
+            self.program, report, absorbed, variants, self.base, sites, self.by_heads, self.expanded, self.warnings
+        )
 
     def _drawings(self) -> list[SiteDrawing]:
         assert self.sketch is not None

@@ -17,6 +17,7 @@ from mla_compile.pass_state import State
 from mla_compile.passes.attention.indexer import indexers
 from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
+from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
@@ -40,6 +41,12 @@ from mla_compile.passes.verify.check import Check, check_site, key_of
 from mla_compile.passes.verify.index import check_index, index_key
 from mla_compile.passes.verify.split import check_split
 
+_UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
+_NOT_SHARED = (
+    "context_parallel: each rank has all rows of this cache. Shared are those of caches that began in a call of this "
+    "model, grow by cat and hold the rows themselves"
+)
+_NOT_ONE_FORM = "no attention is absorbed in every call"
 _INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
 
 
@@ -112,6 +119,8 @@ def _absorb(state: State) -> int:
         else v
         for v in state.verdicts
     ]
+    if state.program.sharing is not None:  # while attentions read the rows that are returned, and not what they are of
+        state.shared = begun_rows(state.program, state.verdicts)
     # Before the first rewrite: what is drawn as "before" has to be there.
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})
@@ -272,12 +281,35 @@ def _schedule(state: State) -> int:
     return share_schedules(state.graph, state.program.fake_mode)
 
 
+def _share(state: State) -> int:
+    """Attention over this rank's rows, where the rows of all caches that ranks share allow it."""
+    program = state.program
+    if not program.shared:
+        return 0
+    problem = share_rows(program) if _one_form(state) else _NOT_ONE_FORM
+    several = any(v.by_call for v in state.chosen)
+    if problem is None:
+        return sum(one.shared for one in program.appends)
+    if several:
+        state.shared |= grown_rows(program)  # a prompt: its rows are shared when it has run
+    else:
+        state.warnings += (_UNSHARED.format(problem=problem),)
+    return 0
+
+
+def _one_form(state: State) -> bool:
+    return bool(state.rewritten) and not any(v.by_call for v in state.chosen)
+
+
 def _append(state: State) -> int:
     if state.options.appends != "in_place" or not any(v.plan is not None for v in state.verdicts):
         return 0
     # Of two programs for the same inputs, both would have to append in place.
-    one_form = state.rewritten and not any(v.by_call for v in state.chosen)
-    return append_in_place(state.program, rewrite=bool(one_form))
+    count = append_in_place(state.program, rewrite=_one_form(state), shared=state.shared)
+    if state.program.sharing is not None and _one_form(state):
+        shared = state.program.shared or any(one.shared for one in state.program.appends)
+        state.warnings += () if shared else (_NOT_SHARED,)
+    return count
 
 
 PASSES = (
@@ -301,6 +333,7 @@ PASSES = (
     Pass("lower_projections", "einsums that were added", "those of few rows", _lower_projections),
     Pass("read_parts", "slices that were added", "those of a join, to its parts", _read_parts),
     Pass("read_packed", "rows in float8", "copies of them, to operators that read them", _read_packed),
+    Pass("share", "rows that ranks share", "attention over them, to each rank's own and a merge", _share),
     Pass("few_rows", "products with weights", "those of a few rows on a CPU, to an operator that is faster", _few_rows),
     Pass("schedule", "operators on a GPU, their masks", "what they prepare, to once for all that can share", _schedule),
     Pass("append", "joins of rows that the caller keeps", "those of old and new ones, to writes in place", _append),

@@ -13,7 +13,7 @@ from mla_compile.api import explain, optimize, plain_copy
 from mla_compile.batching.check import check, page_size, pages_needed
 from mla_compile.batching.graphs import Graph, NotMlaError, StepGraphs
 from mla_compile.capture.causal_lm import wire
-from mla_compile.errors import CaptureError, ExportError, InputError, MlaCompileError, MlaCompileWarning
+from mla_compile.errors import CaptureError, ExportError, InputError, MlaCompileError, MlaCompileWarning, OptionError
 from mla_compile.options import Options
 from mla_compile.report.report import Report
 
@@ -133,7 +133,12 @@ class Batching:
 
 def _options(options: dict[str, Any]) -> Options:
     ours = {name: value for name, value in options.items() if name not in ("mode", "dynamic", "fullgraph")}
-    return Options.parse(ours, verify=True)
+    parsed = Options.parse(ours, verify=True)
+    if parsed.context_parallel is not None:
+        raise OptionError(
+            "context_parallel: the pages of many users are not shared by ranks; leave it out, or use optimize()"
+        )
+    return parsed
 
 
 def _graphs(model: Any, options: Options) -> StepGraphs:

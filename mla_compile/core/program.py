@@ -12,6 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from mla_compile.core.sharing import Sharing
+
 Compute = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 Inputs = Sequence[Any]
 """The flat inputs of a call: tensors and numbers."""
@@ -44,12 +46,15 @@ class Append:
         output: place of all rows among what the program returned before, and its caller still gets.
         axis: the axis of the tokens.
         count: how many rows a call writes.
+        shared: each rank of the program's ``sharing`` keeps its share of the rows. Then the placeholder takes as many
+            rows as a rank holds of old and new ones together, and the program writes those that are its own.
     """
 
     input: str | None
     output: int
     axis: int
     count: int
+    shared: bool = False
 
 
 @dataclass
@@ -73,6 +78,8 @@ class Program:
         own: placeholder names of the buffers that may be kept as rows: an optimized module's own.
         cache: which inputs and outputs are the rows of K and V instead of K and V (a ``LatentCache`` of the passes).
         appends: the caches that new rows are written behind.
+        sharing: how the ranks of the program share the rows of caches; None: they do not.
+        shared: placeholder names of the inputs of whose rows each rank has its share.
         autocast: whether casts of autocast, on within the graph or around its capture, are written out in it.
         seconds: how long its capture took.
     """
@@ -89,6 +96,8 @@ class Program:
     own: frozenset[str] = frozenset()
     cache: Any = None
     appends: tuple[Append, ...] = ()
+    sharing: Sharing | None = None
+    shared: frozenset[str] = frozenset()
     autocast: bool = False
     seconds: float = 0.0
 
@@ -108,6 +117,8 @@ class Program:
             own=self.own,
             cache=self.cache,
             appends=self.appends,
+            sharing=self.sharing,
+            shared=self.shared,
             autocast=self.autocast,
         )
 

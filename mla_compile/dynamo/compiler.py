@@ -3,7 +3,7 @@
 A graph that is not rewritten (it has no attention, gradients are wanted, nothing can be absorbed, or something failed)
 reaches Inductor exactly as it came, with the user's mode and Inductor options, unless it has layers that are compiled
 once (:mod:`mla_compile.dynamo.code`). The first rows of a cache that it returns may be moved to memory with room after
-it ran (:mod:`mla_compile.runtime.appending`).
+it ran (:mod:`mla_compile.runtime.growing`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -26,10 +26,11 @@ from mla_compile.capture.autocast import is_active, without_autocast
 from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
+from mla_compile.core.sharing import Sharing
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
-from mla_compile.dynamo.ranks import OtherRankFailedError, meeting
+from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.sizes import share_lengths
 from mla_compile.errors import MlaCompileError, MlaCompileWarning, RankError, WeightError
@@ -37,15 +38,17 @@ from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
 from mla_compile.report.report import Report
-from mla_compile.runtime.appending import with_room
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
+from mla_compile.runtime.growing import with_room
 from mla_compile.runtime.latent import LatentTensor
 from mla_compile.runtime.latent_calls import expanding, plain_examples, with_rows
 from mla_compile.runtime.own_buffers import BuffersInTrace
+from mla_compile.runtime.shared_rows import SharedRows
 
 logger = logging.getLogger("mla_compile")
 
+_Carrier = TypeVar("_Carrier", LatentTensor, SharedRows)
 Latents = Mapping[str, LatentTensor]
 """The inputs of a graph that hold latent rows, by the name of their placeholder."""
 
@@ -110,16 +113,22 @@ class Compiler:
                 self._add_seconds()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
-        latents = _latents(gm, example_inputs)
-        inputs = plain_examples(gm, example_inputs) if latents else example_inputs
-        done = self._rewrite(gm, inputs, latents) if self._is_ours(gm, inputs) else None
+        latents, shared = _carrying(gm, example_inputs, LatentTensor), _carrying(gm, example_inputs, SharedRows)
+        sharing = sharing_of(gm, example_inputs, self.options)
+        for rows in shared.values():
+            if sharing is None or not sharing.same_ranks(rows.sharing):
+                rows.refuse(
+                    "a model compiled " + ("for one rank" if sharing is None else "for other ranks") + " reads it"
+                )
+        inputs = plain_examples(gm, example_inputs) if latents or shared else example_inputs
+        done = self._rewrite(gm, inputs, latents, shared, sharing) if self._is_ours(gm, inputs) else None
         if done is not None and (done.changed or done.outcome.program.appends) and not self.explain_only:
             call = self._assemble(gm, inputs, done)
             return call if not latents or done.outcome.base.cache is not None else expanding(call, gm)
         call = gm if self.explain_only else self._unchanged(gm, inputs, done)
         if done is not None and self.buffers is not None:
             call = self.buffers.noting(call, done.captured, done.outcome.base)
-        return expanding(call, gm) if latents else call
+        return expanding(call, gm) if latents or shared else call
 
     def _is_ours(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         attention = has_attention(gm)
@@ -133,7 +142,14 @@ class Compiler:
             return False
         return True
 
-    def _rewrite(self, gm: fx.GraphModule, example_inputs: Inputs, latents: Latents) -> _Rewritten | None:
+    def _rewrite(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Inputs,
+        latents: Latents,
+        shared: Iterable[str],
+        sharing: Sharing | None,
+    ) -> _Rewritten | None:
         """The captured and the rewritten program; ``None`` where the graph stays as it is, after saying why."""
         self.compilations.stage("capture")
         ranks = None if self.explain_only else meeting(gm, example_inputs, self.options)
@@ -141,6 +157,9 @@ class Compiler:
             share_lengths(gm)
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
+            if ranks is not None and sharing is not None and not sharing.heads:
+                sharing = replace(sharing, heads=not ranks.alike(program, ranks_of(self.options)))
+            program.sharing, program.shared = sharing, frozenset(shared)
             program.own = self._own_buffers(program, example_inputs, latents)
             self.compilations.stage("passes")
             with without_autocast():
@@ -167,6 +186,8 @@ class Compiler:
         if self.explain_only:
             return done
         tell(outcome.report)
+        for text in outcome.warnings:
+            _warn(text)
         _trace(outcome.report)
         if self.on_report is not None:
             self.on_report()
@@ -242,7 +263,7 @@ class Compiler:
                 call = with_folds(call, done.folds)
             if done.outcome.variants:
                 call = choose_by_call(picker(base, done.outcome.variants), call, generate(done.outcome.long))
-            if program.appends:
+            if program.appends or program.shared:
                 call = with_room(call, program)
         if autocast:  # Dynamo compiles again when it is switched off
             call = _outside_autocast(call)
@@ -262,9 +283,10 @@ def _outside_autocast(call: Call) -> Call:
     return outside
 
 
-def _latents(gm: fx.GraphModule, example_inputs: Inputs) -> dict[str, LatentTensor]:
+def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) -> dict[str, _Carrier]:
+    """The inputs of a graph that carry rows in a tensor of a ``kind``, by the name of their placeholder."""
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    return {node.name: value for node, value in named if isinstance(value, LatentTensor)}
+    return {node.name: value for node, value in named if isinstance(value, kind)}
 
 
 def _inputs_of(program: Program, captured: Program, example_inputs: Inputs) -> list[Any]:

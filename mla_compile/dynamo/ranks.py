@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from mla_compile.core.program import Inputs
+from mla_compile.core.program import Inputs, Program
 from mla_compile.core.records import SiteReport
+from mla_compile.core.sharing import Sharing
 from mla_compile.errors import RankError, brief
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
@@ -55,8 +56,30 @@ def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Mee
         return None
     own = dist.get_rank()
     groups = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in _groups(gm, example_inputs))
+    if options.context_parallel is not None:
+        groups |= {ranks_of(options): None}
     together = [ranks for ranks in groups if len(ranks) > 1 and own in ranks]
     return Meeting(together, own, options) if together else None
+
+
+def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Sharing | None:
+    """How this rank shares rows with those of ``options.context_parallel``; None where nobody does.
+
+    Ranks whose tensors or collectives are in the graph may compute other heads each. Of others the weights tell
+    (:meth:`Meeting.alike`).
+    """
+    mesh = options.context_parallel
+    if mesh is None or mesh.size() == 1:
+        return None
+    ranks = ranks_of(options)
+    others = (dist.get_process_group_ranks(other) for other in _groups(gm, example_inputs))
+    heads = any(len(set(ranks).intersection(other)) > 1 for other in others)
+    return Sharing(mesh.get_group().group_name, ranks, mesh.get_local_rank(), heads)
+
+
+def ranks_of(options: Options) -> tuple[int, ...]:
+    """The ranks of ``options.context_parallel``."""
+    return tuple(dist.get_process_group_ranks(options.context_parallel.get_group()))
 
 
 def _groups(gm: fx.GraphModule, example_inputs: Inputs) -> Iterator[dist.ProcessGroup]:
@@ -85,10 +108,13 @@ class Meeting:
     def __init__(self, groups: list[tuple[int, ...]], rank: int, options: Options) -> None:
         self.groups = groups
         self.rank = rank
+        self.shares = options.context_parallel is not None
         self.program = {
             "mla_compile": __version__,
             "torch": torch.__version__,
-            **{name: repr(value) for name, value in vars(options).items()},
+            **{name: repr(value) for name, value in vars(options).items() if name != "context_parallel"},
+            # Each row of a mesh shares its own rows.
+            "context_parallel": repr(options.context_parallel and options.context_parallel.size()),
         }
 
     def refused(self, outcome: Outcome) -> dict[str, str] | None:
@@ -101,10 +127,7 @@ class Meeting:
             RankError: on all ranks, where they compile different things or one of them does not come.
         """
         sites = [_said_of(site) for site in outcome.report.sites]
-        told = self._exchange({"program": self.program, "problem": None, "sites": sites})
-        problems = {rank: one["problem"] for rank, one in told.items() if one["problem"] is not None}
-        if problems:
-            raise OtherRankFailedError(_each(problems))
+        told = self._heard({"sites": sites, "rows": list(outcome.warnings)})
         self._check(told)
         left: dict[str, str] = {}
         again = False
@@ -121,7 +144,25 @@ class Meeting:
 
     def failed(self, error: Exception) -> None:
         """Tells the other ranks that this one leaves the graph as it is."""
-        self._exchange({"program": self.program, "problem": brief(error), "sites": []})
+        self._exchange({"program": self.program, "problem": brief(error)})
+
+    def alike(self, program: Program, group: tuple[int, ...]) -> bool:
+        """Whether the ranks of a group have the same weights, as far as a look at a few numbers of each can tell.
+
+        Raises what :meth:`refused` does.
+        """
+        told = self._heard({"weights": _mark(program.weights.values())})
+        return len({told[rank]["weights"] for rank in group}) == 1
+
+    def _heard(self, mine: dict[str, Any]) -> Told:
+        """What all ranks say where none has failed."""
+        told = self._exchange({"program": self.program, "problem": None, **mine})
+        problems = {rank: one["problem"] for rank, one in told.items() if one["problem"] is not None}
+        if problems:
+            raise OtherRankFailedError(_each(problems))
+        for name in self.program:
+            _same({rank: one["program"].get(name) for rank, one in told.items()}, name)
+        return told
 
     def _exchange(self, mine: dict[str, Any]) -> Told:
         store = dist.distributed_c10d._get_default_store()
@@ -162,11 +203,24 @@ class Meeting:
 
     def _check(self, told: Told) -> None:
         """Raises, on all ranks alike, where what was compiled is not the same program."""
-        for name in self.program:
-            _same({rank: one["program"].get(name) for rank, one in told.items()}, name)
         _same({rank: len(one["sites"]) for rank, one in told.items()}, "attentions in the graph")
         for index in range(len(told[self.rank]["sites"])):
             _same({rank: one["sites"][index]["source"] for rank, one in told.items()}, f"attention {index}")
+            if self.shares:
+                _same({rank: one["sites"][index]["heads"] for rank, one in told.items()}, f"heads of attention {index}")
+        _same({rank: one["rows"] for rank, one in told.items()}, "what is made of the rows of a cache")
+
+
+def _mark(weights: Iterable[torch.Tensor | None]) -> str:
+    """A few numbers of each weight: of other heads, they are others."""
+    found = hashlib.sha256()
+    for weight in weights:
+        if weight is not None and not weight.is_meta and weight.layout is torch.strided:
+            found.update(repr((weight.shape, weight.dtype)).encode())
+            if type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.numel():
+                first = weight.detach()[(0,) * (weight.dim() - 1)] if weight.dim() else weight.detach()[None]
+                found.update(bytes(first[:16].cpu().contiguous().view(torch.uint8).tolist()))
+    return found.hexdigest()
 
 
 def _said_of(site: SiteReport) -> dict[str, Any]:
@@ -177,6 +231,7 @@ def _said_of(site: SiteReport) -> dict[str, Any]:
         "form": form if absorbed else "left",
         "why": f"{site.code}: {site.reason}",
         "source": site.where.source or site.where.op,
+        "heads": site.dims.H if site.dims else None,
     }
 
 

@@ -20,12 +20,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mla_compile.core.program import Call, Program
 from mla_compile.passes.cache.append import token_major
 
 
@@ -40,33 +38,6 @@ class _Memory:
 _held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Tensors that were handed out -> the memory that they show."""
 _lock = threading.Lock()
-
-
-def with_room(call: Call, program: Program) -> Call:
-    """A callable that takes the rows and returns them joined with the new ones, around one that appends in place.
-
-    Where a cache begins, its rows are moved to memory with room.
-    """
-    mark = length_marker()
-    position = {node.name: index for index, node in enumerate(program.placeholders)}
-    appends = sorted(program.appends, key=lambda one: one.output)
-    places = [(None if one.input is None else position[one.input], one) for one in appends]
-
-    def around(*inputs: Any) -> Any:
-        given = list(inputs)
-        for at, one in places:
-            if at is not None:
-                given[at] = room_for(given[at], one.axis, one.count)
-        results = list(call(*given))
-        for at, one in places:  # in the order of the outputs, so that each finds those before it filled
-            if at is None:
-                results[one.output] = room_for(results[one.output], one.axis, 0)
-            else:
-                results.insert(one.output, given[at])
-            mark(results[one.output], one.axis)
-        return results
-
-    return around
 
 
 def length_marker() -> Callable[[torch.Tensor, int], None]:
@@ -86,9 +57,9 @@ def room_for(rows: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     with _lock:
         memory = _held.get(rows)
         if memory is None or not _continues(rows, memory, axis) or T + count > memory.rows.shape[axis]:
-            memory = _larger(rows, axis, T + count)
+            memory = _Memory(larger(rows, axis, T + count), T)
         memory.used = T + count
-        shown = _shown(memory.rows, axis, T + count)
+        shown = first_rows(memory.rows, axis, T + count)
         _held[shown] = memory
     return shown
 
@@ -108,7 +79,7 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
     return (*rows.shape[:axis], *rows.shape[axis + 1 :])
 
 
-def _larger(rows: torch.Tensor, axis: int, least: int) -> _Memory:
+def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
     """New memory for more than ``least`` rows, with ``rows`` at its beginning."""
     # Powers of two: twice the room whenever it is full, and at most twice what is needed.
     try:
@@ -117,7 +88,7 @@ def _larger(rows: torch.Tensor, axis: int, least: int) -> _Memory:
         made = _memory(rows, axis, least)
     with torch.no_grad():
         made.narrow(axis, 0, rows.shape[axis]).copy_(rows)
-    return _Memory(made, rows.shape[axis])
+    return made
 
 
 def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
@@ -127,8 +98,8 @@ def _memory(like: torch.Tensor, axis: int, count: int) -> torch.Tensor:
         return torch.empty_strided(shape, token_major(shape, axis), dtype=like.dtype, device=like.device)
 
 
-def _shown(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """The first ``count`` rows."""
+def first_rows(memory: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+    """The first ``count`` rows of what :func:`larger` returned."""
     shape = (*memory.shape[:axis], count, *memory.shape[axis + 1 :])
     # No view in autograd's sense: a compiler would ask for the whole memory behind it, and guard its size.
     with torch.inference_mode(mode=False):

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent_cell import Cell, once
+from mla_compile.runtime.ranges import range_of
 
 aten = torch.ops.aten
 
@@ -184,7 +185,7 @@ class LatentTensor(torch.Tensor):
         Handled here rather than in the dispatcher, whose views autograd remembers and compilers replay.
         """
         rows = self.recipe is not None and not torch.compiler.is_compiling()
-        tokens = _tokens(index, self.dim(), self._tokens) if rows else None
+        tokens = range_of(index, self.dim(), self._tokens) if rows else None
         if tokens is None:
             return super().__getitem__(index)
         low, high, _ = tokens.indices(self.shape[self._tokens])
@@ -273,23 +274,6 @@ def _select(rows: torch.Tensor, order: torch.Tensor, axis: int) -> torch.Tensor:
 def _cat(*rows_then_axis: Any) -> torch.Tensor:
     *rows, axis = rows_then_axis
     return torch.cat(rows, axis).contiguous()
-
-
-def _tokens(index: Any, rank: int, axis: int) -> slice | None:
-    """The slice of ``axis`` that an index takes if it takes everything along the other axes; else ``None``."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if any(p is not Ellipsis and not isinstance(p, slice) for p in parts) or parts.count(Ellipsis) > 1:
-        return None
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (rank - len(parts) + 1)
-    parts += [slice(None)] * (rank - len(parts))
-    bounds = [b for p in parts for b in (p.start, p.stop, p.step)]
-    whole = all(p == slice(None) for k, p in enumerate(parts) if k != axis)
-    if len(parts) != rank or not whole or any(type(b) not in (int, type(None)) for b in bounds):
-        return None
-    one: slice = parts[axis]
-    return one if one.step in (None, 1) else None
 
 
 def _joined(parts: Sequence[object], dim: int) -> LatentTensor | None:

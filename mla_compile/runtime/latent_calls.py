@@ -17,13 +17,14 @@ from mla_compile.passes.cache.rewrite import LatentCache
 from mla_compile.runtime.appending import length_marker
 from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
+from mla_compile.runtime.shared_rows import SharedRows
 
 
 def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
     """The example inputs of a Dynamo graph, with plain fake tensors of the same shape for those that hold rows."""
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        if isinstance(values[index], LatentTensor):
+        if isinstance(values[index], (LatentTensor, SharedRows)):
             fake = node.meta["example_value"]
             inner = getattr(fake, fake.__tensor_flatten__()[0][0])
             with inner.fake_mode:
@@ -44,6 +45,8 @@ def expanding(call: Call, gm: fx.GraphModule) -> Call:
 
 def _plain(value: Any, written: bool) -> Any:
     """K itself; for a graph that writes to it, the memory that takes the place of the rows."""
+    if isinstance(value, SharedRows):  # every rank runs this graph
+        return value.refuse("a graph writes to it") if written else value.full_tensor()
     if not isinstance(value, LatentTensor):
         return value
     return value.settled() if written else value.expanded()
@@ -118,7 +121,10 @@ def with_rows(
         buffers = [inputs[at] for at in written]
         if not all(buffer.shares_only_with(buffers) for buffer in buffers):
             return _otherwise("made from rows of another buffer, which this call does not write to")(*inputs)
-        given = (_plain(inputs[index], written) for index, written in kept)
+        given = (
+            inputs[index] if isinstance(inputs[index], SharedRows) else _plain(inputs[index], written)
+            for index, written in kept
+        )
         results = list(call(*given, *(rows[name] for name in cache.rows)))
         for index, recipe, leaves, parts, own in gives:
             held, weights = [results[part] for part in parts], [read(inputs) for read in leaves]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,31 +39,50 @@ def token_major(sizes: Sequence[Any], dim: int) -> tuple[Any, ...]:
     return tuple(strides[d] for d in range(len(sizes)))
 
 
-def append_in_place(program: Program, *, rewrite: bool = True) -> int:
-    """Lists the caches of a program in ``program.appends``, and returns how many there are.
+def append_in_place(program: Program, *, rewrite: bool = True, shared: Collection[fx.Node] = ()) -> int:
+    """Adds the caches of a program to ``program.appends``, and returns how many there are.
 
     Those that grow by a fixed number of rows are rewritten, unless ``rewrite`` is False. The rows of others, which
     begin here or grow by any number, are returned as they were and moved to memory with room at once, so that no later
-    graph is compiled a second time for the strides that they would have until then.
+    graph is compiled a second time for the strides that they would have until then. ``shared``: those of whose rows
+    each rank is to keep its share.
     """
     before, returned = len(program.mutations), program.outputs
     fit = _fitting(program)
-    caches = {at: how for at, how in _joined(program) if len(how.parts) == 1 or _grows(how, fit)}
-    written = {at: how for at, how in caches.items() if rewrite and _count(how)}
+    caches = {
+        at: how
+        for at, how in joined_rows(program, shared)
+        if len(how.parts) == 1 or returned[before + at] in shared or _grows(how, fit)
+    }
+    written = {at: how for at, how in caches.items() if rewrite and _count(how) and returned[before + at] not in shared}
     settled = {at: how.dim for at, how in caches.items() if at not in written} | _first_rows(program)
-    program.appends = tuple(Append(None, at, dim, 0) for at, dim in settled.items())
-    if not written:
-        return len(program.appends)
-    inputs = [how.parts[0].name for how in written.values()]
-    program.appends += tuple(Append(how.parts[0].name, at, how.dim, _count(how)) for at, how in written.items())
+    places = _places(program)
+    program.appends += tuple(
+        Append(None, places[at], dim, 0, shared=returned[before + at] in shared) for at, dim in settled.items()
+    )
+    program.appends += tuple(Append(how.parts[0].name, places[at], how.dim, _count(how)) for at, how in written.items())
     for at, how in written.items():
         _rewrite(returned[before + at], how, program.fake_mode)
-    kept = [at for at in range(len(returned) - before) if at not in written]
-    order = [*range(before), *(before + at for at in written), *(before + at for at in kept)]
-    program.gm.graph.output_node().args = (tuple(returned[index] for index in order),)
-    program.aliases = {kept.index(at): name for at, name in program.aliases.items()}
-    program.mutations = (*program.mutations, *inputs)
+    if written:
+        write_in_place(program, {at: (how.parts[0].name, returned[before + at]) for at, how in written.items()})
     return len(program.appends)
+
+
+def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]]) -> None:
+    """Makes returned values (their places) the new values of inputs, which are written in place."""
+    before, returned = len(program.mutations), program.outputs
+    kept = [at for at in range(len(returned) - before) if at not in written]
+    new = [node for _, node in written.values()]
+    program.gm.graph.output_node().args = ((*returned[:before], *new, *(returned[before + at] for at in kept)),)
+    program.aliases = {kept.index(at): name for at, name in program.aliases.items()}
+    program.mutations = (*program.mutations, *(name for name, _ in written.values()))
+
+
+def _places(program: Program) -> list[int]:
+    """Of each value that the program returns, the place that it had before caches were written in place."""
+    gone = {one.output for one in program.appends if one.input is not None}
+    count = len(program.outputs) - len(program.mutations) + len(gone)
+    return [at for at in range(count) if at not in gone]
 
 
 def _count(how: Join) -> int:
@@ -85,15 +104,18 @@ def _first_rows(program: Program) -> dict[int, int]:
     }
 
 
-def _joined(program: Program) -> Iterator[tuple[int, Join]]:
-    """Rows that the caller keeps and the graph reads: their place among the returned values, and how they are made."""
+def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[tuple[int, Join]]:
+    """Rows that the caller keeps and the graph reads: their place among the returned values, and how they are made.
+
+    ``known``: those that are rows whoever reads them.
+    """
     returned = program.outputs
     for at, joined in enumerate(returned[len(program.mutations) :]):
         how = decode(joined) if isinstance(joined, fx.Node) and joined.op == "call_function" else None
         if (
             isinstance(how, Join)
             and at not in program.aliases
-            and len(joined.users) > 1
+            and (len(joined.users) > 1 or joined in known)
             and returned.count(joined) == 1
             and not {*how.parts}.intersection(returned)
         ):
@@ -108,7 +130,14 @@ def _fitting(program: Program) -> set[fx.Node]:
     # A size that only the old rows show could not be read from rows with room.
     numbers = {str(n.meta["val"]) for n in inputs if isinstance(n.meta["val"], torch.SymInt)}
     folded = {name for fold in program.folds for name in fold.weights}
-    special = {*program.mutations, *program.aliases.values(), *program.latents, *program.parts, *folded}
+    special = {
+        *program.mutations,
+        *program.aliases.values(),
+        *program.latents,
+        *program.parts,
+        *program.shared,
+        *folded,
+    }
     return {
         node
         for node in inputs

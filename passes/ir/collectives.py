@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch.distributed as dist
 from torch import fx
 
+from mla_compile.passes.ir.graph import OURS, bytes_hint, is_tensor
 from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.walk import reachable
 
@@ -23,10 +26,34 @@ def gathered(nodes: Iterable[fx.Node]) -> bool:
 
 
 def collectives(graph: fx.Graph) -> list[tuple[str, tuple[object, ...]]]:
-    """What ``graph`` has the ranks do together, in order: the operators, and what they are told besides tensors."""
+    """What ``graph`` had the ranks do together before passes added to it, in order.
+
+    The operators, and what they are told besides tensors.
+    """
     alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
     return [
         (schema_name(node), tuple(a for a in named_arguments(node).values() if not isinstance(a, fx.Node)))
         for node in graph.nodes
-        if node in alive and is_collective(node)
+        if node in alive and is_collective(node) and OURS not in node.meta
     ]
+
+
+def received_bytes(graph: fx.Graph, *, ours: bool = False) -> dict[str, int]:
+    """Bytes that a rank receives from others in one call of ``graph``, by the name of the collective.
+
+    At the sizes with which it was traced, for algorithms that move no byte twice: an all-reduce is a reduce-scatter and
+    an all-gather. Any other collective counts as one whose ranks keep one part of n. ``ours``: those that passes
+    added, and no others.
+    """
+    found: dict[str, int] = {}
+    alive = set(reachable([graph.output_node()], lambda node: node.all_input_nodes))
+    for node in graph.nodes:
+        name = schema_name(node).partition("::")[2].removesuffix("_")
+        if node not in alive or not is_collective(node) or name == "wait_tensor" or (ours and OURS not in node.meta):
+            continue
+        group: Any = named_arguments(node)["group_name"]
+        n = dist.distributed_c10d._get_group_size_by_name(group)
+        size = sum(bytes_hint(x) for x in node.all_input_nodes if is_tensor(x))
+        times = {"all_gather_into_tensor": n * (n - 1), "all_reduce": 2 * (n - 1)}.get(name, n - 1)
+        found[name] = found.get(name, 0) + size * times // n
+    return found

@@ -31,9 +31,9 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def by_heads(model: nn.Module) -> nn.Module:
+def by_heads(model: nn.Module, over: DeviceMesh | None = None) -> nn.Module:
     """Each rank its heads, by a plan of ``parallelize_module``."""
-    over = mesh()
+    over = over or mesh()
     for module in model.modules():
         if isinstance(getattr(module, "kv_b_proj", None), nn.Linear):
             columns = [name for name, _ in module.named_children() if name in ("q_proj", "q_b_proj", "kv_b_proj")]
@@ -62,12 +62,12 @@ def small(**config: Any) -> Any:
     return models.build("deepseek_v3", num_hidden_layers=1, **config)
 
 
-def generated(model: Any, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def generated(model: Any, steps: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [B,steps] and the logits [B,steps,vocabulary]."""
     with torch.no_grad():
         done = model.generate(
             **models.prompt(2, 9), max_new_tokens=steps, do_sample=False, output_logits=True,
-            return_dict_in_generate=True,
+            return_dict_in_generate=True, **more,
         )  # fmt: skip
     return done.sequences[:, -steps:], torch.stack(done.logits, 1)
 

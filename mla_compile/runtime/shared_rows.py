@@ -1,0 +1,196 @@
+"""The rows of a cache that ranks share, as a tensor that shows all of them and holds this rank's.
+
+To the Python of a model it is a tensor of the shape of all rows. Compiled graphs of this library take what lies here.
+Nothing else reads it: that would be a collective, in which the other ranks may not take part. What caches do to rows
+along other axes than the tokens (reorder, repeat, copy), and cutting back to the first tokens, is done to the share.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from mla_compile.core.sharing import Sharing
+from mla_compile.errors import SharedCacheError
+from mla_compile.runtime.appending import first_rows, larger
+from mla_compile.runtime.ranges import range_of
+
+aten = torch.ops.aten
+_lock = threading.Lock()
+_HOW = "call full_tensor() on all ranks for all of its rows, or compile without context_parallel"
+
+
+@dataclass
+class _Memory:
+    """Memory for a rank's rows, which holds its share of ``tokens`` tokens."""
+
+    rows: torch.Tensor
+    tokens: int
+
+
+class SharedRows(torch.Tensor):
+    """Rows of so many tokens along ``axis``, of which this rank holds ``local``: its share, and maybe one row more."""
+
+    local: torch.Tensor
+    axis: int
+    sharing: Sharing
+    _memory: _Memory | None
+
+    @staticmethod
+    def __new__(
+        cls: type[SharedRows],
+        local: torch.Tensor,
+        axis: int,
+        tokens: int,
+        sharing: Sharing,
+        memory: _Memory | None = None,
+    ) -> SharedRows:
+        """A tensor that shows ``tokens`` rows; :meth:`of` takes a share of all rows."""
+        shape = (*local.shape[:axis], tokens, *local.shape[axis + 1 :])
+        made: SharedRows = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made.local, made.axis, made.sharing, made._memory = local, axis, sharing, memory
+        return made
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing) -> SharedRows:
+        """This rank's share of ``rows``, a plain tensor that all ranks have, in memory with room for more."""
+        tokens = rows.shape[axis]
+        own = rows[(slice(None),) * axis + (slice(sharing.rank, None, sharing.size),)]
+        return cls._moved(own, axis, tokens, sharing)
+
+    @classmethod
+    def _moved(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing) -> SharedRows:
+        """``own``, rows of ``tokens`` tokens, in new memory with room for more."""
+        count = sharing.capacity(tokens)
+        memory = _Memory(larger(own.narrow(axis, 0, min(count, own.shape[axis])), axis, count), tokens)
+        return cls(first_rows(memory.rows, axis, count), axis, tokens, sharing, memory)
+
+    def grown(self, count: int) -> SharedRows:
+        """These and ``count`` rows more, of which this rank's are yet to be written: the same memory if there is room.
+
+        Only whoever holds the newest rows goes on in their memory; others get a copy.
+        """
+        tokens = self.shape[self.axis] + count
+        with _lock:
+            memory, capacity = self._memory, self.sharing.capacity(tokens)
+            room = memory is not None and memory.tokens == self.shape[self.axis]
+            if memory is None or not room or memory.rows.shape[self.axis] < capacity:
+                return self._moved(self.local, self.axis, tokens, self.sharing)
+            memory.tokens = tokens
+        return SharedRows(first_rows(memory.rows, self.axis, capacity), self.axis, tokens, self.sharing, memory)
+
+    def full_tensor(self) -> torch.Tensor:
+        """All rows, a plain tensor. A collective: every rank that shares them has to call it."""
+        axis, size = self.axis, self.sharing.size
+        with torch.no_grad():
+            local = self.local.movedim(axis, 0).contiguous()
+            sent = torch.ops._c10d_functional.all_gather_into_tensor(local, size, self.sharing.group)
+            parts = torch.ops._c10d_functional.wait_tensor(sent)
+            rows = parts.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)
+            full: torch.Tensor = rows[: self.shape[axis]].movedim(0, axis).contiguous()
+        return full
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
+
+    # The protocol of compilers.
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["local"], (self.axis, self.sharing)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], how: tuple[int, Sharing], size: Sequence[int], *_: Any
+    ) -> SharedRows:
+        return SharedRows(inner["local"], how[0], size[how[0]], how[1])
+
+    # What caches do.
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its disabled stand-in
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SharedRows)]
+        if all(isinstance(x.local, FakeTensor) for x in given):  # what Dynamo traces with: only shapes are asked for
+            plain = pytree.tree_map_only(SharedRows, _empty, (args, kwargs))
+            return func(*plain[0], **plain[1])
+        x = args[0] if args else None
+        if isinstance(x, SharedRows) and func is aten.detach.default:
+            return SharedRows(x.local, x.axis, x.shape[x.axis], x.sharing, x._memory)
+        if isinstance(x, SharedRows) and len(given) == 1 and _spares_tokens(func, args, x.axis):
+            return x._with(func(x.local, *args[1:], **kwargs))
+        return given[0].refuse(f"{func} reads it")
+
+    def __getitem__(self, index: Any) -> Any:
+        """The first tokens are again shared rows; anything else would need rows of other ranks."""
+        if torch.compiler.is_compiling():
+            return super().__getitem__(index)
+        tokens = range_of(index, self.dim(), self.axis)
+        low, high, _ = (1, 0, 1) if tokens is None else tokens.indices(self.shape[self.axis])
+        if low != 0:
+            return super().__getitem__(index)
+        return self._moved(self.local, self.axis, high, self.sharing)
+
+    def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
+        """Each sequence several times; along another axis an error."""
+        if dim is None or not 0 <= dim < self.axis or torch.compiler.is_compiling():
+            return super().repeat_interleave(repeats, dim, **how)
+        return self._with(self.local.repeat_interleave(repeats, dim, **how))
+
+    def _with(self, local: torch.Tensor) -> SharedRows:
+        """Other rows of the same tokens."""
+        return self._moved(local, self.axis, self.shape[self.axis], self.sharing)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raises :class:`SharedCacheError`."""
+        raise SharedCacheError(f"{what}, and this rank has 1/{self.sharing.size} of the rows of this cache: {_HOW}")
+
+    def data_ptr(self) -> int:
+        """There is no memory that holds all rows."""
+        self.refuse("data_ptr() asks for its memory")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """There is no memory that holds all rows."""
+        self.refuse("numpy() reads it")
+
+    def tolist(self) -> Any:
+        """There is no memory that holds all rows."""
+        self.refuse("tolist() reads it")
+
+    def __array__(self, dtype: Any = None) -> Any:
+        self.refuse("numpy reads it")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._with(self.local)
+        made: torch.Tensor = memo[id(self)]
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.refuse("it is to be saved")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        share = f"rank {self.sharing.rank} of {self.sharing.size}"
+        return f"SharedRows(shape={list(self.shape)}, dtype={self.dtype}, {share} holds {list(self.local.shape)})"
+
+
+def _empty(x: SharedRows) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _spares_tokens(func: Any, args: tuple[Any, ...], axis: int) -> bool:
+    """Whether an operator copies rows, or chooses among them along an axis in front of the tokens."""
+    if func is aten.clone.default:
+        return True
+    if func is aten.index_select.default:
+        return bool(0 <= args[1] < axis)
+    if func is aten.index.Tensor:
+        chosen = [at for at, x in enumerate(args[1]) if x is not None]
+        return chosen == [0] and axis > 0 and args[1][0].dim() == 1
+    return False

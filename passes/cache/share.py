@@ -1,0 +1,199 @@
+"""Rows that ranks share: a step writes the new rows where they are this rank's, and attends to what it has.
+
+Before: ``joined = cat([past, new], dim)``, kept by the caller, and ``decode_attention(q, joined, ...)``.
+After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``, where ``past'`` are the rows of this rank, with
+room for those to come, and :mod:`mla_compile.passes.cache.share_attention` in place of the attention.
+
+Rows lie round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes into the places that the new tokens
+have on any of them, so that all have the same graph: what is not its own gets what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from mla_compile.core.program import Append, Program
+from mla_compile.core.sharing import Sharing
+from mla_compile.passes.cache.append import joined_rows, token_major, write_in_place
+from mla_compile.passes.cache.share_attention import OwnRows, attend, number, readers
+from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.graph import Builder, packet, shape, val, whole_rows
+from mla_compile.passes.ir.operators import Copy, Join, Permute, Regroup, decode
+from mla_compile.passes.ir.sizes import Size, same, size
+from mla_compile.passes.ir.walk import remove_dead_code
+
+aten = torch.ops.aten
+
+
+def share_rows(program: Program) -> str | None:
+    """Makes a program of what this rank has of the rows in ``program.shared``; None, or why it needs all of them.
+
+    Then nothing is changed. The rewritten caches are listed in ``program.appends``.
+    """
+    sharing, graph = program.sharing, program.gm.graph
+    assert sharing is not None
+    if program.cache is not None or program.latents:
+        return "the program has K and V of each head besides"
+    caches = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
+    for name in sorted(program.shared - caches.keys()):
+        return f"{name} is more than joined with new rows"
+    found = [_Cache.of(program, *caches[node.name]) for node in program.placeholders if node.name in program.shared]
+    for cache in found:
+        if isinstance(cache, str):
+            return cache
+    grown = [cache for cache in found if isinstance(cache, _Cache)]
+    for cache in grown:
+        _plain_sizes(graph, cache)
+    remove_dead_code(graph)
+    attentions: dict[fx.Node, None] = {}
+    dims = {cache.joined: cache.dim for cache in grown}
+    for cache in grown:
+        uses = readers(cache.joined, dims, sharing)
+        if isinstance(uses, str):
+            return uses
+        attentions |= dict.fromkeys(uses)
+    writer = _Writer(program, sharing)
+    own = {cache.joined: writer.write(cache) for cache in grown}
+    for node in [n for n in graph.nodes if n in attentions]:
+        attend(node, own, sharing, program.fake_mode)
+    _return(program, grown, own)
+    remove_dead_code(graph)
+    return None
+
+
+def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
+    """The caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
+    if program.cache is not None or program.latents:
+        return set()
+    good, bad = set[fx.Node](), set[fx.Node]()
+    for verdict in verdicts:
+        plan = verdict.plan
+        if plan is None:
+            continue
+        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike
+        (good if fits else bad).update(whole_rows(rows.node) for rows in plan.rows)
+    before = len(program.mutations)
+    begun = {program.outputs[before + at]: how for at, how in joined_rows(program) if len(how.parts) == 1}
+    return {joined for joined, how in begun.items() if _is_made_of(how.parts[0], joined, good, bad)}
+
+
+def _is_made_of(part: fx.Node, joined: fx.Node, good: set[fx.Node], bad: set[fx.Node]) -> bool:
+    """Whether rows are those that are in ``good`` and not in ``bad``, in another shape or dtype."""
+    made_of = {joined, part}
+    while isinstance(how := decode(part), (Copy, Permute, Regroup)):
+        part = how.x
+        made_of.add(part)
+    return not made_of.isdisjoint(good) and made_of.isdisjoint(bad)
+
+
+def grown_rows(program: Program) -> set[fx.Node]:
+    """The caches that a program continues and of whose rows each rank has its share."""
+    before, joined = len(program.mutations), joined_rows(program)
+    return {program.outputs[before + at] for at, how in joined if how.parts[0].name in program.shared}
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """``joined``, output ``at`` of the caller's: ``count`` rows ``new`` behind ``before`` rows ``past``."""
+
+    at: int
+    joined: fx.Node
+    past: fx.Node
+    new: fx.Node
+    dim: int
+    count: int
+    before: int | fx.Node
+
+    @classmethod
+    def of(cls, program: Program, at: int, how: Join) -> _Cache | str:
+        (past, new), joined = how.parts, program.outputs[len(program.mutations) + at]
+        count, before = shape(new)[how.dim], shape(past)[how.dim]
+        if not isinstance(count, int):
+            return "the number of new rows is symbolic"
+        if len(past.users) > 1 or past.name in program.mutations:
+            return f"{past.name} is more than joined with new rows"
+        if not same(shape(joined)[how.dim], before + count) or val(joined).dtype != val(past).dtype:
+            return f"{past.name} is converted"
+        number = before if isinstance(before, int) else _number(program, before)
+        if number is None:
+            return f"no input says how long {past.name} is"
+        return cls(at, joined, past, new, how.dim, count, number)
+
+
+def _number(program: Program, wanted: Size) -> fx.Node | None:
+    """The input that is a size."""
+    symbolic = (n for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt))
+    return next((n for n in symbolic if same(size(n.meta["val"]), wanted)), None)
+
+
+def _plain_sizes(graph: fx.Graph, cache: _Cache) -> None:
+    """Reads the number of all rows from the inputs wherever the graph reads it from a tensor that is made of them."""
+    total = shape(cache.joined)[cache.dim]
+    if isinstance(cache.before, int):
+        return  # sizes are numbers
+    for node in graph.nodes:
+        if packet(node) is aten.sym_size and same(size(node.meta["val"]), total):
+            with graph.inserting_before(node):
+                sum_of = graph.call_function(operator.add, (cache.before, cache.count))
+            sum_of.meta = dict(node.meta)
+            node.replace_all_uses_with(sum_of)
+
+
+class _Writer:
+    """Writes new rows into this rank's; what says which are its own is written once for caches that are alike."""
+
+    def __init__(self, program: Program, sharing: Sharing) -> None:
+        self.program = program
+        self.sharing = sharing
+        self._places: dict[object, tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]] = {}
+
+    def write(self, cache: _Cache) -> OwnRows:
+        """The rows of this rank, and how many tokens all ranks have then."""
+        joined, dim = cache.joined, cache.dim
+        builder = Builder(joined, self.program.fake_mode)
+        call = builder.call
+        rows = list(val(joined).shape)
+        rows[dim] = self.sharing.capacity(rows[dim])
+        with self.program.fake_mode or contextlib.nullcontext():
+            cache.past.meta["val"] = val(cache.past).new_empty_strided(tuple(rows), token_major(rows, dim))
+        first, end, total, place = self._place(cache)
+        new, axes = cache.new, [1] * (val(joined).dim() - dim - 1)
+        mine = call(aten.logical_and.default, call(aten.ge.Scalar, place, 0), call(aten.lt.Scalar, place, cache.count))
+        if cache.count > 1:
+            new = call(aten.index_select.default, new, dim, call(aten.clamp.default, place, 0, cache.count - 1))
+        old = call(aten.slice.Tensor, cache.past, dim, first, end)
+        kept = call(aten.where.self, call(aten.reshape.default, mine, [-1, *axes]), new, old)
+        own = call(aten.slice_scatter.default, cache.past, kept, dim, first, end)
+        return OwnRows(own, dim, total)
+
+    def _place(self, cache: _Cache) -> tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]:
+        """The rows that are written: first, last and one more; all tokens; which of the new ones each of them is."""
+        key = cache.before, cache.count, val(cache.joined).device
+        if key not in self._places:
+            # In front of all others: every cache can read it there.
+            first_of_all = next(n for n in self.program.gm.graph.nodes if n.op not in ("placeholder", "get_attr"))
+            builder = Builder(first_of_all, self.program.fake_mode)
+            ranks, rank = self.sharing.size, self.sharing.rank
+            first = number(builder, operator.floordiv, cache.before, ranks)
+            total = number(builder, operator.add, cache.before, cache.count)
+            last = number(builder, operator.floordiv, number(builder, operator.sub, total, 1), ranks)
+            end = number(builder, operator.add, first if cache.count == 1 else last, 1)
+            count = 1 if cache.count == 1 else number(builder, operator.sub, end, first)
+            ahead = number(builder, operator.sub, number(builder, operator.mul, first, ranks), cache.before)
+            place = builder.call(aten.arange.default, count, device=val(cache.joined).device)
+            place = builder.call(aten.mul.Tensor, place, ranks)
+            place = builder.call(aten.add.Tensor, place, number(builder, operator.add, ahead, rank))
+            self._places[key] = first, end, total, place
+        return self._places[key]
+
+
+def _return(program: Program, grown: list[_Cache], own: dict[fx.Node, OwnRows]) -> None:
+    """This rank's rows are what is written in place, and no longer among what is returned."""
+    write_in_place(program, {cache.at: (cache.past.name, own[cache.joined].node) for cache in grown})
+    program.appends += tuple(Append(cache.past.name, cache.at, cache.dim, cache.count, shared=True) for cache in grown)

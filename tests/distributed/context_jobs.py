@@ -1,0 +1,272 @@
+"""What the ranks of tests of shared caches run: as in jobs.py, every function is called on each of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+
+import mla_compile
+from mla_compile.dynamo.code import CodeGenerator
+from mla_compile.passes.ir.collectives import received_bytes
+from tests.distributed.jobs import EAGER, by_heads, generated, mesh, small
+from tests.support import models
+
+
+def context_mesh(how: str) -> DeviceMesh:
+    """The ranks that share a context: all of them, or those that have the same heads of a 2 x 2 mesh."""
+    if how != "grid":
+        return mesh()
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tp"))["context"]
+
+
+def with_context(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
+    """An optimized model whose cache is shared: by copies of the model, or by ranks that have other heads each."""
+    over = context_mesh(how)
+    if how == "grid":
+        tensor_parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tp"))["tp"]
+        model = by_heads(model, tensor_parallel)
+    elif how == "heads":
+        model = by_heads(model)
+    return mla_compile.optimize(model, context_parallel=over, **{"strict": True, **EAGER, **options}), over
+
+
+def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> dict[str, Any]:
+    """Generates with a cache that ranks share, and with one process."""
+    whole = models.build(family, num_attention_heads=heads, num_key_value_heads=heads)
+    tokens, logits = generated(whole, steps)
+    fast, _ = with_context(whole, how)
+    cache = transformers.DynamicCache(config=fast.config)
+    flops: list[int] = []
+    graphs: list[fx.Graph] = []
+    honest = CodeGenerator.whole
+
+    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+        call = honest(self, gm, inputs)
+        graphs.append(gm.graph)
+
+        def counting(*given: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = call(*given)
+            flops.append(counter.get_total_flops())
+            return result
+
+        return counting
+
+    with mock.patch.object(CodeGenerator, "whole", counted):
+        ours, numbers = generated(fast, steps, past_key_values=cache)
+    rows = [row for layer in cache.layers for row in (layer.keys, layer.values)]
+    return {
+        "tokens": torch.equal(ours, tokens),
+        "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
+        "codes": sorted({str(s.code) for s in fast.mla_report.sites}),
+        "shown": {row.shape[-2] for row in rows},
+        "values": sum(row.local[:, :, : row.sharing.owned(row.shape[-2])].numel() for row in rows) / len(cache.layers),
+        # Of two steps that are 8 tokens apart, attention over these is what differs.
+        "flops": (flops[-1] - flops[-9]) / 8 / 2 / len(cache.layers),
+        "received": received_bytes(graphs[-1]),
+    }
+
+
+def cache_session(model: Any) -> list[torch.Tensor]:
+    """What callers do to a cache between calls; the logits of each call."""
+    found: list[torch.Tensor] = []
+    cache = transformers.DynamicCache(config=model.config)
+
+    def feed(seed: int, count: int) -> None:
+        """``count`` more tokens; the first two of the second sequence are padding."""
+        B = 2 if cache.get_seq_length() == 0 else cache.layers[0].keys.shape[0]
+        ids = torch.randint(3, 180, (B, count), generator=torch.Generator().manual_seed(seed))
+        mask = torch.ones(B, cache.get_seq_length() + count, dtype=torch.long)
+        mask[1, :2] = 0
+        found.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits)
+
+    def several(*counts: int) -> None:
+        for number, count in enumerate(counts):
+            feed(len(found) + number, count)
+
+    with torch.no_grad():
+        several(7, 1, 1, 1)
+        several(4, 1, 3, 1)  # further pieces of the prompt
+        cache.crop(-5)
+        several(1, 1)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        several(1, 1)
+        before = [(layer.keys, layer.values) for layer in cache.layers]
+        several(1, 1)
+        for layer, (layer.keys, layer.values) in zip(cache.layers, before, strict=True):  # another continuation
+            assert layer.keys.shape[-2] == before[0][0].shape[-2]
+        several(1, 1)
+        cache.batch_repeat_interleave(2)
+        several(1, 1)
+        cache.batch_select_indices(torch.tensor([3, 0, 2]))
+        cache = copy.deepcopy(cache)
+        several(1, 1)
+        cache.reset()
+        several(7, 1, 1)
+    return found
+
+
+def cache_operations(rank: int, how: str) -> dict[str, Any]:
+    whole = small()
+    expected = cache_session(whole)
+    fast, _ = with_context(whole, how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = cache_session(fast)
+    off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+    return {
+        "off": max(off), "calls": len(off),
+        "said": [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)],
+    }  # fmt: skip
+
+
+def several_queries(rank: int, how: str) -> dict[str, Any]:
+    """Three tokens in a call, absorbed: each query sees its own past. The last call sees no padding, only causality."""
+    whole = small()
+    over = [(2, 7), (2, 3), (2, 3), (2, 2)]
+
+    def logits(model: Any, padded: bool) -> list[torch.Tensor]:
+        cache, found = transformers.DynamicCache(config=model.config), list[torch.Tensor]()
+        for seed, (B, S) in enumerate(over):
+            ids = torch.randint(3, 180, (B, S), generator=torch.Generator().manual_seed(seed))
+            mask = torch.ones(B, cache.get_seq_length() + S, dtype=torch.long)
+            mask[1, :2] = 0
+            given = {"attention_mask": mask} if padded else {}
+            with torch.no_grad():
+                found.append(model(input_ids=ids, past_key_values=cache, **given).logits)
+        return found
+
+    off, codes = [], set()
+    for padded in (True, False):
+        fast, _ = with_context(small(), how, forms="absorbed", dynamic=False)
+        found = logits(fast, padded)
+        off += [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, logits(whole, padded), strict=True)]
+        codes |= {str(site.code) for site in fast.mla_report.sites}
+    return {"off": max(off), "codes": sorted(codes), "messages": fast.mla_report.messages}
+
+
+def heads_in_another_order(rank: int) -> dict[str, Any]:
+    """Rank 1 has the heads of each layer in another order: the same model, and other queries of the same head."""
+    whole = small()
+    tokens, _ = generated(whole, 6)
+    model = small()
+    for layer in model.model.layers if rank else ():
+        part = layer.self_attn
+        H = model.config.num_attention_heads
+        for name in ("q_b_proj", "kv_b_proj"):
+            weight = getattr(part, name).weight
+            weight.copy_(weight.unflatten(0, (H, -1)).flip(0).flatten(0, 1))
+        part.o_proj.weight.copy_(part.o_proj.weight.unflatten(1, (H, -1)).flip(1).flatten(1, 2))
+    fast, _ = with_context(model, "copies")
+    ours, _ = generated(fast, 6)
+    return {"tokens": torch.equal(ours, tokens), "messages": fast.mla_report.messages}
+
+
+def other_caches(rank: int, implementation: str) -> dict[str, Any]:
+    """A cache that is not shared is right, and it is said."""
+    whole = small()
+    tokens, _ = generated(whole, 4, cache_implementation=implementation, disable_compile=True)
+    fast, _ = with_context(whole, "copies")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours, _ = generated(fast, 4, cache_implementation=implementation, disable_compile=True)
+    said = [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)]
+    return {"tokens": torch.equal(ours, tokens), "said": said}
+
+
+def what_is_refused(rank: int) -> dict[str, str]:
+    """What is raised where rows of other ranks would be needed, and for meshes that cannot share."""
+    whole = small()
+    fast, over = with_context(whole, "copies")
+    other = mla_compile.optimize(whole, **EAGER)
+    cache, all_rows = (transformers.DynamicCache(config=whole.config) for _ in range(2))
+    generated(fast, 3, past_key_values=cache)
+    generated(whole, 3, past_key_values=all_rows)
+    rows, expected = cache.layers[0].keys, all_rows.layers[0].keys
+    assert torch.allclose(rows.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+    step = {"input_ids": torch.tensor([[5], [6]]), "past_key_values": cache}
+    calls = {
+        "read": rows.sum,
+        "written": rows.zero_,
+        "saved": lambda: pickle.dumps(cache),
+        "array": rows.numpy,
+        "last": lambda: rows[:, :, -1:],
+        "original": lambda: whole(**step),
+        "one rank": lambda: other(**step),
+        "two axes": lambda: mla_compile.optimize(whole, context_parallel=init_device_mesh("cpu", (2, 1))),
+        "not among them": lambda: mla_compile.optimize(whole, context_parallel=DeviceMesh("cpu", [1 - rank])),
+        "no mesh": lambda: mla_compile.optimize(whole, context_parallel="context"),
+        "alone": lambda: mla_compile.optimize(whole, context_parallel=over, ranks="alone"),
+        "program": lambda: mla_compile.optimize(fx.symbolic_trace(nn.Linear(2, 2)), context_parallel=over),
+        "many users": lambda: mla_compile.continuous_batching(whole, context_parallel=over),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            with torch.no_grad():
+                call()
+            found[name] = ""
+        except Exception as error:  # noqa: BLE001  what is raised is what the test is about
+            found[name] = f"{type(error).__name__}: {error}"
+    alone = mla_compile.optimize(
+        whole, context_parallel=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    )
+    found["one rank in the mesh"] = str(alone is not None)
+    return found
+
+
+def another_mesh(rank: int) -> str:
+    """A cache that two and two ranks share, read by a model that all four share a cache of."""
+    whole = small()
+    fast, _ = with_context(whole, "grid")
+    cache = transformers.DynamicCache(config=whole.config)
+    generated(fast, 2, past_key_values=cache)
+    four, _ = with_context(small(), "copies")
+    try:
+        with torch.no_grad():
+            four(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+    except Exception as error:  # noqa: BLE001  likewise
+        return str(error)
+    return ""
+
+
+def compiled_context(rank: int, name: str) -> dict[str, Any]:
+    """Steps compiled by Inductor, with and without shares, and what they are off the same model in float64."""
+    dtype = getattr(torch, name)
+    exact = small().to(dtype).to(torch.float64)
+
+    def logits(model: Any) -> torch.Tensor:
+        cache, found = transformers.DynamicCache(config=model.config), []
+        for ids in (models.prompt(2, 9)["input_ids"], *torch.full((3, 2, 1), 7)):
+            with torch.no_grad():
+                found.append(model(input_ids=ids, past_key_values=cache).logits[:, -1].double())
+        return torch.stack(found)
+
+    expected = logits(exact)
+    alone = logits(mla_compile.optimize(small().to(dtype), **EAGER))
+    fast, _ = with_context(by_heads(small().to(dtype)), "copies", codegen="inductor")
+    shared = logits(fast)
+    return {
+        "off": float((shared - alone).abs().max() / alone.abs().max()),
+        "error": float((shared - expected).norm()), "error_alone": float((alone - expected).norm()),
+    }  # fmt: skip
+
+
+def through_the_backend(rank: int) -> dict[str, Any]:
+    """The option as one of ``torch.compile``."""
+    whole = small()
+    tokens, _ = generated(whole, 4)
+    model = by_heads(small())
+    model.forward = torch.compile(model.forward, backend="mla", options={**EAGER, "context_parallel": mesh()})
+    cache = transformers.DynamicCache(config=model.config)
+    ours, _ = generated(model, 4, past_key_values=cache)
+    return {"tokens": torch.equal(ours, tokens), "held": cache.layers[0].keys.local.shape[2]}

@@ -1,0 +1,118 @@
+"""Caches whose rows ranks share: the tokens of one process, and of everything else the share that one computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_compile.workbench import step_formulas
+from tests.distributed import context_jobs as jobs
+
+# Of one process: L=64 R=16, 2 (2L+R) FLOPs per head and cached token, L+R values; two layers and sequences, float32.
+FLOPS, ROWS, LAYERS, BATCH, BYTES, PROMPT = 288, 80, 2, 2, 4, 9
+RESULT = 65  # L + 1
+
+
+def planned_bytes(ranks: int, heads: int) -> float:
+    """What ``plan`` says that a layer exchanges for a context that the ranks of the heads share."""
+    values = dict.fromkeys((str(letter) for letter in step_formulas.MEANING), 1.0)
+    values |= {"B": BATCH, "H": heads, "L": 64, "R": 16, "P": ranks, "C": ranks, "A": BYTES, "M": 0}
+    shared, whole = (step_formulas.number(how, True, "network bytes", values) for how in ("context", "replicated"))
+    return shared - whole
+
+
+@pytest.mark.parametrize(
+    ("count", "family", "how", "steps", "all_heads"),
+    [
+        (2, "deepseek_v3", "copies", 64, 4),
+        (2, "minicpm3", "heads", 64, 4),
+        (4, "deepseek_v2", "grid", 24, 4),
+        (4, "deepseek_v3", "heads", 24, 8),
+    ],
+)
+def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
+    context, heads = {
+        "copies": (count, all_heads), "heads": (count, all_heads // count), "grid": (2, all_heads // 2)
+    }[how]  # fmt: skip
+    tokens = PROMPT + steps - 1
+    sent = LAYERS * BATCH * BYTES
+    owned = []
+    for found in ranks(count).run(jobs.shared_context, family, steps, how, all_heads):
+        assert found["tokens"]
+        assert found["logits"] < 1e-5
+        assert found["codes"][0] == "absorbed"
+        assert set(found["codes"]) <= {"absorbed", "cost_prefill", "cost_latent_wide"}
+        assert found["shown"] == {tokens}
+        owned.append(found["values"])
+        received = found["received"]
+        if how == "heads":  # queries of all heads, over the own rows; results of the own heads
+            assert found["flops"] == FLOPS * all_heads / context
+            exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
+            assert exchanged / LAYERS == pytest.approx(planned_bytes(context, all_heads), rel=0.02)
+            assert received.pop("all_gather_into_tensor") == sent * (context - 1) * heads * ROWS
+            assert received.pop("all_to_all_single") == sent * (context - 1) * heads * RESULT
+        else:
+            assert found["flops"] == FLOPS * heads / context
+            assert received.pop("all_gather_into_tensor") == sent * (context - 1) * heads * RESULT
+        assert received.keys() <= {"all_reduce"}, "those of the model"
+    each = sorted({BATCH * ROWS * (tokens // context), BATCH * ROWS * -(-tokens // context)})
+    assert sorted(set(owned)) == each
+    assert sum(owned) == BATCH * ROWS * tokens * count // context
+
+
+@pytest.mark.parametrize("how", ["copies", "heads"])
+def test_what_callers_do_to_a_cache(ranks, how):
+    for found in ranks(2).run(jobs.cache_operations, how):
+        assert found["off"] < 1e-5
+        assert found["calls"] == 23
+        assert not found["said"]
+
+
+@pytest.mark.parametrize("how", ["copies", "heads"])
+def test_several_queries_in_a_call(ranks, how):
+    for found in ranks(2).run(jobs.several_queries, how):
+        assert found["off"] < 1e-5
+        assert found["codes"] == ["absorbed"]
+        assert sum("keeps its share" in text and "a call receives" in text for text in found["messages"]) == 2
+
+
+def test_ranks_whose_heads_differ_send_their_queries(ranks):
+    for found in ranks(2).run(jobs.heads_in_another_order):
+        assert found["tokens"]
+        assert any("bytes of queries and results" in text for text in found["messages"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled(ranks, dtype):
+    for found in ranks(2).run(jobs.compiled_context, dtype):
+        assert found["off"] < (1e-5 if dtype == "float32" else 3e-2)
+        assert found["error"] < 1.2 * found["error_alone"], "no more than without shares"
+
+
+def test_a_cache_that_is_not_shared_is_right_and_said(ranks):
+    for found in ranks(2).run(jobs.other_caches, "static"):
+        assert found["tokens"]
+        assert found["said"] == [
+            text for text in found["said"] if text.startswith("context_parallel: each rank has all")
+        ]
+        assert found["said"]
+
+
+def test_what_is_refused(ranks):
+    for found in ranks(2).run(jobs.what_is_refused):
+        for name in ("read", "written", "saved", "array", "last", "original", "one rank"):
+            assert "SharedCacheError" in found[name], name
+            assert "this rank has 1/2 of the rows of this cache: call full_tensor() on all ranks" in found[name]
+        for name in ("two axes", "not among them", "no mesh", "alone", "program", "many users"):
+            assert found[name].startswith("OptionError: context_parallel"), name
+        assert "compiled for one rank" in found["one rank"]
+        assert found["one rank in the mesh"] == "True"
+
+
+def test_a_cache_filled_under_another_mesh(ranks):
+    for text in ranks(4).run(jobs.another_mesh):
+        assert "SharedCacheError: a model compiled for other ranks reads it, and this rank has 1/2 of the rows" in text
+
+
+def test_an_option_of_torch_compile(ranks):
+    for found in ranks(2).run(jobs.through_the_backend):
+        assert found == {"tokens": True, "held": 6}, "of 12 tokens"
