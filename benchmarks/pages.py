@@ -172,6 +172,19 @@ def layers_once() -> str:
     return f"{first}\n\n{second}\n\n{where(about)}."
 
 
+def warm_start() -> str:
+    """CPU seconds of processes that find caches empty, and filled."""
+    about = data("warm_start")
+    seconds = {(r["layers"], r["form"]): (sum(r["cold"]), [sum(one) for one in r["warm"]]) for r in about["rows"]}
+    rows = [
+        (layers, {"inductor": "Inductor", "once": "mla"}[form], f"{cold:.1f}",
+         f"{statistics.median(warm):.1f} [{min(warm):.1f}-{max(warm):.1f}]",
+         f"{statistics.median(warm) / statistics.median(seconds[layers, 'inductor'][1]):.2f}")
+        for (layers, form), (cold, warm) in seconds.items()
+    ]  # fmt: skip
+    return table(("layers", "backend", "cold s", "warm s", "warm / Inductor's"), rows) + f"\n\n{where(about)}."
+
+
 def index_scores() -> str:
     """The scores of an indexer: as the model writes them, compiled, and as one operator."""
     about = data("index_scores")
@@ -532,6 +545,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "features": features,
     "few_rows": few_rows,
     "layers_once": layers_once,
+    "warm_start": warm_start,
     "prompt_memory": prompt_memory,
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
