@@ -9,6 +9,7 @@ import torch
 
 from mla_compile.analysis import CANONICAL, analyse, canonicalize, weights_of
 from mla_compile.by_heads import ByHeads, group_heads, is_large
+from mla_compile.codes import CODES
 from mla_compile.core.program import Program, copy_graph
 from mla_compile.errors import VerificationError
 from mla_compile.kernels import linear
@@ -213,7 +214,8 @@ def _by_heads(state: State) -> int:
     limit = state.options.expanded_bytes
     if limit is None:
         return 0
-    kept = {v.site.node.name for v in state.verdicts if not v.absorb}
+    # Of latent attention only: other models keep their graphs, and get no guard more.
+    kept = {v.site.node.name for v in state.verdicts if CODES[v.code].verdict == "kept"}
     done = _grouped(state, state.program, kept)
     state.by_heads, state.head_notes = done.done, done.notes
     if any(v.by_call and is_large(v.site, limit, guard=state.recompiles) for v in state.chosen):

@@ -10,7 +10,7 @@ from torch.export import Dim
 
 from mla_compile.by_heads import MOST_GROUPS
 from tests.support import modules
-from tests.support.modules import MLA, H, causal, inputs, padded
+from tests.support.modules import MLA, D, H, L, N, causal, inputs, padded
 from tests.support.programs import assert_equal, calls, export, optimized, seeded
 
 DYN = Dim.DYNAMIC
@@ -141,31 +141,49 @@ def test_one_mask_for_each_head_is_cut_with_the_heads():
 
 
 class Grouped(nn.Module):
-    """GQA of 12 query heads over ``kv`` heads, which are no image of narrower rows."""
+    """GQA of 12 query heads over ``kv`` heads, which are made of narrower rows."""
 
     def __init__(self, kv):
         super().__init__()
         self.kv = kv
         self.w_q = nn.Parameter(seeded(12 * 6, 10, seed=1))
-        self.w_k, self.w_v = (nn.Parameter(seeded(kv * 6, 10, seed=s)) for s in (2, 3))
+        self.w_k, self.w_v = (nn.Parameter(seeded(kv * 6, L, seed=s)) for s in (2, 3))
 
-    def forward(self, x):
+    def forward(self, x, c):
         q, k, v = (
-            F.linear(x, w).view(2, 5, n, 6).transpose(1, 2)
-            for w, n in ((self.w_q, 12), (self.w_k, self.kv), (self.w_v, self.kv))
+            F.linear(rows, w).view(2, -1, n, 6).transpose(1, 2)
+            for rows, w, n in ((x, self.w_q, 12), (c, self.w_k, self.kv), (c, self.w_v, self.kv))
         )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return out.transpose(1, 2).reshape(2, 5, -1)
 
 
 @pytest.mark.parametrize(("kv", "of"), [(4, 3), (3, 4), (2, 6)])
 def test_queries_that_share_a_key_head_stay_together(kv, of):
-    grouped(Grouped(kv), inputs(S=5)[:1], heads=12, of=of)
+    grouped(Grouped(kv), inputs(S=5)[:2], heads=12, of=of)
+
+
+def test_models_without_a_latent_keep_their_graphs():
+    """Keys and values of the queries' own rows: no group, and no guard on sizes either."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(seeded(3 * H * N, D, seed=4))
+
+        def forward(self, x):
+            q, k, v = F.linear(x, self.w).unflatten(-1, (3, H, N)).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    outcome = optimized(export(Own(), inputs(S=5)[:1], ({1: DYN},)), expanded_bytes=0)
+    assert [str(site.verdict) for site in outcome.report.sites] == ["not_mla"]
+    assert (outcome.by_heads, outcome.expanded) == (0, None)
+    assert calls(outcome.program).count(SDPA) == 1
 
 
 def test_one_key_head_for_all_queries_has_no_groups_to_share_it():
-    outcome = optimized(export(Grouped(1), inputs(S=5)[:1]), **GROUPED)
-    assert_equal(Grouped(1), outcome.program, inputs(S=5)[:1])
+    outcome = optimized(export(Grouped(1), inputs(S=5)[:2]), **GROUPED)
+    assert_equal(Grouped(1), outcome.program, inputs(S=5)[:2])
 
 
 # What must not happen, and what must not be believed.
