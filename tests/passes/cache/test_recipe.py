@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from mla_compile.passes.cache.recipe import expand, make_recipe
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.runtime.latent import _tokens
+from mla_compile.runtime.ranges import range_of
 from tests.support.programs import error, linear_map, seeded, trace
 
 B, T, L, R, H, N = 2, 5, 8, 4, 3, 6
@@ -245,4 +245,4 @@ def test_sizes_that_are_all_equal_are_not_confused():
     ],
 )
 def test_which_index_takes_tokens(index, expected):
-    assert _tokens(index, 4, 2) == expected
+    assert range_of(index, 4, 2) == expected
