@@ -8,6 +8,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from mla_compile.capture.causal_lm import BATCH, PAST, QUERY, CausalLM, evaluating
+from mla_compile.capture.exporting import traced_program
 from mla_compile.capture.unroll import UnrolledExperts
 from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import CaptureError, brief
@@ -30,22 +31,13 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
     step = _Step(lm, last_only=not one_token and "logits_to_keep" in inspect.signature(lm.model.forward).parameters)
     with torch.no_grad(), evaluating(lm.model), UnrolledExperts():
         inputs = (ids, positions, lm.empty(B, PAST))
-
-        def traced(*, deferred: bool) -> ExportedProgram:
-            return torch.export.export(
-                step,
-                inputs,
-                dynamic_shapes=(new, new, rows),
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=deferred,
-            )
-
+        shapes = (new, new, rows)
         try:
             try:
-                return traced(deferred=False)
+                return traced_program(step, inputs, dynamic_shapes=shapes)
             except torch._dynamo.exc.UserError:
                 # torch does not see through `min(k, past) <= past`; asserted in the graph, it can be proved later.
-                return traced(deferred=True)
+                return traced_program(step, inputs, dynamic_shapes=shapes, deferred=True)
         except Exception as error:  # tracing runs the user's model, which may raise anything
             raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
 
