@@ -27,6 +27,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import mla_compile
 
+WIDTH = 12
+
 
 class ExpertsForAll(nn.Module):
     """A slice of every expert, for the tokens of all processes."""
@@ -73,12 +75,12 @@ def tiny_model() -> DeepseekV3ForCausalLM:
     return DeepseekV3ForCausalLM(config).eval()
 
 
-def own_prompts(rank: int, sequences: int, width: int) -> dict[str, Tensor]:
-    """The prompts of a process: each sequence and process has another length, padded on the left to the same width."""
+def own_prompts(rank: int, sequences: int) -> dict[str, Tensor]:
+    """The prompts of a process: of different lengths, padded on the left to the width that all processes have."""
     draw = torch.Generator().manual_seed(rank)
     padding = torch.arange(sequences)[:, None] + rank
-    mask = (torch.arange(width) >= padding).long()
-    return {"input_ids": torch.randint(2, 256, (sequences, width), generator=draw) * mask, "attention_mask": mask}
+    mask = (torch.arange(WIDTH) >= padding).long()
+    return {"input_ids": torch.randint(2, 256, (sequences, WIDTH), generator=draw) * mask, "attention_mask": mask}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -86,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=2, help="of each process")
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--end", type=int, default=170, help="the token that ends a sequence: this one ends rank 1's")
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="inductor")
     given = parser.parse_args(arguments)
     if not dist.is_torchelastic_launched():
@@ -101,13 +104,13 @@ def main(arguments: list[str] | None = None) -> None:
             layer.mlp.experts = ExpertsForAll(layer.mlp.experts, dist.group.WORLD)
     fast = mla_compile.optimize(divided, codegen=given.codegen)
 
-    prompts = own_prompts(rank, given.sequences, 12)
-    settings = {"max_new_tokens": given.tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": 1}
+    prompts = own_prompts(rank, given.sequences)
+    settings = {"max_new_tokens": given.tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": given.end}
     expected = whole.generate(**prompts, **settings)
     tokens = fast.generate(**prompts, **settings, synced_gpus=True)
     for turn in range(count):  # one after the other, so that the lines do not mix
         if turn == rank:
-            print(f"rank {rank} of {count}:", tokens[:, 12:].tolist())
+            print(f"rank {rank} of {count}:", tokens[:, WIDTH:].tolist())
             print("the same as one process's:", torch.equal(tokens, expected))
             print(fast.mla_report, flush=True)
         dist.barrier()
