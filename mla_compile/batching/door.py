@@ -13,7 +13,16 @@ from mla_compile.api import explain, optimize, plain_copy
 from mla_compile.batching.check import check, page_size, pages_needed
 from mla_compile.batching.graphs import Graph, NotMlaError, StepGraphs
 from mla_compile.capture.causal_lm import wire
-from mla_compile.errors import CaptureError, ExportError, InputError, MlaCompileError, MlaCompileWarning, OptionError
+from mla_compile.dynamo.ranks import Meeting, OtherRankFailedError, meeting_of
+from mla_compile.errors import (
+    CaptureError,
+    ExportError,
+    InputError,
+    MlaCompileError,
+    MlaCompileWarning,
+    OptionError,
+    RankError,
+)
 from mla_compile.options import Options
 from mla_compile.report.report import Report
 
@@ -142,8 +151,26 @@ def _options(options: dict[str, Any]) -> Options:
 
 
 def _graphs(model: Any, options: Options) -> StepGraphs:
+    """The graphs, on all ranks that hold the weights together or on none of them."""
+    ranks = meeting_of(model, options)
+    try:
+        graphs = _verified(model, options, ranks)
+        if ranks is not None:
+            ranks.ready()
+        return graphs
+    except RankError:
+        raise
+    except OtherRankFailedError as error:
+        raise CaptureError(f"{type(model).__name__} is not served, because another rank cannot: {error}") from error
+    except Exception as error:
+        if ranks is not None:
+            ranks.failed(error)
+        raise
+
+
+def _verified(model: Any, options: Options, ranks: Meeting | None) -> StepGraphs:
     lm = wire(model)
-    graphs = StepGraphs(lm, options)
+    graphs = StepGraphs(lm, options, ranks=ranks)
     if options.verify:
         # Without compiling: what is checked are the graphs, not Inductor.
         plain = StepGraphs(lm, options, like=graphs)

@@ -1,6 +1,8 @@
 """Plugs latent pages into transformers: its manager, processor and scheduler with what differs here.
 
 * The pool, and what runs a step, are ours; queues, schedules, sharing, eviction, sampling and threads are theirs.
+* Where ranks hold the weights together, they run the same steps, as transformers has it: the first of them hands out
+  the requests. What fails on one rank alone ends them all.
 * A request that could never run is refused when it comes, and one that fails, or that the pool becomes too small for,
   fails alone. Where the loop itself dies all the same, everybody is answered and it starts again with an empty pool.
 """
@@ -24,6 +26,7 @@ from mla_compile.batching.graphs import StepGraphs
 from mla_compile.batching.pages import LatentPages
 from mla_compile.batching.replay import Replayed, can_record
 from mla_compile.batching.steps import Steps
+from mla_compile.capture.dtensors import weight_meshes
 from mla_compile.errors import InputError
 
 logger = logging.getLogger("mla_compile")
@@ -61,8 +64,10 @@ class _OfOneKind:
     The pools are ours, and that nothing cached is hidden in any layer was proved when the step was made.
     """
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: Any, mesh: Any = None) -> None:
         self._of = of
+        if mesh is not None:
+            self._device_mesh = mesh  # transformers notes those of its own plans only
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
@@ -93,13 +98,18 @@ class LatentManager(ContinuousBatchingManager):
         self._ends = False
         self._ending = threading.Lock()
         asked = arguments["continuous_batching_config"]
-        super().__init__(_OfOneKind(model), **arguments)
+        mesh = _mesh_of(model)
+        super().__init__(_OfOneKind(model, mesh), **arguments)
         self.model = model
+        several = 1 if mesh is None else mesh.size()
+        if self.distributed_helper.tp_size != several:
+            raise InputError(
+                f"continuous batching: {several} ranks hold the weights together, and transformers finds "
+                f"{self.distributed_helper.tp_size}: it looks for an axis of the mesh called 'tp', got {mesh}"
+            )
         # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
-        self._replays = Replayed if wanted and can_record(model.device) else None
-        if self.distributed_helper.tp_size > 1:
-            raise InputError("continuous batching over latent pages runs in one process: got a tensor-parallel model")
+        self._replays = Replayed if wanted and several == 1 and can_record(model.device) else None
         config = self.continuous_batching_config
         # What transformers would capture or compile is its own path; steps are compiled and recorded here.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
@@ -142,8 +152,10 @@ class LatentManager(ContinuousBatchingManager):
                 self.background_thread_status.clear()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        # Without a pool, or where it has died a few times before its first step, to start again would fail again.
-        if batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
+        # Without a pool, or where it has died a few times before its first step, to start again would fail again. Other
+        # ranks may not have died: transformers has them all stop.
+        several = self.distributed_helper.tp_size > 1
+        if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
             super()._handle_critical_error(error, batch_processor)
             return
         self._died = error
@@ -159,7 +171,7 @@ class LatentManager(ContinuousBatchingManager):
             self.batch_processor.reset()
             return self.batch_processor
         config, text = self.continuous_batching_config, self.model.config.get_text_config()
-        pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype)
+        pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype, self.distributed_helper)
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(config, pages.num_blocks, pages.max_batch_tokens)
         self._steps = Steps(self.graphs, pages, self.graphs.vocabulary, self._replays)
@@ -187,7 +199,22 @@ class LatentManager(ContinuousBatchingManager):
         processor.steps = self._steps
         self._steps.batch = lambda: processor.inputs_and_outputs.requests_in_batch
         self._steps.fails = processor.fail
+        self._steps.alike = self._on_all_ranks
         return processor
+
+
+    def _on_all_ranks(self, works: bool) -> bool:
+        # The largest of each number over the ranks, in the group that the scheduler has on the CPU.
+        failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
+        return not (failed and worked)
+
+
+def _mesh_of(model: Any) -> Any:
+    """The mesh of the ranks that hold the weights together; None where this one has them all."""
+    meshes = weight_meshes(model)
+    if len(meshes) > 1:
+        raise InputError(f"continuous batching: the weights lie on {len(meshes)} meshes of ranks, expected one")
+    return meshes[0] if meshes else None
 
 
 def _scheduler(kind: type[Any]) -> type[Any]:
