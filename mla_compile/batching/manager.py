@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
 )
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
@@ -27,7 +28,7 @@ from mla_compile.batching.pages import LatentPages
 from mla_compile.batching.replay import Replayed, can_record
 from mla_compile.batching.steps import Steps
 from mla_compile.capture.dtensors import weight_meshes
-from mla_compile.errors import InputError
+from mla_compile.errors import InputError, RankError, brief
 
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
@@ -98,24 +99,36 @@ class LatentManager(ContinuousBatchingManager):
         self._ends = False
         self._ending = threading.Lock()
         asked = arguments["continuous_batching_config"]
-        mesh = _mesh_of(model)
-        super().__init__(_OfOneKind(model, mesh), **arguments)
+        super().__init__(_OfOneKind(model, self.mesh_of(model)), **arguments)
         self.model = model
-        several = 1 if mesh is None else mesh.size()
-        if self.distributed_helper.tp_size != several:
-            raise InputError(
-                f"continuous batching: {several} ranks hold the weights together, and transformers finds "
-                f"{self.distributed_helper.tp_size}: it looks for an axis of the mesh called 'tp', got {mesh}"
-            )
         # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
-        self._replays = Replayed if wanted and several == 1 and can_record(model.device) else None
+        alone = self.distributed_helper.tp_size == 1
+        self._replays = Replayed if wanted and alone and can_record(model.device) else None
         config = self.continuous_batching_config
         # What transformers would capture or compile is its own path; steps are compiled and recorded here.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
         config.varlen_compile_config = config.decode_compile_config = None
         if config.page_size & (config.page_size - 1) or config.page_size > 256:
             raise InputError(f"page_size is {config.page_size}, expected a power of two up to 256")
+
+    @staticmethod
+    def mesh_of(model: Any) -> Any:
+        """The mesh of the ranks that hold the weights of ``model`` together; None where this one has them all.
+
+        Raises :class:`InputError` where transformers would have other ranks run the same steps.
+        """
+        meshes = weight_meshes(model)
+        noted = meshes or [getattr(model, "_device_mesh", None)]
+        seen = DistributedHelper.extract_tp_mesh(noted[0])
+        together = {mesh.size() for mesh in meshes} or {1}
+        if len(meshes) > 1 or together != {1 if seen is None else seen.size()}:
+            told = ", ".join(map(str, noted))
+            raise InputError(
+                "continuous batching: expected weights that are DTensors over one mesh of ranks, without names or with "
+                f"the one axis 'tp', by which the scheduler of transformers knows them; got {told}"
+            )
+        return meshes[0] if meshes else None
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
@@ -202,19 +215,13 @@ class LatentManager(ContinuousBatchingManager):
         self._steps.alike = self._on_all_ranks
         return processor
 
-
     def _on_all_ranks(self, works: bool) -> bool:
         # The largest of each number over the ranks, in the group that the scheduler has on the CPU.
-        failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
+        try:
+            failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
+        except RuntimeError as error:
+            raise RankError(f"the other ranks do not say how a step went: {brief(error)}") from error
         return not (failed and worked)
-
-
-def _mesh_of(model: Any) -> Any:
-    """The mesh of the ranks that hold the weights together; None where this one has them all."""
-    meshes = weight_meshes(model)
-    if len(meshes) > 1:
-        raise InputError(f"continuous batching: the weights lie on {len(meshes)} meshes of ranks, expected one")
-    return meshes[0] if meshes else None
 
 
 def _scheduler(kind: type[Any]) -> type[Any]:

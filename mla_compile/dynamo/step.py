@@ -84,7 +84,9 @@ def _like_exported(program: Program, values: Sequence[Any], named: Mapping[int, 
     if program.mutations:
         raise CaptureError(f"a step writes to {', '.join(program.mutations)}")
     if len(program.outputs) != 1 + len(named) - len(INPUTS):
-        raise CaptureError(f"a step returns {len(program.outputs)} tensors, expected logits and as many caches as given")
+        raise CaptureError(
+            f"a step returns {len(program.outputs)} tensors, expected logits and as many caches as given"
+        )
     graph = program.gm.graph
     given = {named.get(id(v)): node for node, v in zip(program.placeholders, values, strict=True)}
     for node, value in zip(program.placeholders, values, strict=True):
