@@ -119,16 +119,16 @@ class LatentManager(ContinuousBatchingManager):
         Raises :class:`InputError` where transformers would have other ranks run the same steps.
         """
         meshes = weight_meshes(model)
-        noted = meshes or [getattr(model, "_device_mesh", None)]
-        seen = DistributedHelper.extract_tp_mesh(noted[0])
-        together = {mesh.size() for mesh in meshes} or {1}
-        if len(meshes) > 1 or together != {1 if seen is None else seen.size()}:
-            told = ", ".join(map(str, noted))
+        mesh = meshes[0] if meshes else None
+        noted = mesh if meshes else getattr(model, "_device_mesh", None)
+        sizes = {1 if one is None else one.size() for one in (mesh, DistributedHelper.extract_tp_mesh(noted))}
+        if len(meshes) > 1 or len(sizes) > 1:
+            told = ", ".join(map(str, meshes or [noted]))
             raise InputError(
                 "continuous batching: expected weights that are DTensors over one mesh of ranks, without names or with "
                 f"the one axis 'tp', by which the scheduler of transformers knows them; got {told}"
             )
-        return meshes[0] if meshes else None
+        return mesh
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""

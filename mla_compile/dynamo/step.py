@@ -58,7 +58,7 @@ def trace_step(lm: CausalLM, *, one_token: bool) -> Program:
     name = type(lm.model).__name__
     # Questions that torch, or a plan, asks of sizes only to choose a way (do the ranks divide the requests evenly?) are
     # answered for all sizes, and not by the sizes of the trace.
-    sizes = sizes_config.patch(backed_size_oblivious=True)
+    sizes = sizes_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     try:
         with torch.no_grad(), evaluating(lm.model), UnrolledExperts(), sizes:
             compiled_entry(capture, fullgraph=True)(step, inputs, {})
