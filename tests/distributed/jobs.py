@@ -215,6 +215,6 @@ def heads_that_cannot_be_divided(rank: int) -> str:
     return ""
 
 
-def saved(family: str, directory: str) -> None:
+def saved(family: str, directory: str, **config: Any) -> None:
     transformers.utils.logging.disable_progress_bar()
-    models.build(family).save_pretrained(directory)
+    models.build(family, **config).save_pretrained(directory)
