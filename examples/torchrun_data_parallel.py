@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ WIDTH = 12
 class ExpertsForAll(nn.Module):
     """A slice of every expert, for the tokens of all processes."""
 
-    def __init__(self, whole: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, whole: Any, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
         self.slices = copy.deepcopy(whole)
@@ -95,13 +96,14 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("start it with torchrun: torchrun --nproc-per-node 2 examples/torchrun_data_parallel.py")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, count = dist.get_rank(), dist.get_world_size()
+    rank, count, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
 
     whole = tiny_model()
     divided = copy.deepcopy(whole)
     for layer in divided.model.layers:
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts = ExpertsForAll(layer.mlp.experts, dist.group.WORLD)
+            layer.mlp.experts = ExpertsForAll(layer.mlp.experts, group)
     fast = mla_compile.optimize(divided, codegen=given.codegen)
 
     prompts = own_prompts(rank, given.sequences)
