@@ -121,18 +121,15 @@ class Steps:
 
         Raises :class:`RankError` on all of them where one fails that others do not: they would no longer meet.
         """
-        result: torch.Tensor | None = None
-        problem: Exception | None = None
+        told = "a step failed on some ranks and not on others"
         try:
             result = run()
-        except Exception as error:  # noqa: BLE001  raised again below
-            problem = error
-        if not self.alike(problem is None):
-            told = "another rank" if problem is None else brief(problem)
-            raise RankError(f"a step failed on some ranks and not on others: {told}") from problem
-        if result is None:
-            assert problem is not None
-            raise problem
+        except Exception as error:
+            if not self.alike(False):
+                raise RankError(f"{told}: {brief(error)}") from error
+            raise
+        if not self.alike(True):
+            raise RankError(f"{told}: another rank")
         return result
 
     def _decoded(self, parts: Sequence[_Part]) -> torch.Tensor:

@@ -21,11 +21,11 @@ LENGTHS = (21, 5, 1, 33, 7)
 CONFIG: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
-def served(rank: int, family: str, directory: str | None, fails_on: int) -> dict[str, Any]:
+def served(rank: int, family: str, directory: str | None, verify: bool, fails_on: int) -> dict[str, Any]:
     """Requests to all ranks together and to one process, then some that fail: at last on rank ``fails_on`` alone."""
     whole, one = (models.build(family, **CONFIG) for _ in range(2))
     model = by_heads(whole) if directory is None else by_transformers(whole, directory)
-    fast = mla_compile.continuous_batching(model, **EAGER)
+    fast = mla_compile.continuous_batching(model, verify=verify, **EAGER)
     ids = prompts(LENGTHS)
     got = tokens(fast, ids, new=8, max_batch_tokens=16)
     batching = fast.mla_batching
