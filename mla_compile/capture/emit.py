@@ -243,7 +243,7 @@ def _write_at_once(program: Program) -> None:
     """Writes appended rows where they are made: nothing reads what was there before, so nothing needs to be copied."""
     graph, named = program.gm.graph, program.named()
     for one in program.appends:
-        if one.input is None:
+        if one.input is None or not one.grows:
             continue
         rows = named[one.input]
         joined = program.outputs[program.mutations.index(one.input)]

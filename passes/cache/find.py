@@ -33,11 +33,11 @@ from torch import fx
 from mla_compile.core.program import view_source
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import Write, write_of
+from mla_compile.passes.cache.writes import Write, is_zeros, write_of
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Fill, Join, Permute, Slice, decode
+from mla_compile.passes.ir.operators import Join, Permute, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
@@ -261,12 +261,6 @@ def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
     # Where nothing was written yet zeros are read: a bias would stand there instead. Rows have no heads to choose.
     dims = {dim for step in write.steps for dim in step.dims}
     return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[dim] == "row" for dim in dims)
-
-
-def is_zeros(node: fx.Node) -> bool:
-    """Whether a buffer begins here."""
-    how = decode(node)
-    return isinstance(how, Fill) and how.value == 0 and not isinstance(how.value, bool)
 
 
 def _joined(node: fx.Node) -> list[fx.Node]:

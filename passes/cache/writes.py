@@ -86,6 +86,20 @@ def write_of(node: fx.Node) -> Write | None:
     return Write(node, how.base, how.x, (step,))
 
 
+def rows_written(node: fx.Node) -> operators.WriteRows | None:
+    """``node`` as a write of one row for each of the positions in a tensor."""
+    how = decode(node)
+    if not isinstance(how, operators.WriteRows) or len(shape(how.index)) != 1 or write_of(node) is None:
+        return None
+    return how
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether a buffer begins here."""
+    how = decode(node)
+    return isinstance(how, operators.Fill) and how.value == 0 and not isinstance(how.value, bool)
+
+
 def _write_by_pairs(node: fx.Node) -> Write | None:
     """A write at positions of several neighbouring axes, such as a position of its own for each sequence."""
     if packet(node) is not aten.index_put or argument(node, 3, "accumulate", False):
