@@ -128,8 +128,7 @@ class SharedRows(torch.Tensor):
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SharedRows)]
         if all(isinstance(x.local, FakeTensor) for x in given):  # what Dynamo traces with: only shapes are asked for
             plain = pytree.tree_map_only(SharedRows, _empty, (args, kwargs))
-            result = func(*plain[0], **plain[1])
-            return args[0] if args and result is plain[0][0] else result  # an operator that writes to it
+            return func(*plain[0], **plain[1])
         x = args[0] if args else None
         if isinstance(x, SharedRows) and func is aten.zero_.default:
             x.local.zero_()
