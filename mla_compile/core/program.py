@@ -50,6 +50,8 @@ class Append:
         shared: each rank of the program's ``sharing`` keeps its share of the rows. Then the placeholder takes as many
             rows as a rank holds of old and new ones together, and the program writes those that are its own.
         grows: False: the rows are a buffer of full length, which needs no room.
+        total: how many rows a shared buffer has that begins with this call. What is emitted returns this rank's of
+            them: whole buffers of all layers at once would be the memory that ranks share to save. 0: not known.
     """
 
     input: str | None
@@ -58,6 +60,7 @@ class Append:
     count: int
     shared: bool = False
     grows: bool = True
+    total: int = 0
 
 
 @dataclass

@@ -247,8 +247,11 @@ class Compiler:
             native.load()  # built while everything else is, not in the first decode step
         program, base = done.outcome.program, done.outcome.base
         autocast = is_active()
+        begun = tuple(append for append in program.appends if append.total)
 
         def generate(one: Program) -> Call:
+            if begun and one is not program:
+                one = replace(one, appends=begun)
             emitted, inputs = partial(emit.to_graph_module, one), _inputs_of(one, done.captured, example_inputs)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call

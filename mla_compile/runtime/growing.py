@@ -59,7 +59,10 @@ def with_room(call: Call, program: Program) -> Call:
                 results.insert(output, grown.get(at, given[at]))
             elif one.shared:
                 assert sharing is not None
-                results[output] = SharedRows.of(results[output], one.axis, sharing, grows=one.grows)
+                if one.total:
+                    results[output] = SharedRows.made_of(results[output], one.axis, one.total, sharing, grows=False)
+                else:
+                    results[output] = SharedRows.of(results[output], one.axis, sharing, grows=one.grows)
             else:
                 results[output] = room_for(results[output], one.axis, 0)
             if one.grows:

@@ -64,10 +64,10 @@ class SharedRows(torch.Tensor):
     @classmethod
     def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> SharedRows:
         """This rank's share of ``rows``, a plain tensor that all ranks have; ``grows``: with room for more."""
-        return cls._moved(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
+        return cls.made_of(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
 
     @classmethod
-    def _moved(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> SharedRows:
+    def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> SharedRows:
         """``own``, rows of ``tokens`` tokens, in new memory; ``grows``: with room for more."""
         count = sharing.capacity(tokens)
         rows = larger(own.narrow(axis, 0, min(count, own.shape[axis])), axis, count, exactly=not grows)
@@ -90,7 +90,7 @@ class SharedRows(torch.Tensor):
             memory, capacity = self._memory, self.sharing.capacity(tokens)
             room = memory is not None and memory.tokens == self.shape[self.axis]
             if memory is None or not room or memory.rows.shape[self.axis] < capacity:
-                return self._moved(self.local, self.axis, tokens, self.sharing, grows=True)
+                return self.made_of(self.local, self.axis, tokens, self.sharing, grows=True)
             memory.tokens = tokens
         return SharedRows(first_rows(memory.rows, self.axis, capacity), self.axis, tokens, self.sharing, memory)
 
@@ -147,7 +147,7 @@ class SharedRows(torch.Tensor):
         low, high, _ = (1, 0, 1) if tokens is None else tokens.indices(self.shape[self.axis])
         if low != 0:
             return super().__getitem__(index)
-        return self._moved(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
+        return self.made_of(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
         """Each sequence several times; along another axis an error."""
@@ -157,7 +157,7 @@ class SharedRows(torch.Tensor):
 
     def _with(self, local: torch.Tensor) -> SharedRows:
         """Other rows of the same tokens."""
-        return self._moved(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
+        return self.made_of(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
 
     def refuse(self, what: str) -> NoReturn:
         """Raises :class:`SharedCacheError`."""

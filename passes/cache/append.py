@@ -24,9 +24,9 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from mla_compile.core.program import Append, Program
 from mla_compile.passes.cache.writes import is_zeros, rows_written
-from mla_compile.passes.ir.graph import Builder, is_tensor, restride, val
+from mla_compile.passes.ir.graph import Builder, is_tensor, restride, shape, val
 from mla_compile.passes.ir.operators import Join, WriteRows, decode
-from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.ir.sizes import Size, same_sizes
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
         Append(None, places[at], dim, 0, shared=returned[before + at] in shared) for at, dim in settled.items()
     )
     program.appends += tuple(
-        Append(None, places[at], how.dim, 0, shared=True, grows=False)
+        Append(None, places[at], how.dim, 0, shared=True, grows=False, total=_known(shape(how.base)[how.dim]))
         for at, how in begun_buffers(program)
         if returned[before + at] in shared
     )
@@ -93,8 +93,12 @@ def _places(program: Program) -> list[int]:
 
 def _count(how: Join) -> int:
     """How many rows are joined to old ones; 0 where it is no number, or where there are no old ones."""
-    count = val(how.parts[-1]).shape[how.dim] if len(how.parts) == 2 else 0
-    return count if isinstance(count, int) else 0
+    return _known(shape(how.parts[-1])[how.dim]) if len(how.parts) == 2 else 0
+
+
+def _known(size: Size) -> int:
+    """A size; 0 where it is symbolic."""
+    return size if isinstance(size, int) else 0
 
 
 def _first_rows(program: Program) -> dict[int, int]:
