@@ -79,11 +79,11 @@ def _others(rows: torch.Tensor, axis: int) -> tuple[int, ...]:
     return (*rows.shape[:axis], *rows.shape[axis + 1 :])
 
 
-def larger(rows: torch.Tensor, axis: int, least: int, *, exactly: bool = False) -> torch.Tensor:
-    """New memory for more than ``least`` rows, or for ``exactly`` these, with ``rows`` at its beginning."""
+def larger(rows: torch.Tensor, axis: int, least: int) -> torch.Tensor:
+    """New memory for more than ``least`` rows, with ``rows`` at its beginning."""
     # Powers of two: twice the room whenever it is full, and at most twice what is needed.
     try:
-        made = _memory(rows, axis, least if exactly else 1 << least.bit_length())
+        made = _memory(rows, axis, 1 << least.bit_length())
     except torch.OutOfMemoryError:  # what a copy would take may still fit
         made = _memory(rows, axis, least)
     with torch.no_grad():

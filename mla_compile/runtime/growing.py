@@ -41,7 +41,7 @@ def with_room(call: Call, program: Program) -> Call:
                 if whole[index] in program.mutations:
                     written.append((rows, given[index]))
         for index in own:
-            given[index] = given[index].local
+            given[index] = given[index].buffer()
         grown: dict[int, SharedRows] = {}
         for at, _, one in places:
             if at is None:

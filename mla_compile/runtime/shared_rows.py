@@ -70,9 +70,20 @@ class SharedRows(torch.Tensor):
     def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> SharedRows:
         """``own``, rows of ``tokens`` tokens, in new memory; ``grows``: with room for more."""
         count = sharing.capacity(tokens)
-        rows = larger(own.narrow(axis, 0, min(count, own.shape[axis])), axis, count, exactly=not grows)
-        memory = _Memory(rows, tokens) if grows else None
-        return cls(first_rows(rows, axis, count), axis, tokens, sharing, memory)
+        own = own.narrow(axis, 0, min(count, own.shape[axis]))
+        if grows:
+            memory = _Memory(larger(own, axis, count), tokens)
+            return cls(first_rows(memory.rows, axis, count), axis, tokens, sharing, memory)
+        with torch.inference_mode(mode=False), torch.no_grad():  # in which it may have been made
+            local = torch.zeros((*own.shape[:axis], count, *own.shape[axis + 1 :]), dtype=own.dtype, device=own.device)
+            local.narrow(axis, 0, own.shape[axis]).copy_(own)
+        return cls(local, axis, tokens, sharing)
+
+    def buffer(self) -> torch.Tensor:
+        """This rank's rows as a dense tensor, to be written to."""
+        if not self.local.is_contiguous():  # those of a cache that grew
+            self.local, self._memory = self.local.contiguous(), None
+        return self.local
 
     def write(self, rows: torch.Tensor) -> None:
         """Takes this rank's share of ``rows``, a plain tensor of all rows that all ranks have."""

@@ -192,8 +192,12 @@ class _Writer:
         call = builder.call
         rows = list(val(joined).shape)
         rows[dim] = self.sharing.capacity(rows[dim])
+        past = val(cache.past)
         with self.program.fake_mode or contextlib.nullcontext():
-            cache.past.meta["val"] = val(cache.past).new_empty_strided(tuple(rows), token_major(rows, dim))
+            if cache.positions is None:
+                cache.past.meta["val"] = past.new_empty_strided(tuple(rows), token_major(rows, dim))
+            else:  # dense, as what is written to it: a compiler copies neither
+                cache.past.meta["val"] = past.new_empty(tuple(rows))
         new, axes = cache.new, [1] * (val(joined).dim() - dim - 1)
         if cache.positions is not None:
             place, mine, chosen = self._rows_of(cache, cache.positions)

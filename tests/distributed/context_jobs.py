@@ -109,6 +109,12 @@ def shared_static(rank: int, family: str, steps: int, how: str) -> dict[str, Any
         "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
         "graphs": len(graphs),
         "waits": [node.name for node in graphs[-1].nodes if packet(node) in WAITS],
+        # A write is one in place where old and new rows lie alike.
+        "lie_alike": [
+            len({x.meta["val"].stride() for x in node.args})
+            for node in graphs[-1].nodes
+            if packet(node) is torch.ops.aten.copy_ and node.args[1].target is torch.ops.aten.index_copy.default
+        ],
         "length": int(cache.get_seq_length()),
         "shown": {row.shape[-2] for row in rows},
         "bytes": sum(row.local.untyped_storage().nbytes() for row in rows) / len(cache.layers),

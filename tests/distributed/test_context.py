@@ -68,6 +68,7 @@ def test_a_static_cache(ranks, family, how, heads):
         assert found["logits"] < 1e-5
         assert found["graphs"] == 2, "a prompt, and one graph for every step"
         assert not found["waits"]
+        assert found["lie_alike"] == [1] * 2 * LAYERS
         assert not found["said"]
         assert found["length"] == length
         assert found["shown"] == {length}
