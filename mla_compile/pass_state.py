@@ -78,7 +78,8 @@ class Outcome:
 
 
 _SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
-_SENT = "; a call receives {count:,} bytes of {what} from the others"
+_SENT = "; {count:,} of the bytes that a call receives are {what} of the others"
+_RECEIVED = "a call like the one that was traced receives {count:,} bytes from other ranks ({each})"
 _APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
 
 
@@ -162,11 +163,15 @@ class State:
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
         appended = sum(one.input is not None and not one.shared for one in self.program.appends)
         messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
+        received = received_bytes(self.graph)
+        if received:
+            each = ", ".join(f"{name} {count:,}" for name, count in received.items())
+            messages += (_RECEIVED.format(count=sum(received.values()), each=each),)
         shared = sum(one.shared for one in self.program.appends)
         if shared and self.program.sharing is not None:
             what = "queries and results" if self.program.sharing.heads else "results"
-            received = sum(received_bytes(self.graph, ours=True).values())
-            sent = _SENT.format(count=received, what=what) if received else ""
+            ours = sum(received_bytes(self.graph, ours=True).values())
+            sent = _SENT.format(count=ours, what=what) if ours else ""
             messages += (_SHARED.format(ranks=self.program.sharing.size, count=shared) + sent,)
         messages += self.warnings
         if reports and self.options.cache_dtype == "fp8":

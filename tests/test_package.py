@@ -222,11 +222,13 @@ ROOMS = {
     "capture": "core errors passes.cache passes.ir",
     "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
     "repeats": "core",
-    "dynamo": "capture codes core errors kernels.cpu options pass_state pipeline repeats report runtime version",
+    "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir pipeline repeats report runtime
+        version""",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
         ops options passes.ir pipeline report runtime version""",
     # The doors.
-    "batching": "api capture core errors kernels.cpu options pass_state passes.cache passes.ir pipeline report runtime",
+    "batching": """api capture core dynamo errors kernels.cpu options pass_state passes.cache passes.ir pipeline report
+        runtime""",
     "backend": "dynamo options report",
     "registration": "errors passes.quantized",
     "api": "capture core dynamo errors options pipeline report runtime",

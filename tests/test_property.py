@@ -1,7 +1,7 @@
 """Generated MLA modules: whatever is done to them, the numbers stay; legal ones decode absorbed, illegal ones are left.
 
 Every case runs a prefill and some decode steps and is compared, step by step, with the same module in float64 in eager
-mode. ``MLA_PROPERTY_CASES`` sets how many cases are drawn (300 by default) and ``MLA_PROPERTY_SEED`` draws others:
+mode. ``MLA_PROPERTY_CASES`` sets how many cases are drawn (200 by default) and ``MLA_PROPERTY_SEED`` draws others:
 ``MLA_PROPERTY_CASES=10000 MLA_PROPERTY_SEED=1 pytest -n 2 tests/test_property.py``.
 """
 
@@ -21,7 +21,7 @@ from tests.support.generated_module import GeneratedMLA
 from tests.support.generated_run import options_of, side_by_side
 from tests.support.generator import Case, cases, check_each, drawn
 
-CASES = int(os.environ.get("MLA_PROPERTY_CASES", "300"))
+CASES = int(os.environ.get("MLA_PROPERTY_CASES", "200"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 PARTS = 4  # tests that share the cases between them, so that processes can
 

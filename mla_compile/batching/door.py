@@ -13,7 +13,17 @@ from mla_compile.api import explain, optimize, plain_copy
 from mla_compile.batching.check import check, page_size, pages_needed
 from mla_compile.batching.graphs import Graph, NotMlaError, StepGraphs
 from mla_compile.capture.causal_lm import wire
-from mla_compile.errors import CaptureError, ExportError, InputError, MlaCompileError, MlaCompileWarning, OptionError
+from mla_compile.capture.dtensors import shared_weight
+from mla_compile.dynamo.ranks import Meeting, OtherRankFailedError, meeting_of
+from mla_compile.errors import (
+    CaptureError,
+    ExportError,
+    InputError,
+    MlaCompileError,
+    MlaCompileWarning,
+    OptionError,
+    RankError,
+)
 from mla_compile.options import Options
 from mla_compile.report.report import Report
 
@@ -37,15 +47,19 @@ def continuous_batching(model: Any, **options: Any) -> Any:
             each: tokens may then differ.
 
     Raises:
-        InputError: ``model`` is no causal language model, or transformers is missing or too old.
+        InputError: ``model`` is no causal language model, its ranks are none that the scheduler knows, or transformers
+            is missing or too old.
         OptionError: an option does not exist, or cannot have that value.
-        CaptureError: the model has latent attention and cannot be decoded over pages; the message says why.
+        CaptureError: the model has latent attention and cannot be decoded over pages; the message says why. Of ranks
+            that hold the weights together, all raise.
+        RankError: these ranks would serve different things, or one of them does not come.
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "init_continuous_batching"):
         raise InputError(
             f"continuous_batching() takes a causal language model of transformers, got {type(model).__name__}"
         )
-    _manager()  # so that a release of transformers without what is needed is told at once
+    # So that a release of transformers without what is needed is told at once, as are ranks that it would not run.
+    _manager().mesh_of(model)
     parsed = _options(options)
     fast = optimize(model, **options)
     try:
@@ -142,8 +156,26 @@ def _options(options: dict[str, Any]) -> Options:
 
 
 def _graphs(model: Any, options: Options) -> StepGraphs:
+    """The graphs, on all ranks that hold the weights together or on none of them."""
+    ranks = meeting_of(model, options)
+    try:
+        graphs = _verified(model, options, ranks)
+        if ranks is not None:
+            ranks.ready()
+        return graphs
+    except RankError:
+        raise
+    except OtherRankFailedError as error:
+        raise CaptureError(f"{type(model).__name__} is not served, because another rank cannot: {error}") from error
+    except Exception as error:
+        if ranks is not None:
+            ranks.failed(error)
+        raise
+
+
+def _verified(model: Any, options: Options, ranks: Meeting | None) -> StepGraphs:
     lm = wire(model)
-    graphs = StepGraphs(lm, options)
+    graphs = StepGraphs(lm, options, ranks=ranks)
     if options.verify:
         # Without compiling: what is checked are the graphs, not Inductor.
         plain = StepGraphs(lm, options, like=graphs)
@@ -167,7 +199,7 @@ def _has_latent_attention(model: Any) -> bool:
     try:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
     except MlaCompileError:
-        return False
+        return shared_weight(model) is not None  # which may be impossible to copy, and then nobody can say
     return any(site.verdict != "not_mla" for site in report.sites)
 
 

@@ -23,8 +23,11 @@ from mla_compile.batching.compiled import Compiled
 from mla_compile.capture import capture
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
-from mla_compile.capture.causal_step import export_step
+from mla_compile.capture.causal_step import INPUTS, export_step
+from mla_compile.capture.dtensors import shared_weight
 from mla_compile.core.program import Call, Program
+from mla_compile.dynamo.ranks import Meeting
+from mla_compile.dynamo.step import trace_step
 from mla_compile.errors import CaptureError, MlaCompileError
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
@@ -53,7 +56,7 @@ _ASSERTS = (
     torch.ops.aten.sym_constrain_range_for_size.default,
     torch.ops.aten.sym_constrain_range.default,
 )
-TOKENS, POSITIONS = "input_ids", "position_ids"
+TOKENS, POSITIONS = INPUTS
 LEAST = 2
 """The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
 
@@ -116,12 +119,14 @@ class StepGraphs:
     whose steps cannot run over pages; ``report`` says what became of its attentions.
     """
 
-    def __init__(self, lm: CausalLM, options: Options, like: StepGraphs | None = None) -> None:
-        """``like``: take what was traced for these, and run it without compiling."""
+    def __init__(
+        self, lm: CausalLM, options: Options, like: StepGraphs | None = None, ranks: Meeting | None = None
+    ) -> None:
+        """``like``: take what was traced for these, and run it without compiling. ``ranks``: who has to agree."""
         self.lm = lm
         self.options = options if like is None else replace(options, codegen="eager")
         self._lock = threading.Lock()
-        self._traced: _Traced = _trace(lm, options) if like is None else like._traced
+        self._traced: _Traced = _trace(lm, options, ranks) if like is None else like._traced
         decode, prompt, self.rows = self._traced
         self._decode = decode.program
         reports = [decode.report, replace(prompt.report, graph="a piece of a prompt")]
@@ -282,9 +287,9 @@ class StepGraphs:
         return graph.compiled
 
 
-def _trace(lm: CausalLM, options: Options) -> _Traced:
+def _trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> _Traced:
     with without_autocast():
-        decode = _rewritten(lm, options, one_token=True)
+        decode = _rewritten(lm, options, ranks, one_token=True)
         if not decode.absorbed:
             reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in decode.report.sites)
             told = "; ".join(reasons) or "no attention was found"
@@ -292,17 +297,24 @@ def _trace(lm: CausalLM, options: Options) -> _Traced:
                 raise NotMlaError(f"{type(lm.model).__name__} has no latent attention ({told})")
             raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
         rows = _paged(decode.program, lm)
-        return decode, _rewritten(lm, options, one_token=False), rows
+        return decode, _rewritten(lm, options, ranks, one_token=False), rows
 
 
-def _rewritten(lm: CausalLM, options: Options, *, one_token: bool) -> Outcome:
-    program = capture.from_exported(export_step(lm, one_token=one_token))
+def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_token: bool) -> Outcome:
+    if shared_weight(lm.model) is None:
+        program = capture.from_exported(export_step(lm, one_token=one_token))
+    else:
+        program = trace_step(lm, one_token=one_token)
     own = replace(options, cache_dtype="model")
     if one_token:
         # It is there to read its rows as they lie, whatever that would cost at the traced sizes, and runs here.
         products = "native" if options.products == "auto" else options.products
         own = replace(own, forms="absorbed", products=products)
-    done = pipeline.run(program, own, "a decode step" if one_token else "a piece of a prompt")
+    name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()
+    done = pipeline.run(program, own, name)
+    while ranks is not None and (more := ranks.refused(done)) is not None:
+        left |= more
+        done = pipeline.run(program, own, name, refused=left)
     logger.info("%s", done.report.summary())
     for one in (done.program, done.base):
         _drop_asserts(one)

@@ -1,6 +1,8 @@
 """Plugs latent pages into transformers: its manager, processor and scheduler with what differs here.
 
 * The pool, and what runs a step, are ours; queues, schedules, sharing, eviction, sampling and threads are theirs.
+* Where ranks hold the weights together, they run the same steps, as transformers has it: the first of them hands out
+  the requests. What fails on one rank alone ends them all.
 * A request that could never run is refused when it comes, and one that fails, or that the pool becomes too small for,
   fails alone. Where the loop itself dies all the same, everybody is answered and it starts again with an empty pool.
 """
@@ -16,6 +18,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
 )
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
@@ -24,7 +27,8 @@ from mla_compile.batching.graphs import StepGraphs
 from mla_compile.batching.pages import LatentPages
 from mla_compile.batching.replay import Replayed, can_record
 from mla_compile.batching.steps import Steps
-from mla_compile.errors import InputError
+from mla_compile.capture.dtensors import weight_meshes
+from mla_compile.errors import InputError, RankError, brief
 
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
@@ -61,8 +65,10 @@ class _OfOneKind:
     The pools are ours, and that nothing cached is hidden in any layer was proved when the step was made.
     """
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: Any, mesh: Any = None) -> None:
         self._of = of
+        if mesh is not None:
+            self._device_mesh = mesh  # transformers notes those of its own plans only
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
@@ -93,19 +99,36 @@ class LatentManager(ContinuousBatchingManager):
         self._ends = False
         self._ending = threading.Lock()
         asked = arguments["continuous_batching_config"]
-        super().__init__(_OfOneKind(model), **arguments)
+        super().__init__(_OfOneKind(model, self.mesh_of(model)), **arguments)
         self.model = model
         # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
-        self._replays = Replayed if wanted and can_record(model.device) else None
-        if self.distributed_helper.tp_size > 1:
-            raise InputError("continuous batching over latent pages runs in one process: got a tensor-parallel model")
+        alone = self.distributed_helper.tp_size == 1
+        self._replays = Replayed if wanted and alone and can_record(model.device) else None
         config = self.continuous_batching_config
         # What transformers would capture or compile is its own path; steps are compiled and recorded here.
         config.use_cuda_graph, config.use_async_batching = (False, False), False
         config.varlen_compile_config = config.decode_compile_config = None
         if config.page_size & (config.page_size - 1) or config.page_size > 256:
             raise InputError(f"page_size is {config.page_size}, expected a power of two up to 256")
+
+    @staticmethod
+    def mesh_of(model: Any) -> Any:
+        """The mesh of the ranks that hold the weights of ``model`` together; None where this one has them all.
+
+        Raises :class:`InputError` where transformers would have other ranks run the same steps.
+        """
+        meshes = weight_meshes(model)
+        mesh = meshes[0] if meshes else None
+        noted = mesh if meshes else getattr(model, "_device_mesh", None)
+        sizes = {1 if one is None else one.size() for one in (mesh, DistributedHelper.extract_tp_mesh(noted))}
+        if len(meshes) > 1 or len(sizes) > 1:
+            told = ", ".join(map(str, meshes or [noted]))
+            raise InputError(
+                "continuous batching: expected weights that are DTensors over one mesh of ranks, without names or with "
+                f"the one axis 'tp', by which the scheduler of transformers knows them; got {told}"
+            )
+        return mesh
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
@@ -142,8 +165,10 @@ class LatentManager(ContinuousBatchingManager):
                 self.background_thread_status.clear()
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
-        # Without a pool, or where it has died a few times before its first step, to start again would fail again.
-        if batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
+        # Without a pool, or where it has died a few times before its first step, to start again would fail again. Other
+        # ranks may not have died: transformers has them all stop.
+        several = self.distributed_helper.tp_size > 1
+        if several or batch_processor is None or (self._in_vain >= _IN_VAIN and not self.current_batch):
             super()._handle_critical_error(error, batch_processor)
             return
         self._died = error
@@ -159,7 +184,7 @@ class LatentManager(ContinuousBatchingManager):
             self.batch_processor.reset()
             return self.batch_processor
         config, text = self.continuous_batching_config, self.model.config.get_text_config()
-        pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype)
+        pages = LatentPages(self.graphs, text, config, self.model.device, self.model.dtype, self.distributed_helper)
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(config, pages.num_blocks, pages.max_batch_tokens)
         self._steps = Steps(self.graphs, pages, self.graphs.vocabulary, self._replays)
@@ -187,7 +212,16 @@ class LatentManager(ContinuousBatchingManager):
         processor.steps = self._steps
         self._steps.batch = lambda: processor.inputs_and_outputs.requests_in_batch
         self._steps.fails = processor.fail
+        self._steps.alike = self._on_all_ranks
         return processor
+
+    def _on_all_ranks(self, works: bool) -> bool:
+        # The largest of each number over the ranks, in the group that the scheduler has on the CPU.
+        try:
+            failed, worked, _ = self.distributed_helper.tp_all_reduce_state(int(not works), int(works))
+        except RuntimeError as error:
+            raise RankError(f"the other ranks do not say how a step went: {brief(error)}") from error
+        return not (failed and worked)
 
 
 def _scheduler(kind: type[Any]) -> type[Any]:

@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
     CachePool,
     FullAttentionCacheAllocator,
 )
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import RequestState
 
 from mla_compile.batching.graphs import StepGraphs
@@ -88,7 +89,8 @@ class _Blocks:
 class LatentPages(PagedAttentionCache):
     """The cache that the scheduler of transformers sees, counted in latent rows.
 
-    Raises :class:`InputError` where the memory budget holds no block.
+    All ranks have the same blocks: a row has no heads to divide. Raises :class:`InputError` where the memory budget of
+    one of them holds no block.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class LatentPages(PagedAttentionCache):
         cb_config: ContinuousBatchingConfig,
         device: torch.device,
         dtype: torch.dtype,
+        ranks: DistributedHelper,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.max_blocks_per_request = 0  # no table of transformers' own
@@ -108,13 +111,18 @@ class LatentPages(PagedAttentionCache):
         self.bytes_per_sector = blocks.bytes_per_block
         self.tokens_per_sector = page
         memory = _Memory(graphs, config, cb_config, dtype, self.bytes_per_sector)
+        problem: Exception = RuntimeError("another rank has less memory")
         try:
-            self.max_batch_tokens, self.num_sectors = memory.infer_max_batch_tokens_and_num_sectors()
+            sizes = memory.infer_max_batch_tokens_and_num_sectors()
         except (ValueError, MemoryError) as error:
+            sizes, problem = (0, 0), error
+        least = ranks.tp_all_reduce_min(torch.tensor(sizes, device=device))  # also of a rank that has no room
+        self.max_batch_tokens, self.num_sectors = (int(size) for size in least)
+        if not self.num_sectors:
             raise InputError(
                 f"continuous batching: there is no room for a block of {page} tokens ({self.bytes_per_sector} bytes): "
-                f"{error}; set num_blocks, max_batch_tokens or max_memory_percent of the ContinuousBatchingConfig"
-            ) from error
+                f"{problem}; set num_blocks, max_batch_tokens or max_memory_percent of the ContinuousBatchingConfig"
+            ) from problem
         self.pools = graphs.make_pools(self.num_sectors + _RESERVED, page, device)
         self.pool = CachePool(self.num_sectors, 1)
         blocks.register_pools(self.pools, self.pool)

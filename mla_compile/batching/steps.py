@@ -17,6 +17,7 @@ import torch
 from mla_compile.batching.graphs import Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
 from mla_compile.batching.replay import Replayed
+from mla_compile.errors import RankError, brief
 from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
 
 logger = logging.getLogger("mla_compile")
@@ -45,6 +46,8 @@ class Steps:
         self._decode: Decode = graphs.decode(pages.pools, replays)
         self.batch: Callable[[], list[Any]] = list
         self.fails: Fails = lambda error, _: _raise(error)
+        self.alike: Callable[[bool], bool] = lambda _: True
+        """Whether all ranks that run these steps say the same as this one."""
 
     def _supports_logits_to_keep(self) -> bool:
         """Asked by transformers: the logits are those of each request's last token, and no others."""
@@ -90,7 +93,9 @@ class Steps:
         if not decoding:
             return []
         try:
-            logits = self._decoded([part for _, part in decoding])
+            logits = self._on_all_ranks(lambda: self._decoded([part for _, part in decoding]))
+        except RankError:
+            raise
         except Exception:  # whatever one request makes the model raise must not end the others
             # What a step writes is the same each time, so the requests may be tried again one by one.
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
@@ -104,10 +109,28 @@ class Steps:
         self, number: int, part: _Part, done: dict[int, torch.Tensor], run: Callable[[_Part], torch.Tensor]
     ) -> None:
         try:
-            done[number] = run(part)
+            done[number] = self._on_all_ranks(lambda: run(part))
+        except RankError:
+            raise
         except Exception as error:  # answered to whoever sent this request
             logger.warning("request %s failed", part.future.state.request_id, exc_info=True)
             self.fails(error, part.future.state)
+
+    def _on_all_ranks(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``run`` returns or raises, where it does the same on all ranks.
+
+        Raises :class:`RankError` on all of them where one fails that others do not: they would no longer meet.
+        """
+        told = "a step failed on some ranks and not on others"
+        try:
+            result = run()
+        except Exception as error:
+            if not self.alike(False):
+                raise RankError(f"{told}: {brief(error)}") from error
+            raise
+        if not self.alike(True):
+            raise RankError(f"{told}: another rank")
+        return result
 
     def _decoded(self, parts: Sequence[_Part]) -> torch.Tensor:
         """Logits [B',vocab] of one more token each, B' the bucket."""

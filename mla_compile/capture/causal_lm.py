@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
+from mla_compile.capture.exporting import traced_program
 from mla_compile.capture.unroll import UnrolledExperts
 from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import ExportError, InputError, brief
@@ -128,7 +129,7 @@ def export_program(lm: CausalLM, *, last_only: bool, experts: str, one_token: bo
     inputs = (ids, mask, positions, lm.empty(BATCH, PAST))
     with torch.no_grad(), _experts(lm.model, experts), evaluating(lm.model), UnrolledExperts():
         try:
-            return torch.export.export(wrapper, inputs, dynamic_shapes=shapes, strict=False)
+            return traced_program(wrapper, inputs, dynamic_shapes=shapes)
         except Exception as error:  # tracing runs the user's model, which may raise anything
             raise ExportError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
 

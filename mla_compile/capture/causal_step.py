@@ -8,9 +8,13 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from mla_compile.capture.causal_lm import BATCH, PAST, QUERY, CausalLM, evaluating
+from mla_compile.capture.exporting import traced_program
 from mla_compile.capture.unroll import UnrolledExperts
 from mla_compile.core.cache_argument import cache_argument, cache_of
 from mla_compile.errors import CaptureError, brief
+
+INPUTS = ("input_ids", "position_ids")
+"""What a step takes besides caches."""
 
 
 def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
@@ -20,34 +24,37 @@ def export_step(lm: CausalLM, *, one_token: bool) -> ExportedProgram:
     tokens each; else any number of tokens from two on of one sequence, with logits of the last only, if the model can
     do that. Raises :class:`CaptureError` for a model that cannot be traced like that.
     """
+    step, inputs, opened = step_to_trace(lm, one_token=one_token)
+    names = {BATCH: Dim("batch"), QUERY: Dim("query"), PAST: Dim("past", min=0)}
+    ids, positions, *rows = [{axis: names[size] for axis, size in axes.items()} for axes in opened]
+    with torch.no_grad(), evaluating(lm.model), UnrolledExperts():
+        shapes = (ids, positions, rows)
+        try:
+            try:
+                return traced_program(step, inputs, dynamic_shapes=shapes)
+            except torch._dynamo.exc.UserError:
+                # torch does not see through `min(k, past) <= past`; asserted in the graph, it can be proved later.
+                return traced_program(step, inputs, dynamic_shapes=shapes, deferred=True)
+        except Exception as error:  # tracing runs the user's model, which may raise anything
+            raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
+
+
+def step_to_trace(
+    lm: CausalLM, *, one_token: bool
+) -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]], list[dict[int, int]]]:
+    """The model as a module of ``(input_ids, position_ids, caches)``, inputs for it, and which sizes of each are open.
+
+    Those are axes, with the size that each has in the trace: ``BATCH``, ``QUERY`` or ``PAST``.
+    """
     device = next(lm.model.parameters()).device
     B, S = (BATCH, 1) if one_token else (1, QUERY)
     ids = torch.arange(3, 3 + B * S, device=device).reshape(B, S)
     positions = torch.arange(PAST, PAST + S, device=device).repeat(B, 1)
-    batch, tokens, past = Dim("batch"), Dim("query"), Dim("past", min=0)
-    new = {0: batch} if one_token else {1: tokens}
-    rows = [({0: batch} if one_token else {}) | ({} if c.axis is None else {c.axis: past}) for c in lm.caches]
     step = _Step(lm, last_only=not one_token and "logits_to_keep" in inspect.signature(lm.model.forward).parameters)
-    with torch.no_grad(), evaluating(lm.model), UnrolledExperts():
-        inputs = (ids, positions, lm.empty(B, PAST))
-
-        def traced(*, deferred: bool) -> ExportedProgram:
-            return torch.export.export(
-                step,
-                inputs,
-                dynamic_shapes=(new, new, rows),
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=deferred,
-            )
-
-        try:
-            try:
-                return traced(deferred=False)
-            except torch._dynamo.exc.UserError:
-                # torch does not see through `min(k, past) <= past`; asserted in the graph, it can be proved later.
-                return traced(deferred=True)
-        except Exception as error:  # tracing runs the user's model, which may raise anything
-            raise CaptureError(f"{type(lm.model).__name__} cannot be traced by torch.export: {brief(error)}") from error
+    batch = {0: BATCH} if one_token else {}
+    new = batch if one_token else {1: QUERY}
+    rows = [batch | ({} if c.axis is None else {c.axis: PAST}) for c in lm.caches]
+    return step, (ids, positions, lm.empty(B, PAST)), [new, new, *rows]
 
 
 class _Step(torch.nn.Module):

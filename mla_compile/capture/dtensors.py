@@ -46,6 +46,12 @@ def shared_weight(model: torch.nn.Module) -> str | None:
     return next((name for name, tensor in named if is_dtensor(tensor)), None)
 
 
+def weight_meshes(model: torch.nn.Module) -> list[Any]:
+    """The meshes of ranks that hold weights together, in the order of the weights."""
+    tensors = (*model.parameters(), *model.buffers())
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)))  # type: ignore[attr-defined]
+
+
 def localize(gm: fx.GraphModule, values: Sequence[Any]) -> Localized:
     """Changes ``gm``, a flat Dynamo graph, to compute with this rank's part of each DTensor.
 

@@ -5,6 +5,7 @@ For values that exist only below it: the batched tensors of ``torch.func``, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -49,11 +50,11 @@ def write_out(
     module = fx.GraphModule(owner, nested)
     operands = [n for n in inputs if n.op != "get_attr" and _is_traced(n)]
 
-    def run(*values: Any) -> Any:
+    def run(*values: Any, numbers: Any = maybe_enable_thunkify) -> Any:
         given = dict(zip(operands, values, strict=True))
         # The fused attention operators below the dispatcher depend on the device; written as products they do not.
         # Sizes that only metadata is made of are not traced.
-        with sdpa_kernel(SDPBackend.MATH), maybe_enable_thunkify():
+        with sdpa_kernel(SDPBackend.MATH), numbers():
             read = [enter(n, given.get(n, n.meta["example_value"])) for n in inputs if n.op != "get_attr"]
             results = fx.Interpreter(module).run(*read)
         return tuple(leave(n, value) for n, value in zip(outputs, results, strict=True))
@@ -62,7 +63,13 @@ def write_out(
     # Not the tracing context's mode: Dynamo makes a new one for the compiler that it calls.
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     with next(modes, nullcontext()), torch.no_grad(), fx.traceback.preserve_node_meta():
-        traced = make_fx(run)(*values)
+        try:
+            traced = make_fx(run)(*values)
+        except RecursionError:
+            # A number that DTensor remembers of another trace, n = s + 1, was read as n - 1 before anything asked what
+            # it is, and put off; since then the tracer takes s for n - 1. Traced at once, n is made of the s that
+            # comes in. Not the first choice, because no number is left out then, and not all can be traced.
+            traced = make_fx(functools.partial(run, numbers=nullcontext))(*values)
     results = splice(owner, region[-1], traced, operands)
     for node, result in zip(outputs, results, strict=True):
         node.replace_all_uses_with(result)

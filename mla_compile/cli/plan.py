@@ -99,7 +99,7 @@ def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
     used: set[sympy.Symbol] = set()
     lines = []
     for row in result.layouts:
-        lines.append(f"{step_formulas.LABELS[row.layout]}, per GPU (attention and network: per layer)")
+        lines.append(f"{step_formulas.LABELS[row.layout]}, per GPU (attention and its network: per layer)")
         for name, expression in step_formulas.expressions(row.layout, latent).items():
             if not (chooses or expression.free_symbols.isdisjoint({step_formulas.F, step_formulas.Y})):
                 continue
@@ -141,6 +141,8 @@ def _show(result: Plan) -> None:
         table.add_row("choosing keys: arithmetic", *(seconds(r.choosing_compute_s) for r in rows))
     table.add_row("the rest: reading weights", *(seconds(r.weight_memory_s) for r in rows))
     table.add_row("the rest: arithmetic", *(seconds(r.weight_compute_s) for r in rows))
+    if any(r.network_bytes for r in rows):
+        table.add_row("bytes over links of a GPU", *(f"{r.network_bytes / 1e6:,.4g} MB" for r in rows))
     table.add_row("links", *(seconds(r.network_s) for r in rows), end_section=True)
     table.add_row("floor of a decode step", *(seconds(r.step_s) for r in rows), style="bold")
     table.add_row("tokens/s of one batch", *(f"{r.tokens_per_s:,.0f}" for r in rows))

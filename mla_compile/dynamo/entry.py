@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import reset_code
 
-from mla_compile.dynamo.compiler import Compiler
-
 _numbers = itertools.count()
 
 
-def compiled_entry(compiler: Compiler, **settings: Any) -> Callable[..., Any]:
-    """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class.
+def compiled_entry(compiler: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """A compiled ``entry(module, args, kwargs)`` that runs the forward of the module's class; ``compiler``: a backend.
 
     Dynamo counts recompilations per code object, and all models of a library may enter through the same one (a
     decorator's wrapper), so that the third model would reach the limit and run uncompiled. Each entry therefore has a

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from mla_compile.capture.dtensors import weight_meshes
 from mla_compile.core.program import Inputs, Program
 from mla_compile.core.records import SiteReport
 from mla_compile.core.sharing import Sharing
@@ -50,12 +51,21 @@ class OtherRankFailedError(RuntimeError):
 
 def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Meeting | None:
     """Where the ranks that run this graph together agree on it; None for a graph that one rank runs alone."""
+    return _meeting(_groups(gm, example_inputs), options)
+
+
+def meeting_of(model: torch.nn.Module, options: Options) -> Meeting | None:
+    """Where the ranks that hold the weights of a model together agree on what becomes of it; None where one has all."""
+    return _meeting((group for mesh in weight_meshes(model) for group in mesh.get_all_groups()), options)
+
+
+def _meeting(of: Iterable[dist.ProcessGroup], options: Options) -> Meeting | None:
     if options.ranks == "alone" or not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_backend() == "fake":  # of one process that plays a rank of many
         return None
     own = dist.get_rank()
-    groups = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in _groups(gm, example_inputs))
+    groups = dict.fromkeys(tuple(dist.get_process_group_ranks(group)) for group in of)
     if options.context_parallel is not None:
         groups |= {ranks_of(options): None}
     together = [ranks for ranks in groups if len(ranks) > 1 and own in ranks]
@@ -145,6 +155,13 @@ class Meeting:
     def failed(self, error: Exception) -> None:
         """Tells the other ranks that this one leaves the graph as it is."""
         self._exchange({"program": self.program, "problem": brief(error)})
+
+    def ready(self) -> None:
+        """Returns when all ranks have come as far.
+
+        Raises what :meth:`refused` does.
+        """
+        self._heard({})
 
     def alike(self, program: Program, group: tuple[int, ...]) -> bool:
         """Whether the ranks of a group have the same weights, as far as a look at a few numbers of each can tell.

@@ -111,14 +111,17 @@ def weights_of(model: nn.Module, tensors: Iterable[Tensor] | None = None) -> Wei
     """Counts parameters, on any device. Raises :class:`InputError` if a token takes more experts than there are."""
     tensors = tuple(tensors_of(model) if tensors is None else tensors)
     total, lookup = sum(t.values for t in tensors), sum(t.values for t in tensors if t.table)
+    _, head = _embeddings(model)
+    projection = None if head is None else model.get_submodule(head)
+    vocabulary = projection.out_features if isinstance(projection, nn.Linear) else 0
     count, idle = _experts(model)
     top_k = first_int(text_config(model), ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"))
     if not count or not top_k:
-        return Weights(total, lookup)
+        return Weights(total, lookup, vocabulary=vocabulary)
     if top_k > count + idle:
         raise InputError(f"a token takes {top_k} experts by the model's config, and there are {count + idle}")
     experts = sum(t.values for t in tensors if t.expert)
-    return Weights(total, lookup, experts, count, top_k * count / (count + idle))
+    return Weights(total, lookup, experts, count, top_k * count / (count + idle), vocabulary)
 
 
 def _experts(model: nn.Module) -> tuple[int, int]:

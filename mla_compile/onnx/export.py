@@ -15,6 +15,7 @@ from torch import fx
 
 from mla_compile.capture import causal_lm
 from mla_compile.capture.dtensors import shared_weight
+from mla_compile.capture.exporting import traced_program
 from mla_compile.errors import ExportError, InputError, OptionError, brief, nearest
 from mla_compile.onnx.exported import DTYPES, Exported, Progress
 from mla_compile.onnx.profile import find_profile
@@ -135,6 +136,6 @@ def _traced(model: Any, example_inputs: Any, dynamic_shapes: Any) -> torch.expor
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     try:
         with torch.no_grad():
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+            return traced_program(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:  # tracing runs the user's model, which may raise anything
         raise ExportError(f"{type(model).__name__} cannot be traced: {brief(error)}") from error

@@ -25,6 +25,7 @@ class Weights:
         lookup: the input embedding, of which a token reads one row; 0 where it is also the output projection.
         experts: all routed experts of all layers.
         expert_count, expert_top_k: routed experts per layer, and how many of them a token takes on average.
+        vocabulary: the width of the logits; 0 where nothing tells which projection makes them.
     """
 
     total: int
@@ -32,6 +33,7 @@ class Weights:
     experts: int = 0
     expert_count: int = 1
     expert_top_k: float = 1.0
+    vocabulary: int = 0
 
     @property
     def dense(self) -> int:

@@ -71,6 +71,7 @@ class LayoutPlan:
     """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
 
     ``most_users``: how many fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
+    ``network_bytes``: what a machine exchanges with the others in a step.
     ``choosing_memory_s`` and ``choosing_compute_s``: what chooses the keys of sparse attentions, 0 without any.
     ``tokens_per_s`` is of one batch, step after step; ``most_tokens_per_s`` of batches that take turns.
     """
@@ -88,6 +89,7 @@ class LayoutPlan:
     choosing_compute_s: float
     weight_memory_s: float
     weight_compute_s: float
+    network_bytes: float
     network_s: float
     step_s: float
     tokens_per_s: float
@@ -216,7 +218,8 @@ def _layout(
         "E": BYTES[request.cache_dtype], "A": max(2, WEIGHT_BYTES[plain]),
         "Q": machine.nodes(request.tp), "A_x": WEIGHT_BYTES[arithmetic],
         "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
-        "n": weights.expert_count, "k": weights.expert_top_k, "Y": sum(c.count * c.besides for c in model.cached),
+        "N_v": weights.vocabulary, "n": weights.expert_count, "k": weights.expert_top_k,
+        "Y": sum(c.count * c.besides for c in model.cached),
     }  # fmt: skip
 
     def total(what: str) -> float:
@@ -242,10 +245,13 @@ def _layout(
     choose_s, rank_s = once("choosing bytes") / bandwidth, total("choosing FLOPs") / peak
     read_s = once("weight bytes read") / bandwidth
     multiply_s = once("weight FLOPs") / machine.peak(arithmetic)
-    between = total("network bytes between nodes")
+    exchanged, between = (
+        total(f"network bytes{where}") + once(f"network bytes of the vocabulary{where}")
+        for where in ("", " between nodes")
+    )
     network_s = 0.0
     if machine.link_bytes_per_s:
-        network_s = (total("network bytes") - between) / machine.link_bytes_per_s
+        network_s = (exchanged - between) / machine.link_bytes_per_s
     if machine.network_bytes_per_s:
         network_s = max(network_s, between / machine.network_bytes_per_s)
     parts = {
@@ -261,7 +267,7 @@ def _layout(
     busiest_s = max(memory_s + choose_s + read_s, compute_s + rank_s + multiply_s, network_s)
     return LayoutPlan(
         layout, dcp, held, per_user, most, most >= request.users, memory_s, compute_s, attention_s, choose_s,
-        rank_s, read_s, multiply_s, network_s, step_s, request.users / step_s, request.users / busiest_s,
+        rank_s, read_s, multiply_s, exchanged, network_s, step_s, request.users / step_s, request.users / busiest_s,
         max(parts, key=lambda name: parts[name]),
     )  # fmt: skip
 

@@ -12,6 +12,9 @@ There are four ways to share B users with T tokens each among P machines:
 The machines lie on Q nodes, between which a slower network runs. What all machines exchange goes over it once for each
 node, in equal parts from all machines of a node.
 
+Where the rest of the model is split, so is its vocabulary: embeddings are summed over the machines, and each gets the
+logits of all. With whole users on each (``data``) the tokens of all are gathered, and each gets the logits of its own.
+
 Where queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), an attention reads J rows, and what
 chooses them looks at all T tokens before it. It is counted apart: its heads are not split (each machine needs the whole
 list), and in a split context each chooses among its own tokens and the lists are merged.
@@ -40,6 +43,7 @@ P, C = sympy.symbols("P C", positive=True)  # machines that share a model, and t
 Q = sympy.Symbol("Q", positive=True)  # nodes that the machines lie on
 K, V_ = sympy.symbols("K V", positive=True)  # widths of a key head and a value head without latent rows
 D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
+N_v = sympy.Symbol("N_v", nonnegative=True)  # width of the logits
 A_x = sympy.Symbol("A_x", positive=True)  # bytes of an activation on its way to an expert
 W, W_h, X = sympy.symbols("W W_h X", positive=True)  # weights: outside experts, of heads, of experts
 n, k = sympy.symbols("n k", positive=True)  # routed experts in a layer, and how many a token takes
@@ -58,6 +62,7 @@ MEANING = {
     K: "key width per head",
     V_: "value width per head",
     D: "model width",
+    N_v: "vocabulary",
     P: "machines that share the model (tp)",
     C: "machines that share a context (dcp)",
     E: "bytes per cached value",
@@ -113,6 +118,7 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
     touched = X * (1 - (1 - k / n) ** B)  # of experts that at least one of B tokens takes, if all are equally likely
     heads, dense = (1 if layout in ("data", "experts") else 1 / P), (1 if layout == "experts" else 1 / P)
     network, between = _sent(layout, latent)
+    vocabulary, vocabulary_between = _sent_for_vocabulary(layout)
     stored, besides = E * T * cache_values(latent), E * T * Y
     return {
         "attention FLOPs": share(flops, layout),
@@ -126,6 +132,8 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
         "weight FLOPs": 2 * B * (W + X * k / n) / P,
         "network bytes": network,
         "network bytes between nodes": between,
+        "network bytes of the vocabulary": vocabulary,
+        "network bytes of the vocabulary between nodes": vocabulary_between,
     }
 
 
@@ -149,6 +157,17 @@ def _sent(layout: Layout, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
         network += (C - 1) / C * exchanged
         between += (1 - 1 / sympy.Max(1, C * Q / P)) * exchanged
     return network, between
+
+
+def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
+    """Bytes that a machine sends for the embeddings and the logits of a step, in all and to other nodes."""
+    if layout == "experts":  # each has all of the vocabulary
+        return sympy.Integer(0), sympy.Integer(0)
+    logits = B * N_v * A / (P if layout == "data" else 1)  # of all machines' columns, what one gets
+    summed = 2 * B * D * A
+    if layout == "data":
+        return (P - 1) / P * (summed + logits), (Q - 1) / P * summed + (Q - 1) / Q * logits
+    return (P - 1) / P * (summed + logits), (Q - 1) / P * (summed + logits)
 
 
 def number(layout: Layout, latent: bool, what: str, values: Mapping[str, float]) -> float:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import Min
+from torch.utils._sympy.functions import FloorDiv, Min, Mod, PythonMod
 
 
 @dataclass
@@ -131,13 +131,27 @@ def least_of(a: Size) -> tuple[Size, ...]:
 
 def holds(condition: sympy.Basic) -> bool:
     """Whether a comparison of sizes, or several of them, is true for every value of the symbols."""
-    if isinstance(condition, sympy.And):
-        return all(map(holds, condition.args))
+    if isinstance(condition, (sympy.And, sympy.Or)):
+        return (all if isinstance(condition, sympy.And) else any)(map(holds, condition.args))
     if isinstance(condition, (sympy.Ge, sympy.Gt)):
         return _covers(condition.lhs, condition.rhs + int(isinstance(condition, sympy.Gt)))
     if isinstance(condition, (sympy.Le, sympy.Lt)):
         return _covers(condition.rhs, condition.lhs + int(isinstance(condition, sympy.Lt)))
-    return condition is sympy.true or (isinstance(condition, sympy.Eq) and same(condition.lhs, condition.rhs))
+    if isinstance(condition, sympy.Ne):
+        a, b = condition.args
+        return _covers(a, b + 1) or _covers(b, a + 1)
+    return condition is sympy.true or (isinstance(condition, sympy.Eq) and _equal(*condition.args))
+
+
+def _equal(a: sympy.Expr, b: sympy.Expr) -> bool:
+    if same(a, b):
+        return True
+    if isinstance(a, (Mod, PythonMod)) and b == 0:
+        return quotient(*a.args) is not None
+    if isinstance(a, FloorDiv):  # b times the divisor, and less than a divisor more
+        over, by = a.args
+        return _covers(by, sympy.S.One) and _covers(over, b * by) and _covers((b + 1) * by, over + 1)
+    return False
 
 
 def _covers(most: sympy.Expr, least: sympy.Expr) -> bool:

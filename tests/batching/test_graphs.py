@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 import mla_compile
 from mla_compile.batching.graphs import StepGraphs, bucket
@@ -204,4 +205,4 @@ class TestOtherModels:
 
 def _cache(graphs: StepGraphs, fast, config: ContinuousBatchingConfig) -> LatentPages:
     config.max_memory_percent = config.max_memory_percent or 0.6
-    return LatentPages(graphs, fast.config, config, torch.device("cpu"), torch.float32)
+    return LatentPages(graphs, fast.config, config, torch.device("cpu"), torch.float32, DistributedHelper(None, None))

@@ -18,7 +18,7 @@ import mla_compile
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.graph import packet
-from tests.distributed.jobs import EAGER, by_heads, generated, generated_with_cache, mesh, small
+from tests.distributed.jobs import EAGER, by_heads, generated, generated_with_cache, mesh, small, until_a_rank_ends
 from tests.support import models
 from tests.support.recording import WAITS
 
@@ -350,6 +350,36 @@ def another_mesh(rank: int) -> str:
     except Exception as error:  # noqa: BLE001  likewise
         return str(error)
     return ""
+
+
+def dies_sharing(rank: int, which: int, after: int) -> tuple[str, bool]:
+    """Rank ``which`` ends while a cache is shared; what the others are told, and whether the rest of them works on."""
+    fast, _ = with_context(small(), "copies")
+    text = until_a_rank_ends(fast, rank == which, after)
+    whole = small()
+    expected, _ = generated(whole, 3)
+    tokens, _ = generated(mla_compile.optimize(whole, **EAGER), 3)
+    return text, torch.equal(tokens, expected)
+
+
+def pairs_under_load(rank: int, steps: int, which: int) -> dict[str, Any]:
+    """Two pairs of ranks, each with sequences of its own lengths, in turns of several generations; then one rank ends.
+
+    The ranks of a pair have other heads each, and share the cache of their sequences.
+    """
+    over = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))["tp"]
+    whole, pair = small(), rank // 2
+    fast = mla_compile.optimize(by_heads(small(), over), context_parallel=over, strict=True, **EAGER)
+    done, equal, lengths = 0, True, []
+    while done < steps:
+        turn = len(lengths)
+        inputs = models.prompt(1 + pair, 4 + 5 * pair + 3 * turn % 11, pad=2, seed=rank // 2)
+        count = min(7 + 4 * pair + turn % 3, steps - done)
+        expected, ours = (models.greedy(model, inputs, count)[0] for model in (whole, fast))
+        equal, done = equal and torch.equal(ours, expected), done + count
+        lengths.append(inputs["input_ids"].shape[1] + count)
+    codes = {str(site.code) for site in fast.mla_report.sites}
+    return {"tokens": equal, "lengths": lengths, "codes": codes, "told": until_a_rank_ends(fast, rank == which, 5)}
 
 
 def cache_of(model: Any, length: int | None) -> Any:

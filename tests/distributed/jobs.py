@@ -191,12 +191,16 @@ def alone(rank: int, ranks: str) -> str:
 
 def dies(rank: int, which: int, after: int) -> str:
     """Rank ``which`` ends in the middle of a generation; what the others are told."""
-    fast = mla_compile.optimize(by_heads(small()), **EAGER)
+    return until_a_rank_ends(mla_compile.optimize(by_heads(small()), **EAGER), rank == which, after)
+
+
+def until_a_rank_ends(fast: Any, ends: bool, after: int) -> str:
+    """A generation, in which this rank ``ends`` after so many calls; else the error that it is told, if any."""
     calls = [0]
 
     def count(*_: Any) -> None:
         calls[0] += 1
-        if rank == which and calls[0] > after:
+        if ends and calls[0] > after:
             os._exit(1)
 
     fast.register_forward_pre_hook(count)
@@ -216,6 +220,6 @@ def heads_that_cannot_be_divided(rank: int) -> str:
     return ""
 
 
-def saved(family: str, directory: str) -> None:
+def saved(family: str, directory: str, **config: Any) -> None:
     transformers.utils.logging.disable_progress_bar()
-    models.build(family).save_pretrained(directory)
+    models.build(family, **config).save_pretrained(directory)

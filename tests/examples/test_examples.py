@@ -46,19 +46,39 @@ def test_hf_generate(output):
     assert "4 absorbed" in out  # two layers in a step of each kind of cache
 
 
-def test_torchrun_generate():
+@pytest.fixture
+def of_two_processes():
+    """Runs an example with torchrun and returns what its processes printed, by rank."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch has no gloo here")
-    file = EXAMPLES / "torchrun_generate.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(file)]
-    done = subprocess.run(
-        [*command, "--codegen=eager", "--tokens=5"], capture_output=True, text=True, timeout=240, check=True,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-    )  # fmt: skip
-    assert done.stdout.count("the same as one process's: True") == 2
-    assert done.stdout.count("absorbed (chained)") == 2
-    assert "rank 0 of 2: [" in done.stdout
-    assert "rank 1 of 2: [" in done.stdout
+
+    def run(name, *arguments):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [*command, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=240, check=True,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        )  # fmt: skip
+        return re.split(r"^rank . of 2: ", done.stdout, flags=re.MULTILINE)[1:]
+
+    return run
+
+
+def test_torchrun_generate(of_two_processes):
+    first, second = of_two_processes("torchrun_generate.py", "--codegen=eager", "--tokens=5")
+    for out in (first, second):
+        assert "the same as one process's: True" in out
+        assert out.count("absorbed (chained)") == 1
+    assert first.splitlines()[0] == second.splitlines()[0]
+
+
+def test_torchrun_data_parallel(of_two_processes):
+    first, second = of_two_processes("torchrun_data_parallel.py", "--codegen=eager", "--tokens=8")
+    for out in (first, second):
+        assert "the same as one process's: True" in out
+        assert " 2 absorbed" in out
+        assert "reduce_scatter_tensor" in out
+    lengths = [{len(one) for one in ast.literal_eval(out.splitlines()[0])} for out in (first, second)]
+    assert lengths == [{8}, {7}], "the second ends sooner, and goes on for the first"
 
 
 def test_compile_backend(output, caplog):

@@ -7,7 +7,7 @@ from mla_compile.report.facts import CachedLayers, Facts, LatentSites, Weights
 from mla_compile.report.stored import StoredPart, StoredWeights, UpProjections
 
 V3_DIMS = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
-V3_WEIGHTS = Weights(671_026_404_352, 926_679_040, 653_908_770_816, 256, 8.0)
+V3_WEIGHTS = Weights(671_026_404_352, 926_679_040, 653_908_770_816, 256, 8.0, 129_280)
 V3 = Facts(
     "V3", "MLA", (), (LatentSites(V3_DIMS, 61, absorbed=True),), (CachedLayers(1, 512, 1, 64, 61),), V3_WEIGHTS,
     heads=128, width=7168,

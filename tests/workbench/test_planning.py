@@ -219,6 +219,18 @@ def test_between_nodes_each_node_gets_things_once():
         assert sent(layout, B=128, P=8)[1] == 0
 
 
+def test_logits_of_all_columns_reach_every_machine():
+    """Where whole users lie on a machine it gets the logits of its own; with all weights of the vocabulary none."""
+    request = Request(context=4096, users=32, tp=8)
+    without = replace(V3, weights=replace(V3_WEIGHTS, vocabulary=0))
+    more = [
+        with_them.network_bytes - plain.network_bytes
+        for with_them, plain in zip(plan(V3, H200, request).layouts, plan(without, H200, request).layouts, strict=True)
+    ]
+    logits = 7 / 8 * 32 * 129_280 * 2
+    assert more == pytest.approx([logits, logits, logits / 8, 0])
+
+
 def test_the_slower_of_links_and_network_counts():
     request = Request(context=4096, users=1024, weight_dtype="fp8", cache_dtype="bf16", tp=64)
     slow, fast = (plan(V3, replace(H200, network_bytes_per_s=rate), request).layouts[3] for rate in (50e9, 5e12))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import sympy
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, Mod
 
-from mla_compile.passes.ir.sizes import same, size
+from mla_compile.passes.ir.sizes import holds, same, size
 
 
 @pytest.fixture
@@ -44,3 +46,18 @@ def test_inequalities_and_products_say_nothing(sizes):
     assert a > b
     assert a * b == b * c
     assert not same(size(a), size(b))
+
+
+def test_quotients_and_alternatives_that_hold_for_all_sizes():
+    s = 2 + sympy.Symbol("s", integer=True, nonnegative=True)
+    t = sympy.Symbol("t", integer=True, nonnegative=True)
+    even, chunks = sympy.Eq(Mod(t, 2), 0), FloorDiv(3 * s - 1, s)
+    assert holds(sympy.Eq(Mod(112 * (s + t), 56 * (s + t)), 0))
+    assert holds(sympy.Eq(chunks, 2))
+    assert holds(sympy.Ne(s + t, 1))
+    assert holds(sympy.Or(even, sympy.Ne(s, 1)))
+    assert not holds(even)
+    assert not holds(sympy.Eq(chunks, 3))
+    assert not holds(sympy.Eq(FloorDiv(2 * s + t, s), 2))
+    assert not holds(sympy.Ne(t, 1))
+    assert not holds(sympy.And(even, sympy.Ne(s, 1)))

@@ -1,0 +1,103 @@
+"""What the ranks of tests of continuous batching run: every function is called on each of them, with its rank first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import mla_compile
+from mla_compile.batching import door
+from mla_compile.batching.steps import Steps
+from mla_compile.passes.verify import check
+from tests.distributed.jobs import EAGER, by_heads, by_transformers, small
+from tests.support import models
+from tests.support.serving import alone, greedy, pages, prompts, tokens
+
+LENGTHS = (21, 5, 1, 33, 7)
+# With tied embeddings a tiny random model says the last token again, whatever its attention does.
+CONFIG: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
+
+
+def served(rank: int, family: str, directory: str | None, verify: bool, fails_on: int) -> dict[str, Any]:
+    """Requests to all ranks together and to one process, then some that fail: at last on rank ``fails_on`` alone."""
+    whole, one = (models.build(family, **CONFIG) for _ in range(2))
+    model = by_heads(whole) if directory is None else by_transformers(whole, directory)
+    fast = mla_compile.continuous_batching(model, verify=verify, **EAGER)
+    ids = prompts(LENGTHS)
+    got = tokens(fast, ids, new=8, max_batch_tokens=16)
+    batching = fast.mla_batching
+    return {
+        "tokens": got == [alone(one, prompt, 8) for prompt in ids],
+        "sites": [(str(s.code), s.dims.H, s.decode_flops_after) for s in batching.report.sites],
+        "bytes": batching.bytes_of_token,
+        "fails": _failures(fast, one, rank, fails_on),
+    }
+
+
+def _failures(fast: Any, one: Any, rank: int, fails_on: int) -> dict[str, list[Any]]:
+    """For each request what it is told, or whether its tokens are those of one process."""
+    ids = [*prompts((9, 6)), [models.VOCAB]]
+    want = [alone(one, prompt, 3) for prompt in ids[:2]]
+    honest, poisoned = Steps._prompt, True
+
+    def fails(self: Steps, part: Any) -> torch.Tensor:
+        logits = honest(self, part)
+        if poisoned and part.ids.tolist() == ids[1]:
+            raise ValueError("this prompt is poison")
+        return logits
+
+    def answers() -> list[Any]:
+        out = fast.generate_batch(ids, generation_config=greedy(3), continuous_batching_config=pages())
+        got = [one.generated_tokens for one in out.values()]
+        return [one.error or got[at] == want[at] for at, one in enumerate(out.values())]
+
+    Steps._prompt = fails  # type: ignore[method-assign]
+    logging.disable()  # errors of requests, which are meant
+    try:
+        found = {"on all ranks": answers()}
+        poisoned = rank == fails_on
+        found["on one rank"] = answers()
+        poisoned = False
+        return found | {"on none": answers()}
+    finally:
+        Steps._prompt = honest  # type: ignore[method-assign]
+        logging.disable(logging.NOTSET)
+
+
+def _said(job: Callable[[], Any]) -> str:
+    """What is raised, and of which kind."""
+    try:
+        job()
+    except mla_compile.MlaCompileError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def another_verdict(rank: int, which: int) -> str:
+    """Rank ``which`` finds that rewritten attentions differ from the original."""
+    model, honest = by_heads(small()), check.compare_values
+    if rank == which:
+        check.compare_values = lambda *_, **__: check.Check(None, "is told to differ")
+    try:
+        return _said(lambda: mla_compile.continuous_batching(model, **EAGER))
+    finally:
+        check.compare_values = honest
+
+
+def a_rank_that_cannot(rank: int, which: int) -> str:
+    """Rank ``which`` fails before its first graph."""
+    model, honest = by_heads(small()), door.wire
+
+    def fails(given: Any) -> Any:
+        honest(given)
+        raise mla_compile.ExportError("this rank has had enough")
+
+    if rank == which:
+        door.wire = fails
+    try:
+        return _said(lambda: mla_compile.continuous_batching(model, **EAGER))
+    finally:
+        door.wire = honest
