@@ -64,9 +64,9 @@ class Options:
         ranks: how the ranks of a distributed program decide about a graph that they run together. ``agree``: an
             attention is absorbed where every rank absorbs it, and ranks wait for each other when they compile.
             ``alone``: each by itself, for programs whose ranks compile at different points.
-        context_parallel: a ``DeviceMesh`` of one axis, over whose ranks the latent rows of a cache that grows are
-            shared: each holds those of every n-th token, attends to them with the heads of all, and the results are
-            put together. The ranks have to run the model on the same tokens; they may have different heads of it. For
+        context_parallel: a ``DeviceMesh`` of one axis, over whose ranks the latent rows of a cache are shared: each
+            holds those of every n-th token, attends to them with the heads of all, and the results are put together.
+            The ranks have to run the model on the same tokens; they may have different heads of it. For
             modules only.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.

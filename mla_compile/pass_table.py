@@ -9,7 +9,7 @@ import torch
 
 from mla_compile.analysis import CANONICAL, analyse, canonicalize, weights_of
 from mla_compile.by_heads import ByHeads, group_heads, is_large
-from mla_compile.codes import CODES
+from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Program, copy_graph
 from mla_compile.errors import VerificationError
 from mla_compile.kernels import linear
@@ -43,9 +43,10 @@ from mla_compile.passes.verify.index import check_index, index_key
 from mla_compile.passes.verify.split import check_split
 
 _UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
+_GATHERED = "the rows of a cache that ranks share are gathered in every call of this graph: {problem}"
 _NOT_SHARED = (
     "context_parallel: each rank has all rows of this cache. Shared are those of caches that began in a call of this "
-    "model, grow by cat and hold the rows themselves"
+    "model, grow by cat or are written in place, and hold the rows themselves"
 )
 _NOT_ONE_FORM = "no attention is absorbed in every call"
 _INDEX_STAYS = "an indexer stays as the model writes it: in one operator it {problem}"
@@ -292,11 +293,20 @@ def _share(state: State) -> int:
     several = any(v.by_call for v in state.chosen)
     if problem is None:
         return sum(one.shared for one in program.appends)
+    buffers = program.shared.intersection(program.mutations)
     if several:
         state.shared |= grown_rows(program)  # a prompt: its rows are shared when it has run
-    else:
+    elif program.shared - buffers:
         state.warnings += (_UNSHARED.format(problem=problem),)
+    if buffers and not several and not _is_prompt(state):
+        state.warnings += (_GATHERED.format(problem=problem),)
     return 0
+
+
+def _is_prompt(state: State) -> bool:
+    """Whether a call has more queries than absorbing pays for."""
+    codes = {v.code for v in state.verdicts if v.plan is not None}
+    return codes == {Code.COST_PREFILL}
 
 
 def _one_form(state: State) -> bool:

@@ -20,6 +20,7 @@ from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.emit_cache import new_calls, new_examples, new_guards, new_signature, rows_in_graph_module
 from mla_compile.core.program import Program, view_source
 from mla_compile.errors import CaptureError
+from mla_compile.passes.ir.graph import Builder
 
 aten = torch.ops.aten
 
@@ -216,6 +217,7 @@ def _with_writes(program: Program) -> fx.GraphModule:
     """
     program = program.copy()
     _keep_old_values(program)
+    _return_shares(program)
     _write_at_once(program)
     graph = program.gm.graph
     output = graph.output_node()
@@ -243,7 +245,7 @@ def _write_at_once(program: Program) -> None:
     """Writes appended rows where they are made: nothing reads what was there before, so nothing needs to be copied."""
     graph, named = program.gm.graph, program.named()
     for one in program.appends:
-        if one.input is None:
+        if one.input is None or not one.grows:
             continue
         rows = named[one.input]
         joined = program.outputs[program.mutations.index(one.input)]
@@ -254,6 +256,23 @@ def _write_at_once(program: Program) -> None:
         room.meta["val"] = write.meta["val"] = new.meta["val"]
         joined.replace_all_uses_with(rows)
         graph.erase_node(joined)
+
+
+def _return_shares(program: Program) -> None:
+    """Returns this rank's rows of the buffers that begin here, in memory of their own."""
+    graph, outputs = program.gm.graph, list(program.outputs)
+    gone = [one.output for one in program.appends if one.input is not None and one.output is not None]
+    for one in program.appends:
+        if one.output is None or not one.total:
+            continue
+        assert program.sharing is not None
+        at = len(program.mutations) + one.output - sum(place < one.output for place in gone)
+        buffer: fx.Node = outputs[at]
+        # Where it is made, so that all of it is there no longer than its readers need it.
+        call = Builder(buffer.next, program.fake_mode).call
+        own = call(aten.slice.Tensor, buffer, one.axis, program.sharing.rank, one.total, program.sharing.size)
+        outputs[at] = call(aten.clone.default, own, memory_format=torch.contiguous_format)
+    graph.output_node().args = (tuple(outputs),)
 
 
 def _view_again(graph: fx.Graph, value: fx.Node, new: Any, written: fx.Node) -> fx.Node:

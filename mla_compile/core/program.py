@@ -43,18 +43,24 @@ class Append:
     Attributes:
         input: the placeholder of the rows, which has room for ``count`` more at the end of axis ``axis``. None: a cache
             begins with this call; the program returns its rows as it did, and whoever calls it finds room behind them.
-        output: place of all rows among what the program returned before, and its caller still gets.
+        output: place of all rows among what the program returned before, and its caller still gets. None: they are a
+            buffer that the caller has, and the program writes to.
         axis: the axis of the tokens.
         count: how many rows a call writes.
         shared: each rank of the program's ``sharing`` keeps its share of the rows. Then the placeholder takes as many
             rows as a rank holds of old and new ones together, and the program writes those that are its own.
+        grows: False: the rows are a buffer of full length, which needs no room.
+        total: how many rows a shared buffer has that begins with this call. What is emitted returns this rank's of
+            them: whole buffers of all layers at once would be the memory that ranks share to save. 0: not known.
     """
 
     input: str | None
-    output: int
+    output: int | None
     axis: int
     count: int
     shared: bool = False
+    grows: bool = True
+    total: int = 0
 
 
 @dataclass

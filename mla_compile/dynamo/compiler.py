@@ -122,7 +122,8 @@ class Compiler:
                 )
         inputs = plain_examples(gm, example_inputs) if latents or shared else example_inputs
         done = self._rewrite(gm, inputs, latents, shared, sharing) if self._is_ours(gm, inputs) else None
-        if done is not None and (done.changed or done.outcome.program.appends) and not self.explain_only:
+        handled = done is not None and bool(done.changed or done.outcome.program.appends or shared)
+        if done is not None and handled and not self.explain_only:
             call = self._assemble(gm, inputs, done)
             return call if not latents or done.outcome.base.cache is not None else expanding(call, gm)
         call = gm if self.explain_only else self._unchanged(gm, inputs, done)
@@ -246,8 +247,11 @@ class Compiler:
             native.load()  # built while everything else is, not in the first decode step
         program, base = done.outcome.program, done.outcome.base
         autocast = is_active()
+        begun = tuple(append for append in program.appends if append.total)
 
         def generate(one: Program) -> Call:
+            if begun and one is not program:
+                one = replace(one, appends=begun)
             emitted, inputs = partial(emit.to_graph_module, one), _inputs_of(one, done.captured, example_inputs)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call

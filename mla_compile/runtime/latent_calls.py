@@ -21,7 +21,10 @@ from mla_compile.runtime.shared_rows import SharedRows
 
 
 def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
-    """The example inputs of a Dynamo graph, with plain fake tensors of the same shape for those that hold rows."""
+    """The example inputs of a Dynamo graph, with plain fake tensors of the same shape for those that hold rows.
+
+    The graph's own examples become these, too: who traces a part of it starts from them.
+    """
     values = list(example_inputs)
     for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if isinstance(values[index], (LatentTensor, SharedRows)):
@@ -29,6 +32,7 @@ def plain_examples(gm: fx.GraphModule, example_inputs: Inputs) -> list[Any]:
             inner = getattr(fake, fake.__tensor_flatten__()[0][0])
             with inner.fake_mode:
                 values[index] = torch.empty(fake.shape, dtype=fake.dtype, device=fake.device)
+            node.meta["example_value"] = values[index]
     return values
 
 

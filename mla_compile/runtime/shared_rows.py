@@ -2,7 +2,8 @@
 
 To the Python of a model it is a tensor of the shape of all rows. Compiled graphs of this library take what lies here.
 Nothing else reads it: that would be a collective, in which the other ranks may not take part. What caches do to rows
-along other axes than the tokens (reorder, repeat, copy), and cutting back to the first tokens, is done to the share.
+along other axes than the tokens (reorder, repeat, copy), emptying them, and cutting back to the first tokens, is done
+to the share.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class _Memory:
 
 
 class SharedRows(torch.Tensor):
-    """Rows of so many tokens along ``axis``, of which this rank holds ``local``: its share, and maybe one row more."""
+    """Rows of so many tokens along ``axis``, of which this rank holds ``local``: its share, and maybe one row more.
+
+    Rows of a cache that grows lie in memory with room for more, those of a buffer of full length take what they need.
+    """
 
     local: torch.Tensor
     axis: int
@@ -58,18 +62,34 @@ class SharedRows(torch.Tensor):
         return made
 
     @classmethod
-    def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing) -> SharedRows:
-        """This rank's share of ``rows``, a plain tensor that all ranks have, in memory with room for more."""
-        tokens = rows.shape[axis]
-        own = rows[(slice(None),) * axis + (slice(sharing.rank, None, sharing.size),)]
-        return cls._moved(own, axis, tokens, sharing)
+    def of(cls, rows: torch.Tensor, axis: int, sharing: Sharing, *, grows: bool = True) -> SharedRows:
+        """This rank's share of ``rows``, a plain tensor that all ranks have; ``grows``: with room for more."""
+        return cls.made_of(_share(rows, axis, sharing), axis, rows.shape[axis], sharing, grows=grows)
 
     @classmethod
-    def _moved(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing) -> SharedRows:
-        """``own``, rows of ``tokens`` tokens, in new memory with room for more."""
+    def made_of(cls, own: torch.Tensor, axis: int, tokens: int, sharing: Sharing, *, grows: bool) -> SharedRows:
+        """``own``, rows of ``tokens`` tokens, in new memory; ``grows``: with room for more."""
         count = sharing.capacity(tokens)
-        memory = _Memory(larger(own.narrow(axis, 0, min(count, own.shape[axis])), axis, count), tokens)
-        return cls(first_rows(memory.rows, axis, count), axis, tokens, sharing, memory)
+        own = own.narrow(axis, 0, min(count, own.shape[axis]))
+        if grows:
+            memory = _Memory(larger(own, axis, count), tokens)
+            return cls(first_rows(memory.rows, axis, count), axis, tokens, sharing, memory)
+        with torch.inference_mode(mode=False), torch.no_grad():  # in which it may have been made
+            local = torch.zeros((*own.shape[:axis], count, *own.shape[axis + 1 :]), dtype=own.dtype, device=own.device)
+            local.narrow(axis, 0, own.shape[axis]).copy_(own)
+        return cls(local, axis, tokens, sharing)
+
+    def buffer(self) -> torch.Tensor:
+        """This rank's rows as a dense tensor, to be written to."""
+        if not self.local.is_contiguous():  # those of a cache that grew
+            self.local, self._memory = self.local.contiguous(), None
+        return self.local
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Takes this rank's share of ``rows``, a plain tensor of all rows that all ranks have."""
+        own = _share(rows, self.axis, self.sharing)
+        with torch.no_grad():
+            self.local.narrow(self.axis, 0, own.shape[self.axis]).copy_(own)
 
     def grown(self, count: int) -> SharedRows:
         """These and ``count`` rows more, of which this rank's are yet to be written: the same memory if there is room.
@@ -81,7 +101,7 @@ class SharedRows(torch.Tensor):
             memory, capacity = self._memory, self.sharing.capacity(tokens)
             room = memory is not None and memory.tokens == self.shape[self.axis]
             if memory is None or not room or memory.rows.shape[self.axis] < capacity:
-                return self._moved(self.local, self.axis, tokens, self.sharing)
+                return self.made_of(self.local, self.axis, tokens, self.sharing, grows=True)
             memory.tokens = tokens
         return SharedRows(first_rows(memory.rows, self.axis, capacity), self.axis, tokens, self.sharing, memory)
 
@@ -121,6 +141,9 @@ class SharedRows(torch.Tensor):
             plain = pytree.tree_map_only(SharedRows, _empty, (args, kwargs))
             return func(*plain[0], **plain[1])
         x = args[0] if args else None
+        if isinstance(x, SharedRows) and func is aten.zero_.default:
+            x.local.zero_()
+            return x
         if isinstance(x, SharedRows) and func is aten.detach.default:
             return SharedRows(x.local, x.axis, x.shape[x.axis], x.sharing, x._memory)
         if isinstance(x, SharedRows) and len(given) == 1 and _spares_tokens(func, args, x.axis):
@@ -135,7 +158,7 @@ class SharedRows(torch.Tensor):
         low, high, _ = (1, 0, 1) if tokens is None else tokens.indices(self.shape[self.axis])
         if low != 0:
             return super().__getitem__(index)
-        return self._moved(self.local, self.axis, high, self.sharing)
+        return self.made_of(self.local, self.axis, high, self.sharing, grows=self._memory is not None)
 
     def repeat_interleave(self, repeats: Any, dim: int | None = None, **how: Any) -> torch.Tensor:
         """Each sequence several times; along another axis an error."""
@@ -145,7 +168,7 @@ class SharedRows(torch.Tensor):
 
     def _with(self, local: torch.Tensor) -> SharedRows:
         """Other rows of the same tokens."""
-        return self._moved(local, self.axis, self.shape[self.axis], self.sharing)
+        return self.made_of(local, self.axis, self.shape[self.axis], self.sharing, grows=self._memory is not None)
 
     def refuse(self, what: str) -> NoReturn:
         """Raises :class:`SharedCacheError`."""
@@ -178,6 +201,11 @@ class SharedRows(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         share = f"rank {self.sharing.rank} of {self.sharing.size}"
         return f"SharedRows(shape={list(self.shape)}, dtype={self.dtype}, {share} holds {list(self.local.shape)})"
+
+
+def _share(rows: torch.Tensor, axis: int, sharing: Sharing) -> torch.Tensor:
+    """Of rows that are all there, those of this rank."""
+    return rows[(slice(None),) * axis + (slice(sharing.rank, None, sharing.size),)]
 
 
 def _empty(x: SharedRows) -> torch.Tensor:

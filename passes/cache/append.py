@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from mla_compile.core.program import Append, Program
-from mla_compile.passes.ir.graph import Builder, is_tensor, restride, val
-from mla_compile.passes.ir.operators import Join, decode
-from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.cache.writes import is_zeros, rows_written, seen_through_views
+from mla_compile.passes.ir.graph import Builder, is_tensor, restride, shape, val
+from mla_compile.passes.ir.operators import Join, WriteRows, decode
+from mla_compile.passes.ir.sizes import Size, same_sizes
 
 aten = torch.ops.aten
 
@@ -60,6 +61,11 @@ def append_in_place(program: Program, *, rewrite: bool = True, shared: Collectio
     program.appends += tuple(
         Append(None, places[at], dim, 0, shared=returned[before + at] in shared) for at, dim in settled.items()
     )
+    program.appends += tuple(
+        Append(None, places[at], how.dim, 0, shared=True, grows=False, total=_known(shape(how.base)[how.dim]))
+        for at, how in begun_buffers(program)
+        if returned[before + at] in shared
+    )
     program.appends += tuple(Append(how.parts[0].name, places[at], how.dim, _count(how)) for at, how in written.items())
     for at, how in written.items():
         _rewrite(returned[before + at], how, program.fake_mode)
@@ -80,15 +86,19 @@ def write_in_place(program: Program, written: Mapping[int, tuple[str, fx.Node]])
 
 def _places(program: Program) -> list[int]:
     """Of each value that the program returns, the place that it had before caches were written in place."""
-    gone = {one.output for one in program.appends if one.input is not None}
+    gone = {one.output for one in program.appends if one.input is not None and one.output is not None}
     count = len(program.outputs) - len(program.mutations) + len(gone)
     return [at for at in range(count) if at not in gone]
 
 
 def _count(how: Join) -> int:
     """How many rows are joined to old ones; 0 where it is no number, or where there are no old ones."""
-    count = val(how.parts[-1]).shape[how.dim] if len(how.parts) == 2 else 0
-    return count if isinstance(count, int) else 0
+    return _known(shape(how.parts[-1])[how.dim]) if len(how.parts) == 2 else 0
+
+
+def _known(size: Size) -> int:
+    """A size; 0 where it is symbolic."""
+    return size if isinstance(size, int) else 0
 
 
 def _first_rows(program: Program) -> dict[int, int]:
@@ -110,16 +120,29 @@ def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[t
     ``known``: those that are rows whoever reads them.
     """
     returned = program.outputs
-    for at, joined in enumerate(returned[len(program.mutations) :]):
-        how = decode(joined) if isinstance(joined, fx.Node) and joined.op == "call_function" else None
-        if (
-            isinstance(how, Join)
-            and at not in program.aliases
-            and (len(joined.users) > 1 or joined in known)
-            and returned.count(joined) == 1
-            and not {*how.parts}.intersection(returned)
-        ):
+    for at, joined in _kept(program):
+        how = decode(joined)
+        read = len(joined.users) > 1 or joined in known
+        if isinstance(how, Join) and read and not {*how.parts}.intersection(returned):
             yield at, how
+
+
+def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
+    """Buffers of full length that begin in a program, as its caller keeps them: their place, and what is written."""
+    shown = seen_through_views(program.gm.graph)
+    for at, buffer in _kept(program):
+        how = rows_written(buffer)
+        if how is not None and is_zeros(how.base) and buffer not in shown:
+            yield at, how
+
+
+def _kept(program: Program) -> Iterator[tuple[int, fx.Node]]:
+    """What the caller gets once, and is made by an operator: place among the returned values."""
+    returned = program.outputs
+    for at, node in enumerate(returned[len(program.mutations) :]):
+        made = isinstance(node, fx.Node) and node.op == "call_function"
+        if made and at not in program.aliases and returned.count(node) == 1:
+            yield at, node
 
 
 def _fitting(program: Program) -> set[fx.Node]:

@@ -30,14 +30,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mla_compile.core.program import view_source
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import Write, write_of
+from mla_compile.passes.cache.writes import Write, is_zeros, seen_through_views, write_of
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.operators import Fill, Join, Permute, Slice, decode
+from mla_compile.passes.ir.operators import Join, Permute, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece
 
@@ -106,7 +105,7 @@ def find_caches(
             kept = search.keep(tensors, site.node)
             if kept and _saves(kept):
                 found.update((k.node, k) for k in kept)
-    shown = _seen_through_views(graph)
+    shown = seen_through_views(graph)
     return [k for k in found.values() if not k.outputs or k.node not in shown]
 
 
@@ -263,12 +262,6 @@ def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
     return all(p.bias is None for p in recipe.parts) and all(recipe.kinds[dim] == "row" for dim in dims)
 
 
-def is_zeros(node: fx.Node) -> bool:
-    """Whether a buffer begins here."""
-    how = decode(node)
-    return isinstance(how, Fill) and how.value == 0 and not isinstance(how.value, bool)
-
-
 def _joined(node: fx.Node) -> list[fx.Node]:
     how = decode(node)
     return list(how.parts) if isinstance(how, Join) else []
@@ -291,14 +284,3 @@ def _saves(kept: Sequence[CacheOfRows]) -> bool:
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
     values = sum(k.recipe.values for k in kept)
     return sum(rows.values()) < values or all(k.node in k.parts for k in kept)
-
-
-def _seen_through_views(graph: fx.Graph) -> set[fx.Node]:
-    """What the caller gets views of: of what it keeps, a write to one would no longer show in the other."""
-    shown: set[fx.Node] = set()
-    for value in graph.output_node().all_input_nodes:
-        root = view_source(value)
-        while root is not None and root not in shown:
-            shown.add(root)
-            root = view_source(root)
-    return shown

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.cache.find import CacheOfRows, Past, is_zeros
+from mla_compile.passes.cache.find import CacheOfRows, Past
 from mla_compile.passes.cache.packed import pack
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
-from mla_compile.passes.cache.writes import Step, write_over
+from mla_compile.passes.cache.writes import Step, is_zeros, write_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.axes import Axis
 from mla_compile.passes.ir.graph import OURS, Builder, args_of, argument, axis, is_virtual, materialize, packet, val

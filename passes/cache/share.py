@@ -4,6 +4,11 @@ Before: ``joined = cat([past, new], dim)``, kept by the caller, and ``decode_att
 After: ``own = slice_scatter(past', where(mine, new, old), dim, ...)``, where ``past'`` are the rows of this rank, with
 room for those to come, and :mod:`mla_compile.passes.cache.share_attention` in place of the attention.
 
+A buffer of full length is the same with positions that are known when the graph runs::
+
+    rows = index_copy(buffer, dim, at, new)
+      ->  own = index_copy(buffer', dim, at // C, where(at % C == rank, new, old))
+
 Rows lie round robin (:class:`mla_compile.core.sharing.Sharing`). Every rank writes into the places that the new tokens
 have on any of them, so that all have the same graph: what is not its own gets what was there before.
 """
@@ -20,8 +25,9 @@ from torch import fx
 
 from mla_compile.core.program import Append, Program
 from mla_compile.core.sharing import Sharing
-from mla_compile.passes.cache.append import joined_rows, token_major, write_in_place
+from mla_compile.passes.cache.append import begun_buffers, joined_rows, token_major, write_in_place
 from mla_compile.passes.cache.share_attention import OwnRows, attend, number, readers
+from mla_compile.passes.cache.writes import rows_written
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import Builder, packet, shape, val, whole_rows
 from mla_compile.passes.ir.operators import Copy, Join, Permute, Regroup, decode
@@ -40,29 +46,34 @@ def share_rows(program: Program) -> str | None:
     assert sharing is not None
     if program.cache is not None or program.latents:
         return "the program has K and V of each head besides"
-    caches = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
-    for name in sorted(program.shared - caches.keys()):
-        return f"{name} is more than joined with new rows"
-    found = [_Cache.of(program, *caches[node.name]) for node in program.placeholders if node.name in program.shared]
+    joins = {how.parts[0].name: (at, how) for at, how in joined_rows(program) if len(how.parts) == 2}
+    found: list[_Cache | str] = []
+    for past in (node for node in program.placeholders if node.name in program.shared):
+        if past.name in program.mutations:
+            found.append(_Cache.written(program, past))
+        elif past.name in joins:
+            found.append(_Cache.grown(program, *joins[past.name]))
+        else:
+            found.append(f"{past.name} is more than joined with new rows")
     for cache in found:
         if isinstance(cache, str):
             return cache
-    grown = [cache for cache in found if isinstance(cache, _Cache)]
-    for cache in grown:
+    caches = [cache for cache in found if isinstance(cache, _Cache)]
+    for cache in caches:
         _plain_sizes(graph, cache)
     remove_dead_code(graph)
     attentions: dict[fx.Node, None] = {}
-    dims = {cache.joined: cache.dim for cache in grown}
-    for cache in grown:
+    dims = {cache.joined: cache.dim for cache in caches}
+    for cache in caches:
         uses = readers(cache.joined, dims, sharing)
         if isinstance(uses, str):
             return uses
         attentions |= dict.fromkeys(uses)
     writer = _Writer(program, sharing)
-    own = {cache.joined: writer.write(cache) for cache in grown}
+    own = {cache.joined: writer.write(cache) for cache in caches}
     for node in [n for n in graph.nodes if n in attentions]:
         attend(node, own, sharing, program.fake_mode)
-    _return(program, grown, own)
+    _return(program, caches, own)
     remove_dead_code(graph)
     return None
 
@@ -71,25 +82,31 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
     """The caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
     if program.cache is not None or program.latents:
         return set()
+    before = len(program.mutations)
+    begun = {program.outputs[before + at]: how.parts[0] for at, how in joined_rows(program) if len(how.parts) == 1}
+    buffers = (program.outputs[before + at] for at, _ in begun_buffers(program))
+    begun |= {buffer: buffer for buffer in buffers}
+    made_of = {joined: _made_of(part, joined) for joined, part in begun.items()}
+    known = set[fx.Node]().union(*made_of.values())
     good, bad = set[fx.Node](), set[fx.Node]()
     for verdict in verdicts:
         plan = verdict.plan
         if plan is None:
             continue
-        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike
-        (good if fits else bad).update(whole_rows(rows.node) for rows in plan.rows)
-    before = len(program.mutations)
-    begun = {program.outputs[before + at]: how for at, how in joined_rows(program) if len(how.parts) == 1}
-    return {joined for joined, how in begun.items() if _is_made_of(how.parts[0], joined, good, bad)}
+        rows = {whole_rows(row.node) for row in plan.rows}
+        # An attention that reads anything else besides would need all rows of each.
+        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known
+        (good if fits else bad).update(rows)
+    return {joined for joined, nodes in made_of.items() if nodes & good and not nodes & bad}
 
 
-def _is_made_of(part: fx.Node, joined: fx.Node, good: set[fx.Node], bad: set[fx.Node]) -> bool:
-    """Whether rows are those that are in ``good`` and not in ``bad``, in another shape or dtype."""
+def _made_of(part: fx.Node, joined: fx.Node) -> set[fx.Node]:
+    """Rows, and what they are in another shape or dtype."""
     made_of = {joined, part}
     while isinstance(how := decode(part), (Copy, Permute, Regroup)):
         part = how.x
         made_of.add(part)
-    return not made_of.isdisjoint(good) and made_of.isdisjoint(bad)
+    return made_of
 
 
 def grown_rows(program: Program) -> set[fx.Node]:
@@ -100,18 +117,22 @@ def grown_rows(program: Program) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class _Cache:
-    """``joined``, output ``at`` of the caller's: ``count`` rows ``new`` behind ``before`` rows ``past``."""
+    """``joined``: ``count`` rows ``new`` behind ``before`` rows ``past``, which is output ``at`` of the caller's.
 
-    at: int
+    Or, with :attr:`positions`, rows ``new`` in the place of some of the ``before`` rows of a buffer.
+    """
+
     joined: fx.Node
     past: fx.Node
     new: fx.Node
     dim: int
-    count: int
     before: int | fx.Node
+    at: int | None = None
+    count: int = 0
+    positions: fx.Node | None = None
 
     @classmethod
-    def of(cls, program: Program, at: int, how: Join) -> _Cache | str:
+    def grown(cls, program: Program, at: int, how: Join) -> _Cache | str:
         (past, new), joined = how.parts, program.outputs[len(program.mutations) + at]
         count, before = shape(new)[how.dim], shape(past)[how.dim]
         if not isinstance(count, int):
@@ -123,7 +144,21 @@ class _Cache:
         number = before if isinstance(before, int) else _number(program, before)
         if number is None:
             return f"no input says how long {past.name} is"
-        return cls(at, joined, past, new, how.dim, count, number)
+        return cls(joined, past, new, how.dim, number, at, count)
+
+    @classmethod
+    def written(cls, program: Program, past: fx.Node) -> _Cache | str:
+        joined = program.outputs[program.mutations.index(past.name)]
+        how = rows_written(joined)
+        if how is None or how.base is not past or len(past.users) > 1:
+            return f"{past.name} is more than written to at positions of its tokens"
+        if program.outputs.count(joined) > 1 or past.name in program.aliases.values():
+            return f"{past.name} is returned"
+        length = shape(past)[how.dim]
+        number = length if isinstance(length, int) else _number(program, length)
+        if number is None:
+            return f"no input says how long {past.name} is"
+        return cls(joined, past, how.x, how.dim, number, positions=how.index)
 
 
 def _number(program: Program, wanted: Size) -> fx.Node | None:
@@ -152,6 +187,7 @@ class _Writer:
         self.program = program
         self.sharing = sharing
         self._places: dict[object, tuple[fx.Node | int, fx.Node | int, fx.Node | int, fx.Node]] = {}
+        self._rows: dict[object, tuple[fx.Node, fx.Node, fx.Node | None]] = {}
 
     def write(self, cache: _Cache) -> OwnRows:
         """The rows of this rank, and how many tokens all ranks have then."""
@@ -160,10 +196,20 @@ class _Writer:
         call = builder.call
         rows = list(val(joined).shape)
         rows[dim] = self.sharing.capacity(rows[dim])
+        past = val(cache.past)
         with self.program.fake_mode or contextlib.nullcontext():
-            cache.past.meta["val"] = val(cache.past).new_empty_strided(tuple(rows), token_major(rows, dim))
-        first, end, total, place = self._place(cache)
+            if cache.positions is None:
+                cache.past.meta["val"] = past.new_empty_strided(tuple(rows), token_major(rows, dim))
+            else:  # dense, as what is written to it: a compiler copies neither
+                cache.past.meta["val"] = past.new_empty(tuple(rows))
         new, axes = cache.new, [1] * (val(joined).dim() - dim - 1)
+        if cache.positions is not None:
+            place, mine, chosen = self._rows_of(cache, cache.positions)
+            new = new if chosen is None else call(aten.index_select.default, new, dim, chosen)
+            old = call(aten.index_select.default, cache.past, dim, place)
+            kept = call(aten.where.self, call(aten.reshape.default, mine, [-1, *axes]), new, old)
+            return OwnRows(call(aten.index_copy.default, cache.past, dim, place, kept), dim, cache.before)
+        first, end, total, place = self._place(cache)
         mine = call(aten.logical_and.default, call(aten.ge.Scalar, place, 0), call(aten.lt.Scalar, place, cache.count))
         if cache.count > 1:
             new = call(aten.index_select.default, new, dim, call(aten.clamp.default, place, 0, cache.count - 1))
@@ -176,9 +222,7 @@ class _Writer:
         """The rows that are written: first, last and one more; all tokens; which of the new ones each of them is."""
         key = cache.before, cache.count, val(cache.joined).device
         if key not in self._places:
-            # In front of all others: every cache can read it there.
-            first_of_all = next(n for n in self.program.gm.graph.nodes if n.op not in ("placeholder", "get_attr"))
-            builder = Builder(first_of_all, self.program.fake_mode)
+            builder = Builder(self._first(), self.program.fake_mode)
             ranks, rank = self.sharing.size, self.sharing.rank
             first = number(builder, operator.floordiv, cache.before, ranks)
             total = number(builder, operator.add, cache.before, cache.count)
@@ -192,8 +236,51 @@ class _Writer:
             self._places[key] = first, end, total, place
         return self._places[key]
 
+    def _rows_of(self, cache: _Cache, positions: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        """The rows that tokens at ``positions`` have, whether each is this rank's, and which token is written there.
 
-def _return(program: Program, grown: list[_Cache], own: dict[fx.Node, OwnRows]) -> None:
+        The row of another rank's token may be that of an own one, and of two writes to one row nobody knows the order:
+        a rank that has any of the tokens writes one of its own again in place of those that it has not.
+        """
+        by_number = packet(cache.joined) is aten.index_put
+        key = positions, cache.before, by_number
+        if key not in self._rows:
+            after = positions.next if positions.op == "call_function" else self._first()
+            builder, ranks = Builder(after, self.program.fake_mode), self.sharing.size
+            call, at = builder.call, builder.cast(positions, torch.int64)
+            if by_number:  # which counts from the end, too
+                at = call(aten.where.self, call(aten.lt.Scalar, at, 0), call(aten.add.Tensor, at, cache.before), at)
+            # A position that the buffer does not have stays one that it does not have, on every rank.
+            there = call(aten.logical_and.default, call(aten.ge.Scalar, at, 0), call(aten.lt.Scalar, at, cache.before))
+            rows = call(aten.where.self, there, call(aten.div.Tensor_mode, at, ranks, rounding_mode="floor"), at)
+            mine = call(aten.eq.Scalar, call(aten.remainder.Scalar, at, ranks), self.sharing.rank)
+            mine = call(aten.logical_or.default, mine, call(aten.logical_not.default, there))
+            chosen = None
+            if not same(shape(positions)[0], 1):
+                own = call(aten.argmax.default, builder.cast(mine, torch.int32))
+                every = call(aten.arange.default, builder.size(positions, 0), device=val(positions).device)
+                chosen = call(aten.where.self, mine, every, own)
+                rows, mine = (call(aten.index_select.default, x, 0, chosen) for x in (rows, mine))
+            self._rows[key] = rows, mine, chosen
+        return self._rows[key]
+
+    def _first(self) -> fx.Node:
+        """In front of it everybody can read what is added."""
+        nodes: Iterable[fx.Node] = self.program.gm.graph.nodes
+        return next(n for n in nodes if n.op not in ("placeholder", "get_attr"))
+
+
+def _return(program: Program, caches: list[_Cache], own: dict[fx.Node, OwnRows]) -> None:
     """This rank's rows are what is written in place, and no longer among what is returned."""
-    write_in_place(program, {cache.at: (cache.past.name, own[cache.joined].node) for cache in grown})
-    program.appends += tuple(Append(cache.past.name, cache.at, cache.dim, cache.count, shared=True) for cache in grown)
+    grown: dict[int, tuple[str, fx.Node]] = {}
+    for cache in caches:
+        rows = own[cache.joined].node
+        if cache.at is None:
+            cache.joined.replace_all_uses_with(rows)
+        else:
+            grown[cache.at] = cache.past.name, rows
+    write_in_place(program, grown)
+    program.appends += tuple(
+        Append(cache.past.name, cache.at, cache.dim, cache.count, shared=True, grows=cache.at is not None)
+        for cache in caches
+    )

@@ -17,8 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import mla_compile
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.passes.ir.collectives import received_bytes
-from tests.distributed.jobs import EAGER, by_heads, generated, mesh, small, until_a_rank_ends
+from mla_compile.passes.ir.graph import packet
+from tests.distributed.jobs import EAGER, by_heads, generated, generated_with_cache, mesh, small, until_a_rank_ends
 from tests.support import models
+from tests.support.recording import WAITS
+
+STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
 def context_mesh(how: str) -> DeviceMesh:
@@ -44,7 +48,6 @@ def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> 
     whole = models.build(family, num_attention_heads=heads, num_key_value_heads=heads)
     tokens, logits = generated(whole, steps)
     fast, _ = with_context(whole, how)
-    cache = transformers.DynamicCache(config=fast.config)
     flops: list[int] = []
     graphs: list[fx.Graph] = []
     honest = CodeGenerator.whole
@@ -62,7 +65,7 @@ def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> 
         return counting
 
     with mock.patch.object(CodeGenerator, "whole", counted):
-        ours, numbers = generated(fast, steps, past_key_values=cache)
+        ours, numbers, cache = generated_with_cache(fast, steps)
     rows = [row for layer in cache.layers for row in (layer.keys, layer.values)]
     return {
         "tokens": torch.equal(ours, tokens),
@@ -74,6 +77,56 @@ def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> 
         "flops": (flops[-1] - flops[-9]) / 8 / 2 / len(cache.layers),
         "received": received_bytes(graphs[-1]),
     }
+
+
+def shared_static(rank: int, family: str, steps: int, how: str) -> dict[str, Any]:
+    """The same with a ``StaticCache``."""
+    whole = models.build(family)
+    tokens, logits = generated(whole, steps, **STATIC)
+    fast, _ = with_context(whole, how)
+    attention: list[int] = []
+    graphs: list[fx.Graph] = []
+    honest = CodeGenerator.whole
+
+    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+        call = honest(self, gm, inputs)
+        graphs.append(gm.graph)
+
+        def counting(*given: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = call(*given)
+            attention.append(counter.get_flop_counts()["Global"].get(torch.ops.mla_compile.decode_attention, 0))
+            return result
+
+        return counting
+
+    with mock.patch.object(CodeGenerator, "whole", counted), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours, numbers, cache = generated_with_cache(fast, steps, **STATIC)
+    rows = [row for layer in cache.layers for row in (layer.keys, layer.values)]
+    return {
+        "tokens": torch.equal(ours, tokens),
+        "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
+        "graphs": len(graphs),
+        "waits": [node.name for node in graphs[-1].nodes if packet(node) in WAITS],
+        # A write is one in place where old and new rows lie alike.
+        "lie_alike": [
+            len({x.meta["val"].stride() for x in node.args})
+            for node in graphs[-1].nodes
+            if packet(node) is torch.ops.aten.copy_ and node.args[1].target is torch.ops.aten.index_copy.default
+        ],
+        "length": int(cache.get_seq_length()),
+        "shown": {row.shape[-2] for row in rows},
+        "bytes": sum(row.local.untyped_storage().nbytes() for row in rows) / len(cache.layers),
+        "flops": attention[-1] / len(cache.layers),
+        "received": received_bytes(graphs[-1]),
+        "said": said_in(caught),
+    }
+
+
+def said_in(caught: list[warnings.WarningMessage]) -> list[str]:
+    """What this package warned of."""
+    return [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)]
 
 
 def cache_session(model: Any) -> list[torch.Tensor]:
@@ -115,30 +168,75 @@ def cache_session(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def cache_operations(rank: int, how: str) -> dict[str, Any]:
+def static_session(model: Any) -> list[torch.Tensor]:
+    """What callers do to a ``StaticCache``, of odd length; the logits of each call."""
+    found: list[torch.Tensor] = []
+
+    def feed(cache: Any, *counts: int) -> None:
+        """So many more tokens, call by call; the first two of the second sequence are padding."""
+        for count in counts:
+            ids = torch.randint(3, 180, (2, count), generator=torch.Generator().manual_seed(len(found)))
+            mask = torch.ones(2, cache.get_max_length(), dtype=torch.long)
+            mask[1, :2] = 0
+            found.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits)
+
+    with torch.no_grad():
+        cache = transformers.StaticCache(config=model.config, max_cache_len=37)
+        feed(cache, 7, 1, 1, 1)
+        feed(cache, 4, 1, 3, 1)  # further pieces of the prompt
+        assert cache.get_seq_length() == 19
+        cache.reorder_cache(torch.tensor([0, 0]))
+        feed(cache, 1, 1)
+        again = copy.deepcopy(cache)
+        feed(cache, 1, 1)
+        feed(again, 1, 1)  # another continuation
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        feed(cache, 7, 1, 1, 4, 1)
+        feed(cache, 23)  # it is full
+        longer = transformers.StaticCache(config=model.config, max_cache_len=43)
+        feed(longer, 7, 1, 1, 4, 1)
+    return found
+
+
+def cache_operations(rank: int, how: str, static: bool) -> dict[str, Any]:
     whole = small()
-    expected = cache_session(whole)
+    session = static_session if static else cache_session
+    expected = session(whole)
     fast, _ = with_context(whole, how)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = cache_session(fast)
+        found = session(fast)
     off = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
-    return {
-        "off": max(off), "calls": len(off),
-        "said": [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)],
-    }  # fmt: skip
+    return {"off": max(off), "calls": len(off), "said": said_in(caught)}
 
 
-def several_queries(rank: int, how: str) -> dict[str, Any]:
+def beyond_the_end(rank: int) -> list[str]:
+    """One token more than a ``StaticCache`` of odd length has room for, with one process and with shares."""
+    whole, raised = small(), []
+    for model in (whole, with_context(whole, "copies")[0]):
+        cache = transformers.StaticCache(config=whole.config, max_cache_len=9)
+        with torch.no_grad():
+            for count in (7, 1, 1):
+                model(input_ids=torch.full((2, count), 5), past_key_values=cache)
+            try:
+                model(input_ids=torch.full((2, 1), 5), past_key_values=cache)
+                raised.append("nothing")
+            except (IndexError, RuntimeError) as error:
+                raised.append(f"{type(error).__name__}: {error}")
+    return raised
+
+
+def several_queries(rank: int, how: str, static: bool) -> dict[str, Any]:
     """Three tokens in a call, absorbed: each query sees its own past. The last call sees no padding, only causality."""
     whole = small()
     over = [(2, 7), (2, 3), (2, 3), (2, 2)]
 
     def logits(model: Any, padded: bool) -> list[torch.Tensor]:
-        cache, found = transformers.DynamicCache(config=model.config), list[torch.Tensor]()
+        cache, found = cache_of(model, 16 if static else None), list[torch.Tensor]()
         for seed, (B, S) in enumerate(over):
             ids = torch.randint(3, 180, (B, S), generator=torch.Generator().manual_seed(seed))
-            mask = torch.ones(B, cache.get_seq_length() + S, dtype=torch.long)
+            mask = torch.ones(B, 16 if static else cache.get_seq_length() + S, dtype=torch.long)
             mask[1, :2] = 0
             given = {"attention_mask": mask} if padded else {}
             with torch.no_grad():
@@ -171,16 +269,63 @@ def heads_in_another_order(rank: int) -> dict[str, Any]:
     return {"tokens": torch.equal(ours, tokens), "messages": fast.mla_report.messages}
 
 
-def other_caches(rank: int, implementation: str) -> dict[str, Any]:
-    """A cache that is not shared is right, and it is said."""
+def cache_that_was_there(rank: int) -> dict[str, Any]:
+    """A cache that did not begin in a call of the model is right, and it is said that each rank has all of it."""
     whole = small()
-    tokens, _ = generated(whole, 4, cache_implementation=implementation, disable_compile=True)
+    tokens, _ = generated(whole, 4)
     fast, _ = with_context(whole, "copies")
+    cache = transformers.StaticCache(config=whole.config, max_cache_len=16)
+    widths = [whole.config.kv_lora_rank, whole.config.qk_rope_head_dim]
+    for layer in cache.layers:
+        keys, values = (torch.zeros(2, 1, 0, width) for width in widths)
+        layer.lazy_initialization(keys, values)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours, _ = generated(fast, 4, cache_implementation=implementation, disable_compile=True)
-    said = [str(w.message) for w in caught if issubclass(w.category, mla_compile.MlaCompileWarning)]
-    return {"tokens": torch.equal(ours, tokens), "said": said}
+        ours, _ = generated(fast, 4, past_key_values=cache, disable_compile=True)
+    return {"tokens": torch.equal(ours, tokens), "said": said_in(caught)}
+
+
+class ShowsRows(nn.Module):
+    """Returns a view of its cache, in calls of one token or in all of them."""
+
+    def __init__(self, model: Any, always: bool) -> None:
+        super().__init__()
+        self.model, self.always = model, always
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any) -> tuple[torch.Tensor, ...]:
+        logits = self.model(input_ids=input_ids, past_key_values=past_key_values).logits
+        shows = self.always or input_ids.shape[1] == 1
+        return (logits, past_key_values.layers[0].keys[:, :, :9]) if shows else (logits,)
+
+
+def views_of_rows(rank: int, always: bool) -> dict[str, Any]:
+    """A view that is kept shows what later calls write, or there is an error."""
+    whole = small()
+    fast, _ = with_context(ShowsRows(whole, always), "copies")
+    kept, error = [], ""
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (ShowsRows(whole, always), fast):
+            cache = cache_of(whole, 16)
+            try:
+                _, *shown = model(torch.full((2, 7), 5), cache)
+                kept.append(shown)
+                kept[-1] += [model(torch.full((2, 1), token), cache)[1] for token in (7, 9)]
+            except mla_compile.errors.SharedCacheError as raised:
+                error = str(raised)
+    alike = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*kept, strict=False))
+    return {"alike": alike, "error": error, "said": said_in(caught)}
+
+
+def gathered_in_steps(rank: int) -> dict[str, Any]:
+    """Steps whose attention is not absorbed, over a ``StaticCache`` that ranks share."""
+    whole = small()
+    tokens, _ = generated(whole, 4)
+    fast, _ = with_context(whole, "copies", forms="expanded")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours, _, cache = generated_with_cache(fast, 4, **STATIC)
+    return {"tokens": torch.equal(ours, tokens), "said": said_in(caught), "held": cache.layers[0].keys.local.shape[2]}
 
 
 def what_is_refused(rank: int) -> dict[str, str]:
@@ -196,7 +341,7 @@ def what_is_refused(rank: int) -> dict[str, str]:
     step = {"input_ids": torch.tensor([[5], [6]]), "past_key_values": cache}
     calls = {
         "read": rows.sum,
-        "written": rows.zero_,
+        "written": lambda: rows.fill_(1.0),
         "saved": lambda: pickle.dumps(cache),
         "array": rows.numpy,
         "last": lambda: rows[:, :, -1:],
@@ -269,13 +414,20 @@ def pairs_under_load(rank: int, steps: int, which: int) -> dict[str, Any]:
     return {"tokens": equal, "lengths": lengths, "codes": codes, "told": until_a_rank_ends(fast, rank == which, 5)}
 
 
-def compiled_context(rank: int, name: str) -> dict[str, Any]:
+def cache_of(model: Any, length: int | None) -> Any:
+    """A cache that grows, or one of full length."""
+    if length is None:
+        return transformers.DynamicCache(config=model.config)
+    return transformers.StaticCache(config=model.config, max_cache_len=length)
+
+
+def compiled_context(rank: int, name: str, length: int | None) -> dict[str, Any]:
     """Steps compiled by Inductor, with and without shares, and what they are off the same model in float64."""
     dtype = getattr(torch, name)
     exact = small().to(dtype).to(torch.float64)
 
     def logits(model: Any) -> torch.Tensor:
-        cache, found = transformers.DynamicCache(config=model.config), []
+        cache, found = cache_of(model, length), []
         for ids in (models.prompt(2, 9)["input_ids"], *torch.full((3, 2, 1), 7)):
             with torch.no_grad():
                 found.append(model(input_ids=ids, past_key_values=cache).logits[:, -1].double())
@@ -284,8 +436,10 @@ def compiled_context(rank: int, name: str) -> dict[str, Any]:
     expected = logits(exact)
     alone = logits(mla_compile.optimize(small().to(dtype), **EAGER))
     fast, _ = with_context(by_heads(small().to(dtype)), "copies", codegen="inductor")
-    shared = logits(fast)
+    with mock.patch.object(CodeGenerator, "whole", autospec=True, side_effect=CodeGenerator.whole) as generate:
+        shared = logits(fast)
     return {
+        "graphs": generate.call_count,
         "off": float((shared - alone).abs().max() / alone.abs().max()),
         "error": float((shared - expected).norm()), "error_alone": float((alone - expected).norm()),
     }  # fmt: skip

@@ -64,12 +64,17 @@ def small(**config: Any) -> Any:
 
 def generated(model: Any, steps: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens [B,steps] and the logits [B,steps,vocabulary]."""
+    return generated_with_cache(model, steps, **more)[:2]
+
+
+def generated_with_cache(model: Any, steps: int, **more: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """What :func:`generated` returns, and the cache."""
     with torch.no_grad():
         done = model.generate(
             **models.prompt(2, 9), max_new_tokens=steps, do_sample=False, output_logits=True,
             return_dict_in_generate=True, **more,
         )  # fmt: skip
-    return done.sequences[:, -steps:], torch.stack(done.logits, 1)
+    return done.sequences[:, -steps:], torch.stack(done.logits, 1), done.past_key_values
 
 
 def same_as_one_process(

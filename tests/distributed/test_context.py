@@ -62,17 +62,69 @@ def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
     assert sum(owned) == BATCH * ROWS * tokens * count // context
 
 
+@pytest.mark.parametrize(("family", "how", "heads"), [("deepseek_v3", "copies", 4), ("minicpm3", "heads", 2)])
+def test_a_static_cache(ranks, family, how, heads):
+    steps, sent = max(STEPS, 24), LAYERS * BATCH * BYTES
+    length = PROMPT + steps - 1
+    for found in ranks(2).run(jobs.shared_static, family, steps, how):
+        assert found["tokens"]
+        assert found["logits"] < 1e-5
+        assert found["graphs"] == 2, "a prompt, and one graph for every step"
+        assert not found["waits"]
+        assert found["lie_alike"] == [1] * 2 * LAYERS
+        assert not found["said"]
+        assert found["length"] == length
+        assert found["shown"] == {length}
+        assert found["bytes"] == BATCH * BYTES * ROWS * length / 2, "memory and all"
+        assert found["flops"] == BATCH * FLOPS * 4 * length / 2
+        received = found["received"]
+        if how == "heads":
+            exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
+            assert exchanged / LAYERS == pytest.approx(planned_bytes(2, 4), rel=0.02)
+            assert received.pop("all_gather_into_tensor") == sent * heads * ROWS
+            assert received.pop("all_to_all_single") == sent * heads * RESULT
+        else:
+            assert received.pop("all_gather_into_tensor") == sent * heads * RESULT
+        assert received.keys() <= {"all_reduce"}, "those of the model"
+
+
+@pytest.mark.parametrize(("static", "calls"), [(False, 23), (True, 25)])
 @pytest.mark.parametrize("how", ["copies", "heads"])
-def test_what_callers_do_to_a_cache(ranks, how):
-    for found in ranks(2).run(jobs.cache_operations, how):
+def test_what_callers_do_to_a_cache(ranks, how, static, calls):
+    for found in ranks(2).run(jobs.cache_operations, how, static):
         assert found["off"] < 1e-5
-        assert found["calls"] == 23
+        assert found["calls"] == calls
         assert not found["said"]
 
 
+def test_a_static_cache_that_is_full(ranks):
+    for alone, shared in ranks(2).run(jobs.beyond_the_end):
+        assert alone.startswith("IndexError")
+        assert shared.startswith("IndexError"), "on every rank: none waits for another"
+
+
+def test_views_of_a_static_cache(ranks):
+    for found in ranks(2).run(jobs.views_of_rows, True):
+        assert found["alike"]
+        assert not found["error"]
+        assert any(text.startswith("context_parallel: each rank has all") for text in found["said"])
+    for found in ranks(2).run(jobs.views_of_rows, False):
+        assert found["error"].startswith("a graph writes to it and returns a view of it, and this rank has 1/2")
+        assert any("gathered in every call" in text and "is returned" in text for text in found["said"])
+
+
+def test_steps_that_need_all_rows_of_a_static_cache(ranks):
+    for found in ranks(2).run(jobs.gathered_in_steps):
+        assert found["tokens"]
+        (said,) = found["said"]
+        assert "gathered in every call of this graph: no attention is absorbed" in said
+        assert found["held"] == 6, "of 12 rows"
+
+
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("how", ["copies", "heads"])
-def test_several_queries_in_a_call(ranks, how):
-    for found in ranks(2).run(jobs.several_queries, how):
+def test_several_queries_in_a_call(ranks, how, static):
+    for found in ranks(2).run(jobs.several_queries, how, static):
         assert found["off"] < 1e-5
         assert found["codes"] == ["absorbed"]
         assert sum("keeps its share" in text and "a call receives" in text for text in found["messages"]) == 2
@@ -84,15 +136,17 @@ def test_ranks_whose_heads_differ_send_their_queries(ranks):
         assert any("receives are queries and results of the others" in text for text in found["messages"])
 
 
+@pytest.mark.parametrize("length", [None, 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled(ranks, dtype):
-    for found in ranks(2).run(jobs.compiled_context, dtype):
+def test_compiled(ranks, dtype, length):
+    for found in ranks(2).run(jobs.compiled_context, dtype, length):
+        assert found["graphs"] == 2, "a prompt, and one graph for every step"
         assert found["off"] < (1e-5 if dtype == "float32" else 3e-2)
         assert found["error"] < 1.2 * found["error_alone"], "no more than without shares"
 
 
 def test_a_cache_that_is_not_shared_is_right_and_said(ranks):
-    for found in ranks(2).run(jobs.other_caches, "static"):
+    for found in ranks(2).run(jobs.cache_that_was_there):
         assert found["tokens"]
         assert found["said"] == [
             text for text in found["said"] if text.startswith("context_parallel: each rank has all")
