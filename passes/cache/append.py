@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from mla_compile.core.program import Append, Program
-from mla_compile.passes.cache.writes import is_zeros, rows_written
+from mla_compile.passes.cache.writes import is_zeros, rows_written, seen_through_views
 from mla_compile.passes.ir.graph import Builder, is_tensor, restride, shape, val
 from mla_compile.passes.ir.operators import Join, WriteRows, decode
 from mla_compile.passes.ir.sizes import Size, same_sizes
@@ -129,9 +129,10 @@ def joined_rows(program: Program, known: Collection[fx.Node] = ()) -> Iterator[t
 
 def begun_buffers(program: Program) -> Iterator[tuple[int, WriteRows]]:
     """Buffers of full length that begin in a program, as its caller keeps them: their place, and what is written."""
+    shown = seen_through_views(program.gm.graph)
     for at, buffer in _kept(program):
         how = rows_written(buffer)
-        if how is not None and is_zeros(how.base):
+        if how is not None and is_zeros(how.base) and buffer not in shown:
             yield at, how
 
 

@@ -30,10 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from mla_compile.core.program import view_source
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
-from mla_compile.passes.cache.writes import Write, is_zeros, write_of
+from mla_compile.passes.cache.writes import Write, is_zeros, seen_through_views, write_of
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
@@ -106,7 +105,7 @@ def find_caches(
             kept = search.keep(tensors, site.node)
             if kept and _saves(kept):
                 found.update((k.node, k) for k in kept)
-    shown = _seen_through_views(graph)
+    shown = seen_through_views(graph)
     return [k for k in found.values() if not k.outputs or k.node not in shown]
 
 
@@ -285,14 +284,3 @@ def _saves(kept: Sequence[CacheOfRows]) -> bool:
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
     values = sum(k.recipe.values for k in kept)
     return sum(rows.values()) < values or all(k.node in k.parts for k in kept)
-
-
-def _seen_through_views(graph: fx.Graph) -> set[fx.Node]:
-    """What the caller gets views of: of what it keeps, a write to one would no longer show in the other."""
-    shown: set[fx.Node] = set()
-    for value in graph.output_node().all_input_nodes:
-        root = view_source(value)
-        while root is not None and root not in shown:
-            shown.add(root)
-            root = view_source(root)
-    return shown

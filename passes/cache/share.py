@@ -82,27 +82,31 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
     """The caches that begin in a program and are worth sharing: attentions that can be split read their rows."""
     if program.cache is not None or program.latents:
         return set()
+    before = len(program.mutations)
+    begun = {program.outputs[before + at]: how.parts[0] for at, how in joined_rows(program) if len(how.parts) == 1}
+    buffers = (program.outputs[before + at] for at, _ in begun_buffers(program))
+    begun |= {buffer: buffer for buffer in buffers}
+    made_of = {joined: _made_of(part, joined) for joined, part in begun.items()}
+    known = set[fx.Node]().union(*made_of.values())
     good, bad = set[fx.Node](), set[fx.Node]()
     for verdict in verdicts:
         plan = verdict.plan
         if plan is None:
             continue
-        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike
-        (good if fits else bad).update(whole_rows(rows.node) for rows in plan.rows)
-    before = len(program.mutations)
-    begun = {program.outputs[before + at]: how.parts[0] for at, how in joined_rows(program) if len(how.parts) == 1}
-    buffers = (program.outputs[before + at] for at, _ in begun_buffers(program))
-    begun |= {buffer: buffer for buffer in buffers}
-    return {joined for joined, part in begun.items() if _is_made_of(part, joined, good, bad)}
+        rows = {whole_rows(row.node) for row in plan.rows}
+        # An attention that reads anything else besides would need all rows of each.
+        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known
+        (good if fits else bad).update(rows)
+    return {joined for joined, nodes in made_of.items() if nodes & good and not nodes & bad}
 
 
-def _is_made_of(part: fx.Node, joined: fx.Node, good: set[fx.Node], bad: set[fx.Node]) -> bool:
-    """Whether rows are those that are in ``good`` and not in ``bad``, in another shape or dtype."""
+def _made_of(part: fx.Node, joined: fx.Node) -> set[fx.Node]:
+    """Rows, and what they are in another shape or dtype."""
     made_of = {joined, part}
     while isinstance(how := decode(part), (Copy, Permute, Regroup)):
         part = how.x
         made_of.add(part)
-    return not made_of.isdisjoint(good) and made_of.isdisjoint(bad)
+    return made_of
 
 
 def grown_rows(program: Program) -> set[fx.Node]:

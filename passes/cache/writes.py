@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from mla_compile.core.program import view_source
 from mla_compile.passes.cache.recipe import Call
 from mla_compile.passes.ir import operators
 from mla_compile.passes.ir.graph import argument, packet, shape, val
@@ -98,6 +99,17 @@ def is_zeros(node: fx.Node) -> bool:
     """Whether a buffer begins here."""
     how = decode(node)
     return isinstance(how, operators.Fill) and how.value == 0 and not isinstance(how.value, bool)
+
+
+def seen_through_views(graph: fx.Graph) -> set[fx.Node]:
+    """What the caller gets views of: of what it keeps, a write to one would no longer show in the other."""
+    shown: set[fx.Node] = set()
+    for value in graph.output_node().all_input_nodes:
+        root = view_source(value)
+        while root is not None and root not in shown:
+            shown.add(root)
+            root = view_source(root)
+    return shown
 
 
 def _write_by_pairs(node: fx.Node) -> Write | None:

@@ -285,6 +285,38 @@ def cache_that_was_there(rank: int) -> dict[str, Any]:
     return {"tokens": torch.equal(ours, tokens), "said": said_in(caught)}
 
 
+class ShowsRows(nn.Module):
+    """Returns a view of its cache, in calls of one token or in all of them."""
+
+    def __init__(self, model: Any, always: bool) -> None:
+        super().__init__()
+        self.model, self.always = model, always
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any) -> tuple[torch.Tensor, ...]:
+        logits = self.model(input_ids=input_ids, past_key_values=past_key_values).logits
+        shows = self.always or input_ids.shape[1] == 1
+        return (logits, past_key_values.layers[0].keys[:, :, :9]) if shows else (logits,)
+
+
+def views_of_rows(rank: int, always: bool) -> dict[str, Any]:
+    """A view that is kept shows what later calls write, or there is an error."""
+    whole = small()
+    fast, _ = with_context(ShowsRows(whole, always), "copies")
+    kept, error = [], ""
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (ShowsRows(whole, always), fast):
+            cache = cache_of(whole, 16)
+            try:
+                _, *shown = model(torch.full((2, 7), 5), cache)
+                kept.append(shown)
+                kept[-1] += [model(torch.full((2, 1), token), cache)[1] for token in (7, 9)]
+            except mla_compile.errors.SharedCacheError as raised:
+                error = str(raised)
+    alike = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*kept, strict=False))
+    return {"alike": alike, "error": error, "said": said_in(caught)}
+
+
 def gathered_in_steps(rank: int) -> dict[str, Any]:
     """Steps whose attention is not absorbed, over a ``StaticCache`` that ranks share."""
     whole = small()

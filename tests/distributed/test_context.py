@@ -103,6 +103,16 @@ def test_a_static_cache_that_is_full(ranks):
         assert shared.startswith("IndexError"), "on every rank: none waits for another"
 
 
+def test_views_of_a_static_cache(ranks):
+    for found in ranks(2).run(jobs.views_of_rows, True):
+        assert found["alike"]
+        assert not found["error"]
+        assert any(text.startswith("context_parallel: each rank has all") for text in found["said"])
+    for found in ranks(2).run(jobs.views_of_rows, False):
+        assert found["error"].startswith("a graph writes to it and returns a view of it, and this rank has 1/2")
+        assert any("gathered in every call" in text and "is returned" in text for text in found["said"])
+
+
 def test_steps_that_need_all_rows_of_a_static_cache(ranks):
     for found in ranks(2).run(jobs.gathered_in_steps):
         assert found["tokens"]
