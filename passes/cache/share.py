@@ -141,7 +141,7 @@ class _Cache:
             return f"{past.name} is more than joined with new rows"
         if not same(shape(joined)[how.dim], before + count) or val(joined).dtype != val(past).dtype:
             return f"{past.name} is converted"
-        number = before if isinstance(before, int) else _number(program, before)
+        number = _number(program, before)
         if number is None:
             return f"no input says how long {past.name} is"
         return cls(joined, past, new, how.dim, number, at, count)
@@ -154,15 +154,16 @@ class _Cache:
             return f"{past.name} is more than written to at positions of its tokens"
         if program.outputs.count(joined) > 1 or past.name in program.aliases.values():
             return f"{past.name} is returned"
-        length = shape(past)[how.dim]
-        number = length if isinstance(length, int) else _number(program, length)
+        number = _number(program, shape(past)[how.dim])
         if number is None:
             return f"no input says how long {past.name} is"
         return cls(joined, past, how.x, how.dim, number, positions=how.index)
 
 
-def _number(program: Program, wanted: Size) -> fx.Node | None:
-    """The input that is a size."""
+def _number(program: Program, wanted: Size) -> int | fx.Node | None:
+    """A size, or the input that is it."""
+    if isinstance(wanted, int):
+        return wanted
     symbolic = (n for n in program.placeholders if isinstance(n.meta["val"], torch.SymInt))
     return next((n for n in symbolic if same(size(n.meta["val"]), wanted)), None)
 
