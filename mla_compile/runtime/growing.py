@@ -27,7 +27,8 @@ def with_room(call: Call, program: Program) -> Call:
     ]
     own = [position[one.input] for one in program.appends if one.output is None and one.input is not None]
     whole = {position[name]: name for name in program.shared - {one.input for one in program.appends}}
-    shown = {*program.aliases.values()}
+    # Not the program itself, which has the weights: what Dynamo keeps of a call would keep them, too.
+    shown, mutated = {*program.aliases.values()}, {*program.mutations}
 
     def around(*inputs: Any) -> Any:
         given = list(inputs)
@@ -38,7 +39,7 @@ def with_room(call: Call, program: Program) -> Call:
                 given[index] = rows.full_tensor()
                 if whole[index] in shown:
                     rows.refuse("a graph writes to it and returns a view of it")
-                if whole[index] in program.mutations:
+                if whole[index] in mutated:
                     written.append((rows, given[index]))
         for index in own:
             given[index] = given[index].buffer()
