@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -43,28 +45,39 @@ def with_context(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
     return mla_compile.optimize(model, context_parallel=over, **{"strict": True, **EAGER, **options}), over
 
 
-def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> dict[str, Any]:
-    """Generates with a cache that ranks share, and with one process."""
-    whole = models.build(family, num_attention_heads=heads, num_key_value_heads=heads)
-    tokens, logits = generated(whole, steps)
-    fast, _ = with_context(whole, how)
-    flops: list[int] = []
+@contextlib.contextmanager
+def counted(what: Callable[[FlopCounterMode], int]) -> Iterator[tuple[list[fx.Graph], list[int]]]:
+    """The graphs that are compiled in here, and what a counter of FLOPs says of each of their calls."""
     graphs: list[fx.Graph] = []
+    counts: list[int] = []
     honest = CodeGenerator.whole
 
-    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
+    def whole(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
         call = honest(self, gm, inputs)
         graphs.append(gm.graph)
 
         def counting(*given: Any) -> Any:
             with FlopCounterMode(display=False) as counter:
                 result = call(*given)
-            flops.append(counter.get_total_flops())
+            counts.append(what(counter))
             return result
 
         return counting
 
-    with mock.patch.object(CodeGenerator, "whole", counted):
+    with mock.patch.object(CodeGenerator, "whole", whole):
+        yield graphs, counts
+
+
+def _of_attention(counter: FlopCounterMode) -> int:
+    return counter.get_flop_counts()["Global"].get(torch.ops.mla_compile.decode_attention, 0)
+
+
+def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> dict[str, Any]:
+    """Generates with a cache that ranks share, and with one process."""
+    whole = models.build(family, num_attention_heads=heads, num_key_value_heads=heads)
+    tokens, logits = generated(whole, steps)
+    fast, _ = with_context(whole, how)
+    with counted(FlopCounterMode.get_total_flops) as (graphs, flops):
         ours, numbers, cache = generated_with_cache(fast, steps)
     rows = [row for layer in cache.layers for row in (layer.keys, layer.values)]
     return {
@@ -84,23 +97,7 @@ def shared_static(rank: int, family: str, steps: int, how: str) -> dict[str, Any
     whole = models.build(family)
     tokens, logits = generated(whole, steps, **STATIC)
     fast, _ = with_context(whole, how)
-    attention: list[int] = []
-    graphs: list[fx.Graph] = []
-    honest = CodeGenerator.whole
-
-    def counted(self: CodeGenerator, gm: fx.GraphModule, inputs: Any) -> Any:
-        call = honest(self, gm, inputs)
-        graphs.append(gm.graph)
-
-        def counting(*given: Any) -> Any:
-            with FlopCounterMode(display=False) as counter:
-                result = call(*given)
-            attention.append(counter.get_flop_counts()["Global"].get(torch.ops.mla_compile.decode_attention, 0))
-            return result
-
-        return counting
-
-    with mock.patch.object(CodeGenerator, "whole", counted), warnings.catch_warnings(record=True) as caught:
+    with counted(_of_attention) as (graphs, attention), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours, numbers, cache = generated_with_cache(fast, steps, **STATIC)
     rows = [row for layer in cache.layers for row in (layer.keys, layer.values)]
