@@ -66,7 +66,8 @@ class Options:
             ``alone``: each by itself, for programs whose ranks compile at different points.
         context_parallel: a ``DeviceMesh`` of one axis, over whose ranks the latent rows of a cache are shared: each
             holds those of every n-th token, attends to them with the heads of all, and the results are put together.
-            The ranks have to run the model on the same tokens; they may have different heads of it. For modules only.
+            The ranks have to run the model on the same tokens; they may have different heads of it. For modules, and
+            for the pages of ``continuous_batching``.
         verify: check each distinct rewritten site against float64 before it is used.
         strict: raise where otherwise there would be a warning and the original graph.
         inductor: options passed on to Inductor.

@@ -13,7 +13,6 @@ import torch
 from mla_compile.batching.graphs import Decode, StepGraphs
 from mla_compile.capture.causal_lm import CausalLM, evaluating
 from mla_compile.errors import CaptureError
-from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
 
 _PAGE, _PIECES, _STEPS = 8, ((5, 6), (2,), (9, 3, 2)), 3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -39,7 +38,7 @@ def check(lm: CausalLM, graphs: StepGraphs, decode: Decode) -> None:
         start = 0
         logits: list[torch.Tensor] = []
         for count in pieces:
-            logits = [_read(graphs, decode, table, row, start, count)]
+            logits = [graphs.read(row[start : start + count], start, table, decode.pools)]
             start += count
         got.append(logits)
     for step in range(_STEPS):
@@ -66,17 +65,6 @@ def pages_needed() -> int:
 def page_size() -> int:
     """Tokens of a page of the check."""
     return _PAGE
-
-
-def _read(
-    graphs: StepGraphs, decode: Decode, table: torch.Tensor, ids: torch.Tensor, start: int, count: int
-) -> torch.Tensor:
-    past = [rows_of_pages(pool, table, start, rows) for rows, pool in zip(graphs.rows, decode.pools, strict=True)]
-    at = torch.arange(start, start + count, device=ids.device)
-    logits, new = graphs.prompt(ids[None, start : start + count], at[None], past)
-    for rows, pool, values in zip(graphs.rows, decode.pools, new, strict=True):
-        write_to_pages(pool, table, at, values, rows)
-    return logits[0]
 
 
 def _error(lm: CausalLM, ids: torch.Tensor, length: int, got: list[torch.Tensor]) -> float:

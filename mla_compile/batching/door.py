@@ -21,7 +21,6 @@ from mla_compile.errors import (
     InputError,
     MlaCompileError,
     MlaCompileWarning,
-    OptionError,
     RankError,
 )
 from mla_compile.options import Options
@@ -58,9 +57,9 @@ def continuous_batching(model: Any, **options: Any) -> Any:
         raise InputError(
             f"continuous_batching() takes a causal language model of transformers, got {type(model).__name__}"
         )
-    # So that a release of transformers without what is needed is told at once, as are ranks that it would not run.
-    _manager().mesh_of(model)
     parsed = _options(options)
+    # So that a release of transformers without what is needed is told at once, as are ranks that it would not run.
+    _manager().mesh_of(model, parsed.context_parallel)
     fast = optimize(model, **options)
     try:
         graphs = _graphs(plain_copy(fast), parsed)
@@ -105,8 +104,8 @@ class Batching:
 
     @property
     def bytes_of_token(self) -> int:
-        """What one token takes in the pools, all layers together."""
-        return self.steps.bytes_of_token()
+        """What one token takes in the pools, all layers together; on the average, where ranks share a context."""
+        return -(-self.steps.bytes_of_row() // self.steps.tokens_of_page(1))
 
     def install(self) -> None:
         """Make this the way into continuous batching of its model."""
@@ -147,12 +146,7 @@ class Batching:
 
 def _options(options: dict[str, Any]) -> Options:
     ours = {name: value for name, value in options.items() if name not in ("mode", "dynamic", "fullgraph")}
-    parsed = Options.parse(ours, verify=True)
-    if parsed.context_parallel is not None:
-        raise OptionError(
-            "context_parallel: the pages of many users are not shared by ranks; leave it out, or use optimize()"
-        )
-    return parsed
+    return Options.parse(ours, verify=True)
 
 
 def _graphs(model: Any, options: Options) -> StepGraphs:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -26,22 +27,27 @@ from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.capture.causal_step import INPUTS, export_step
 from mla_compile.capture.dtensors import shared_weight
 from mla_compile.core.program import Call, Program
-from mla_compile.dynamo.ranks import Meeting
+from mla_compile.core.sharing import Sharing
+from mla_compile.dynamo.ranks import Meeting, sharing_of_model
 from mla_compile.dynamo.step import trace_step
-from mla_compile.errors import CaptureError, MlaCompileError
+from mla_compile.errors import CaptureError, MlaCompileError, MlaCompileWarning
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.packed import error_of
+from mla_compile.passes.cache.page_rows import rows_of_pages, write_to_pages
 from mla_compile.passes.cache.pages import (
     PagedRows,
     Unpaged,
     find_pages,
+    not_shared,
     pool_rows,
     read_batch_from,
     step_over_pages,
 )
-from mla_compile.passes.ir.sizes import holds
+from mla_compile.passes.ir.collectives import received_bytes
+from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.sizes import hint, holds
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.report.report import Report
 from mla_compile.runtime.choice import picker
@@ -76,6 +82,7 @@ class Graph:
 
     ``buckets``: the sizes seen so far, rounded up to powers of two, a tuple of numbers for each. ``limit``: how many
     compilations at most, whatever comes. ``replayed``: the recordings for these sizes, where there are any.
+    ``received``: the bytes that a decode step receives from other ranks for each request, by collective.
     """
 
     name: str
@@ -84,6 +91,7 @@ class Graph:
     buckets: set[tuple[int, ...]] = field(default_factory=set)
     compiled: Compiled | None = field(default=None, repr=False)
     replayed: Replayed | None = field(default=None, repr=False)
+    received: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def compilations(self) -> int:
@@ -93,6 +101,9 @@ class Graph:
     def __str__(self) -> str:
         sizes = sorted(self.buckets) or "none"
         told = f"{self.name}: {self.computes}; compilations: {self.compilations} of {self.limit}; sizes so far: {sizes}"
+        if self.received:
+            each = ", ".join(f"{name} {count:,}" for name, count in self.received.items())
+            told += f"; bytes from other ranks for each request: {each}"
         return told if self.replayed is None else f"{told}; recordings: {self.replayed.count}"
 
 
@@ -108,8 +119,14 @@ class Decode:
     pools: tuple[torch.Tensor, ...]
 
 
-_Traced: TypeAlias = tuple[Outcome, Outcome, tuple[PagedRows, ...]]
-"""A decode step, a piece of a prompt, and the caches."""
+@dataclass(frozen=True)
+class _Traced:
+    """A decode step, a piece of a prompt, the caches, and how ranks share their rows."""
+
+    decode: Outcome
+    prompt: Outcome
+    rows: tuple[PagedRows, ...]
+    sharing: Sharing | None
 
 
 class StepGraphs:
@@ -127,13 +144,17 @@ class StepGraphs:
         self.options = options if like is None else replace(options, codegen="eager")
         self._lock = threading.Lock()
         self._traced: _Traced = _trace(lm, options, ranks) if like is None else like._traced
-        decode, prompt, self.rows = self._traced
+        decode, prompt = self._traced.decode, self._traced.prompt
+        self.rows, self.sharing = self._traced.rows, self._traced.sharing
         self._decode = decode.program
         reports = [decode.report, replace(prompt.report, graph="a piece of a prompt")]
         self.report = Report.merged(reports)
         if self.packed:
             error = max(error_of(rows.width) for rows in self.rows if rows.is_latent)
             told = f"pages hold latent rows in float8 with a scale each: a relative error of {error:.1%}, measured"
+            self.report = replace(self.report, messages=(*self.report.messages, told))
+        if self.sharing is not None:
+            told = f"each of {self.sharing.size} ranks keeps its share of the rows in its pages"
             self.report = replace(self.report, messages=(*self.report.messages, told))
         self.graphs: list[Graph] = []
         self._prompts: list[Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]] = []
@@ -145,10 +166,14 @@ class StepGraphs:
         """Whether latent rows are kept in float8."""
         return self.options.cache_dtype == "fp8"
 
-    def bytes_of_token(self) -> int:
-        """What one token takes in the pools of all layers."""
+    def bytes_of_row(self) -> int:
+        """What one row takes in the pools of all layers: that of a token, or one of several that ranks share."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return sum(width * dtype.itemsize for width, dtype in kinds)
+
+    def tokens_of_page(self, page: int) -> int:
+        """How many tokens have their rows in a page of so many rows on each rank."""
+        return page if self.sharing is None else page * self.sharing.size
 
     @property
     def vocabulary(self) -> int:
@@ -161,7 +186,7 @@ class StepGraphs:
         return max(sizes, default=0) * self.lm.dtype.itemsize
 
     def make_pools(self, pages: int, page: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Pools of zeros [pages,page,width], one for each cache."""
+        """Pools of zeros [pages,page,width], one for each cache; where ranks share, of this one's rows."""
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
 
@@ -170,8 +195,11 @@ class StepGraphs:
         program = self._decode.copy()
         # Nodes of the copy: what was found is told in terms of the graph it was found in.
         found = _paged(program, self.lm)
-        names = step_over_pages(program, found, pools, TOKENS, packed=self.packed)
+        names = step_over_pages(program, found, pools, TOKENS, packed=self.packed, sharing=self.sharing)
         graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
+        ids = program.node(TOKENS)
+        B = hint(shape(ids)[0], val(ids).shape[0])
+        graph.received = {name: count // B for name, count in received_bytes(program.gm.graph).items()}
         call = self._compiled(program, graph, decode=True, replays=replays, changing=(TOKENS, POSITIONS, *names[:2]))
         with self._lock:
             self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
@@ -189,6 +217,19 @@ class StepGraphs:
             return logits
 
         return Decode(run, tuple(pools))
+
+    def read(self, ids: torch.Tensor, start: int, table: torch.Tensor, pools: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits [vocab] of the last of S tokens ``ids`` [S], S from two on, of one request, written to its pages.
+
+        ``start``: the position of the first. ``table`` [M]: the pages. Where ranks share, all of them have to call it.
+        """
+        kinds = list(zip(self.rows, pools, strict=True))
+        past = [rows_of_pages(pool, table, start, rows, self.sharing) for rows, pool in kinds]
+        at = torch.arange(start, start + len(ids), device=ids.device)
+        logits, new = self.prompt(ids[None], at[None], past)
+        for (rows, pool), values in zip(kinds, new, strict=True):
+            write_to_pages(pool, table, start, values, rows, self.sharing)
+        return logits[0]
 
     def prompt(
         self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
@@ -297,7 +338,24 @@ def _trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> _Traced:
                 raise NotMlaError(f"{type(lm.model).__name__} has no latent attention ({told})")
             raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
         rows = _paged(decode.program, lm)
-        return decode, _rewritten(lm, options, ranks, one_token=False), rows
+        sharing = _shared(lm, options, ranks, decode.program, rows)
+        return _Traced(decode, _rewritten(lm, options, ranks, one_token=False), rows, sharing)
+
+
+def _shared(
+    lm: CausalLM, options: Options, ranks: Meeting | None, program: Program, rows: Sequence[PagedRows]
+) -> Sharing | None:
+    """How the ranks of ``options.context_parallel`` share pages; None, with a warning, where they cannot."""
+    sharing = sharing_of_model(lm.model, options)
+    if sharing is None:
+        return None
+    if (why := not_shared(rows)) is not None:
+        told = f"context_parallel: each rank has all rows of {type(lm.model).__name__} in its pages: {why}"
+        warnings.warn(told, MlaCompileWarning, stacklevel=2)
+        return None
+    if ranks is not None and not sharing.heads:
+        sharing = replace(sharing, heads=not ranks.alike(program, sharing.ranks))
+    return sharing
 
 
 def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_token: bool) -> Outcome:

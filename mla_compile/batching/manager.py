@@ -14,6 +14,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
@@ -28,7 +29,7 @@ from mla_compile.batching.pages import LatentPages
 from mla_compile.batching.replay import Replayed, can_record
 from mla_compile.batching.steps import Steps
 from mla_compile.capture.dtensors import weight_meshes
-from mla_compile.errors import InputError, RankError, brief
+from mla_compile.errors import InputError, OptionError, RankError, brief
 
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
@@ -87,6 +88,24 @@ class _OfOneKind:
         return self
 
 
+class _Ranks:
+    """The ranks of a group as a mesh of one axis without a name, of which transformers takes all."""
+
+    mesh_dim_names = None
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def get_local_rank(self) -> int:
+        return dist.get_rank(self._group)
+
+
 class LatentManager(ContinuousBatchingManager):
     """The manager that ``init_continuous_batching`` of an optimized model returns."""
 
@@ -99,7 +118,7 @@ class LatentManager(ContinuousBatchingManager):
         self._ends = False
         self._ending = threading.Lock()
         asked = arguments["continuous_batching_config"]
-        super().__init__(_OfOneKind(model, self.mesh_of(model)), **arguments)
+        super().__init__(_OfOneKind(model, self.mesh_of(model, graphs.options.context_parallel)), **arguments)
         self.model = model
         # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
@@ -113,10 +132,13 @@ class LatentManager(ContinuousBatchingManager):
             raise InputError(f"page_size is {config.page_size}, expected a power of two up to 256")
 
     @staticmethod
-    def mesh_of(model: Any) -> Any:
-        """The mesh of the ranks that hold the weights of ``model`` together; None where this one has them all.
+    def mesh_of(model: Any, context: Any) -> Any:
+        """The mesh of the ranks that run the same steps; None where this one runs its own.
 
-        Raises :class:`InputError` where transformers would have other ranks run the same steps.
+        Those that hold the weights of ``model`` together do, and those of the mesh ``context``, which share pages.
+
+        Raises :class:`InputError` where transformers would have other ranks run the same steps, and
+        :class:`OptionError` where the two meshes are neither one within the other nor axes of all ranks.
         """
         meshes = weight_meshes(model)
         mesh = meshes[0] if meshes else None
@@ -128,7 +150,19 @@ class LatentManager(ContinuousBatchingManager):
                 "continuous batching: expected weights that are DTensors over one mesh of ranks, without names or with "
                 f"the one axis 'tp', by which the scheduler of transformers knows them; got {told}"
             )
-        return mesh
+        if context is None or context.size() == 1:
+            return mesh
+        if mesh is None:
+            return _Ranks(context.get_group())
+        together = set(context.mesh.tolist()) & set(mesh.mesh.flatten().tolist())
+        if len(together) == context.size():
+            return mesh
+        if len(together) == 1 and context.size() * mesh.size() == dist.get_world_size():
+            return _Ranks(dist.distributed_c10d._get_default_group())
+        raise OptionError(
+            f"context_parallel is {context}, and the weights are held by {mesh}: expected ranks of these, or the other "
+            "axis of a mesh of all ranks, so that it is known who runs the same steps"
+        )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""

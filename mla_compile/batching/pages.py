@@ -32,15 +32,15 @@ _RESERVED = 2
 class LatentBlocks(FullAttentionCacheAllocator):
     """Gives the blocks of one pool to requests; the rows themselves are read and written by the compiled graphs."""
 
-    def __init__(self, layers: int, bytes_of_token: int, page: int, share: bool) -> None:
+    def __init__(self, layers: int, bytes_of_block: int, tokens: int, share: bool) -> None:
         self._before_cache_tensor_init(
             index=0,
             layer_indices=list(range(layers)),
-            tokens_per_page=page,
-            bytes_per_page=bytes_of_token * page // layers,  # on the average: layers may differ
+            tokens_per_page=tokens,
+            bytes_per_page=bytes_of_block // layers,  # on the average: layers may differ
             allow_block_sharing=share,
         )
-        self.bytes_per_block = bytes_of_token * page
+        self.bytes_per_block = bytes_of_block
 
     def register_pools(self, pools: Sequence[torch.Tensor], pool: CachePool) -> None:
         """Takes over pools [blocks,page,width], of which transformers may use all but the reserved ones."""
@@ -89,7 +89,8 @@ class _Blocks:
 class LatentPages(PagedAttentionCache):
     """The cache that the scheduler of transformers sees, counted in latent rows.
 
-    All ranks have the same blocks: a row has no heads to divide. Raises :class:`InputError` where the memory budget of
+    All ranks have the same blocks: a row has no heads to divide. Where they share a context, each has some of the rows
+    of a block, which is of ``page_size`` tokens for each of them. Raises :class:`InputError` where the memory budget of
     one of them holds no block.
     """
 
@@ -104,13 +105,14 @@ class LatentPages(PagedAttentionCache):
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.max_blocks_per_request = 0  # no table of transformers' own
-        page, token = cb_config.page_size, graphs.bytes_of_token()
-        blocks = LatentBlocks(len(graphs.rows), token, page, cb_config.allow_block_sharing)
+        page, row = cb_config.page_size, graphs.bytes_of_row()
+        tokens = graphs.tokens_of_page(page)
+        blocks = LatentBlocks(len(graphs.rows), row * page, tokens, cb_config.allow_block_sharing)
         self.cache_allocators = {FULL_ATTENTION: blocks}
         self.layer_to_allocator = dict.fromkeys(blocks.layer_indices, blocks)
         self.bytes_per_sector = blocks.bytes_per_block
-        self.tokens_per_sector = page
-        memory = _Memory(graphs, config, cb_config, dtype, self.bytes_per_sector)
+        self.tokens_per_sector = tokens
+        memory = _Memory(graphs, config, cb_config, dtype, self.bytes_per_sector, tokens)
         problem: Exception = RuntimeError("another rank has less memory")
         try:
             sizes = memory.infer_max_batch_tokens_and_num_sectors()
@@ -120,7 +122,7 @@ class LatentPages(PagedAttentionCache):
         self.max_batch_tokens, self.num_sectors = (int(size) for size in least)
         if not self.num_sectors:
             raise InputError(
-                f"continuous batching: there is no room for a block of {page} tokens ({self.bytes_per_sector} bytes): "
+                f"continuous batching: no room for a block of {tokens} tokens ({self.bytes_per_sector} bytes): "
                 f"{problem}; set num_blocks, max_batch_tokens or max_memory_percent of the ContinuousBatchingConfig"
             ) from problem
         self.pools = graphs.make_pools(self.num_sectors + _RESERVED, page, device)
@@ -173,13 +175,14 @@ class _Memory(PagedAttentionMemoryHandler):
         cb_config: ContinuousBatchingConfig,
         dtype: torch.dtype,
         block: int,
+        tokens: int,
     ) -> None:
         super().__init__(
             config=config,
             cb_config=cb_config,
             dtype=dtype,
             bytes_per_sector=block,
-            tokens_per_sector=cb_config.page_size,
+            tokens_per_sector=tokens,
             bytes_per_block=block,
             attn_types=[FULL_ATTENTION],
             model_supports_logits_to_keep=True,

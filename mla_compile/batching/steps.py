@@ -18,7 +18,6 @@ from mla_compile.batching.graphs import Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
 from mla_compile.batching.replay import Replayed
 from mla_compile.errors import RankError, brief
-from mla_compile.passes.cache.pages import rows_of_pages, write_to_pages
 
 logger = logging.getLogger("mla_compile")
 Fails = Callable[[Exception, Any], None]
@@ -148,15 +147,8 @@ class Steps:
 
     def _prompt(self, part: _Part) -> torch.Tensor:
         """Logits [vocab] of the last token of a piece of a prompt, whose rows are written to its pages."""
-        device, count = self._pages.device, len(part.ids)
-        blocks = torch.tensor(part.table, dtype=torch.long).to(device, non_blocking=True)
-        infos = list(zip(self._graphs.rows, self._pages.pools, strict=True))
-        past = [rows_of_pages(pool, blocks, part.past, rows) for rows, pool in infos]
-        at = torch.arange(part.past, part.past + count, device=device)
-        logits, new = self._graphs.prompt(part.ids[None], at[None], past)
-        for (rows, pool), values in zip(infos, new, strict=True):
-            write_to_pages(pool, blocks, at, values, rows)
-        return logits[0].float()
+        blocks = torch.tensor(part.table, dtype=torch.long).to(self._pages.device, non_blocking=True)
+        return self._graphs.read(part.ids, part.past, blocks, self._pages.pools).float()
 
 
 def _raise(error: Exception) -> None:

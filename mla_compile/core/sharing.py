@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -38,6 +40,17 @@ class Sharing:
     def owned(self, tokens: Any) -> Any:
         """Rows of these that are this rank's tokens."""
         return (tokens + self.size - 1 - self.rank) // self.size
+
+    def all_rows(self, own: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The first ``tokens`` rows [tokens,...] of all ranks, which each give as many: their first rows.
+
+        A collective: every rank that shares them has to call it.
+        """
+        c10d = torch.ops._c10d_functional
+        sent = c10d.all_gather_into_tensor(own.contiguous(), self.size, self.group)
+        parts = c10d.wait_tensor(sent)
+        rows: torch.Tensor = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(0, 1)[:tokens]
+        return rows
 
     def same_ranks(self, other: Sharing) -> bool:
         """Whether rows that are shared like this lie where ``other`` looks for them."""

@@ -56,7 +56,7 @@ def meeting(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> Mee
 
 def meeting_of(model: torch.nn.Module, options: Options) -> Meeting | None:
     """Where the ranks that hold the weights of a model together agree on what becomes of it; None where one has all."""
-    return _meeting((group for mesh in weight_meshes(model) for group in mesh.get_all_groups()), options)
+    return _meeting(_groups_of(model), options)
 
 
 def _meeting(of: Iterable[dist.ProcessGroup], options: Options) -> Meeting | None:
@@ -78,13 +78,25 @@ def sharing_of(gm: fx.GraphModule, example_inputs: Inputs, options: Options) -> 
     Ranks whose tensors or collectives are in the graph may compute other heads each. Of others the weights tell
     (:meth:`Meeting.alike`).
     """
+    return _sharing(_groups(gm, example_inputs), options)
+
+
+def sharing_of_model(model: torch.nn.Module, options: Options) -> Sharing | None:
+    """The same of ranks that run a model: those that hold its weights together may compute other heads each."""
+    return _sharing(_groups_of(model), options)
+
+
+def _sharing(of: Iterable[dist.ProcessGroup], options: Options) -> Sharing | None:
     mesh = options.context_parallel
     if mesh is None or mesh.size() == 1:
         return None
     ranks = ranks_of(options)
-    others = (dist.get_process_group_ranks(other) for other in _groups(gm, example_inputs))
-    heads = any(len(set(ranks).intersection(other)) > 1 for other in others)
+    heads = any(len(set(ranks).intersection(dist.get_process_group_ranks(other))) > 1 for other in of)
     return Sharing(mesh.get_group().group_name, ranks, mesh.get_local_rank(), heads)
+
+
+def _groups_of(model: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
+    return (group for mesh in weight_meshes(model) for group in mesh.get_all_groups())
 
 
 def ranks_of(options: Options) -> tuple[int, ...]:

@@ -107,14 +107,10 @@ class SharedRows(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """All rows, a plain tensor. A collective: every rank that shares them has to call it."""
-        axis, size = self.axis, self.sharing.size
+        axis = self.axis
         with torch.no_grad():
-            local = self.local.movedim(axis, 0).contiguous()
-            sent = torch.ops._c10d_functional.all_gather_into_tensor(local, size, self.sharing.group)
-            parts = torch.ops._c10d_functional.wait_tensor(sent)
-            rows = parts.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1)
-            full: torch.Tensor = rows[: self.shape[axis]].movedim(0, axis).contiguous()
-        return full
+            rows = self.sharing.all_rows(self.local.movedim(axis, 0), self.shape[axis])
+            return rows.movedim(0, axis).contiguous()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch prescribes
 

@@ -14,6 +14,13 @@ In the step as it was traced, all sequences of a batch have as many tokens. That
 what :func:`find_pages` looks for: the attentions hide nothing that is cached, nothing else reads a cache, and nothing
 reads how long it is. Then a sequence meets the length of the batch nowhere, and its own only as the rows that it has.
 
+Where ranks share the pages, each has 1/C of the rows of a block of tokens, round robin. It writes those that are its
+own, attends to what it has, and the results are put together (:mod:`mla_compile.passes.cache.exchange`)::
+
+    own = (len - 1) // C;  page, offset = block_table[b, own // size], own % size
+    index_put_(pages, [page, offset], where((len - 1) % C == rank, new, pages[page, offset]))
+    paged_decode_attention(q', latent_pages, rope_pages, block_table, own_lens, ...)
+
 The writes are in place, in a graph that is otherwise functional: a pool is far too large to be copied, and nobody reads
 what was in those rows before.
 """
@@ -31,9 +38,10 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from mla_compile.core.program import Program
-from mla_compile.passes.cache.packed import FLOAT8, float8_values, pack, packed_width
+from mla_compile.core.sharing import Sharing
+from mla_compile.passes.cache.exchange import Exchange
+from mla_compile.passes.cache.packed import float8_values, pack, packed_width
 from mla_compile.passes.cache.paged_lists import INDEX, INDICES, PagedList, choose_over_pages, list_of, made_anew
-from mla_compile.passes.cache.recipe import at_once
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, Join, Regroup, decode
 from mla_compile.passes.ir.sizes import Size, same, same_sizes
@@ -198,12 +206,30 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield node, user
 
 
+def not_shared(found: Sequence[PagedRows]) -> str | None:
+    """Why ranks cannot share these pages, or None."""
+    for rows in found:
+        if rows.lists:
+            return f"an indexer chooses among all rows of {rows.past.name}"
+        for node, _ in rows.attentions:
+            if argument(node, 6, "sinks") is not None or node.kwargs.get("window"):
+                return f"{node.name} has sinks or a window"
+    return None
+
+
 def step_over_pages(
-    program: Program, found: Sequence[PagedRows], pools: Sequence[torch.Tensor], tokens: str, *, packed: bool
+    program: Program,
+    found: Sequence[PagedRows],
+    pools: Sequence[torch.Tensor],
+    tokens: str,
+    *,
+    packed: bool,
+    sharing: Sharing | None = None,
 ) -> tuple[str, ...]:
     """Rewrites the step; returns the names of its new inputs: the block table, the lengths, then one pool per cache.
 
-    The caches are no inputs any more, and no results. ``pools`` are [P,page,width] as :func:`pool_rows` says.
+    The caches are no inputs any more, and no results. ``pools`` are [P,page,width] as :func:`pool_rows` says. With
+    ``sharing``, where :func:`not_shared` says nothing, they are this rank's, and lengths still those of all rows.
     """
     graph, fake_mode = program.gm.graph, program.fake_mode
     assert fake_mode is not None
@@ -216,14 +242,16 @@ def step_over_pages(
     named = [(TABLE, table), (LENGTHS, lengths), *((f"pages_{k}", value) for k, value in enumerate(shown))]
     inputs = [_placeholder(graph, first, name, value) for name, value in named]
     table_node, lengths_node, *pages = inputs
-    where = _slots(Builder(first, fake_mode), table_node, lengths_node, pools[0].shape[1])
+    builder = Builder(first, fake_mode)
+    where = _slots(builder, table_node, lengths_node, pools[0].shape[1], sharing)
+    own_lengths = lengths_node if sharing is None else builder.trace(sharing.owned, [lengths_node])
     for rows, pool in zip(found, pages, strict=True):
         _write(rows, pool, where, Builder(rows.joined, fake_mode), packed=packed)
     for rows, pool in zip(found, pages, strict=True):
         for one in rows.lists:
             choose_over_pages(one, pool, table_node, lengths_node, Builder(one.scores, fake_mode))
     for node in {at: None for rows in found for at, _ in rows.attentions}:
-        _attend(node, found, pages, table_node, lengths_node, Builder(node, fake_mode), packed=packed)
+        _attend(node, found, pages, table_node, own_lengths, Builder(node, fake_mode), packed=packed, sharing=sharing)
     graph.output_node().args = (program.outputs[: len(program.outputs) - len(found)],)
     remove_dead_code(graph)
     for rows in found:
@@ -258,23 +286,33 @@ def _placeholder(graph: fx.Graph, before: fx.Node, name: str, value: torch.Tenso
     return node
 
 
-def _slots(builder: Builder, table: fx.Node, lengths: fx.Node, page: int) -> tuple[fx.Node, fx.Node]:
-    """Page and offset [B] of each request's newest row."""
+@dataclass(frozen=True)
+class _Slots:
+    """Page and offset [B] of each request's newest row; ``mine`` [B,1]: whether it is this rank's, of several."""
 
-    def where(table_BM: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    page: fx.Node
+    offset: fx.Node
+    mine: fx.Node | None = None
+
+
+def _slots(builder: Builder, table: fx.Node, lengths: fx.Node, page: int, sharing: Sharing | None) -> _Slots:
+    def where(table_BM: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
         last = lengths_B.long() - 1
-        at = (last // page)[:, None]
-        return table_BM.gather(1, at).squeeze(1).long(), last % page
+        own = last if sharing is None else last // sharing.size
+        at = (own // page)[:, None]
+        found = table_BM.gather(1, at).squeeze(1).long(), own % page
+        return found if sharing is None else (*found, (last % sharing.size == sharing.rank)[:, None])
 
-    page_node, offset = builder.trace_all(where, [table, lengths])
-    return page_node, offset
+    return _Slots(*builder.trace_all(where, [table, lengths]))
 
 
-def _write(rows: PagedRows, pool: fx.Node, where: tuple[fx.Node, fx.Node], builder: Builder, *, packed: bool) -> None:
-    new = builder.call(aten.reshape.default, rows.new, [-1, rows.width])
+def _write(rows: PagedRows, pool: fx.Node, where: _Slots, builder: Builder, *, packed: bool) -> None:
+    new, slot = builder.call(aten.reshape.default, rows.new, [-1, rows.width]), [where.page, where.offset]
     if packed and rows.is_latent:
         new = pack(new, rows.width, builder.call)
-    builder.call(aten.index_put_.default, pool, list(where), new)
+    if where.mine is not None:  # others write what is there, which may be another token
+        new = builder.call(aten.where.self, where.mine, new, builder.call(aten.index.Tensor, pool, slot))
+    builder.call(aten.index_put_.default, pool, slot, new)
 
 
 def _attend(
@@ -286,6 +324,7 @@ def _attend(
     builder: Builder,
     *,
     packed: bool,
+    sharing: Sharing | None,
 ) -> None:
     pool = {place: k for k, rows in enumerate(found) for at, place in rows.attentions if at is node}
     latent, scale = pages[pool[1]], None
@@ -297,34 +336,20 @@ def _attend(
     kwargs: dict[str, Any] = {n: node.kwargs[n] for n in ("scale", "softcap", "window") if n in node.kwargs}
     if (indices := argument(node, INDICES, "indices")) is not None:
         kwargs["indices"] = indices
+    query, ranks = args_of(node)[0], None if sharing is None else Exchange(builder, sharing)
     attended = builder.call(
         torch.ops.mla_compile.paged_decode_attention.default,
-        args_of(node)[0], latent, rope, table, lengths, argument(node, 6, "sinks"), scale, **kwargs,
+        query if ranks is None else ranks.queries(query), latent, rope, table, lengths, argument(node, 6, "sinks"),
+        scale, **kwargs,
     )  # fmt: skip
-    node.replace_all_uses_with(attended)
-    node.graph.erase_node(node)
+    if ranks is None:
+        node.replace_all_uses_with(attended)
+        node.graph.erase_node(node)
+    else:
+        ranks.replace(node, attended)
 
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
     """The scales [P,page] of packed rows where they lie: no pool is cut, so they are at multiples of four bytes."""
     own = builder.call(aten.slice.Tensor, pool, 2, packed_width(width) - 4, packed_width(width))
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)
-
-
-def rows_of_pages(pool: torch.Tensor, table: torch.Tensor, tokens: int, rows: PagedRows) -> torch.Tensor:
-    """The first ``tokens`` rows [tokens, width] of one request, in the model's dtype, out of a pool of its pages."""
-    page = pool.shape[1]
-    taken = pool[table[: -(-tokens // page)].long()].reshape(-1, pool.shape[2])[:tokens]
-    if pool.dtype != torch.uint8:
-        return taken
-    scale = taken[:, packed_width(rows.width) - 4 :].contiguous().view(torch.float32)
-    return (taken[:, : rows.width].view(FLOAT8).float() * scale).to(rows.dtype)
-
-
-def write_to_pages(
-    pool: torch.Tensor, table: torch.Tensor, at: torch.Tensor, values: torch.Tensor, rows: PagedRows
-) -> None:
-    """Writes ``values`` [S,width] as the rows ``at`` [S] of one request into a pool, packed where its rows are."""
-    page = pool.shape[1]
-    packed = pack(values, rows.width, at_once) if pool.dtype == torch.uint8 else values
-    pool[table[at // page].long(), at % page] = packed

@@ -1,20 +1,9 @@
 """Attention over rows that ranks share: each attends to its own, and the results are put together.
 
-Where all ranks of the group compute the same heads::
+Before: ``out, lse = decode_attention(q, rows, mask, length)``. After, between what :mod:`exchange
+<mla_compile.passes.cache.exchange>` sends::
 
-    out, lse = decode_attention(q, own, mask', own_length)             # own rows: T / C
-    parts = all_gather([out | lse])                                    # [C, B, S, H, L + 1]
-    out, lse = merge(parts)
-
-Where each has heads of its own, their queries are brought together first, and the results go back to the owners::
-
-    q' = all_gather(q)                                                 # [B, S, C H, L + R]
-    out, lse = decode_attention(q', own, mask', own_length)
-    parts = all_to_all([out | lse])                                    # [C, B, S, H, L + 1]: this rank's heads
-    out, lse = merge(parts)
-
-The second one is right for equal heads too. ``merge`` is that of :mod:`mla_compile.kernels.merge`, as operators. A rank
-that sees no key of a query gives it minus infinity for ``lse``, and no weight.
+    out, lse = decode_attention(q', own, mask', own_length)            # own rows: T / C
 """
 
 from __future__ import annotations
@@ -29,11 +18,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.core.sharing import Sharing
+from mla_compile.passes.cache.exchange import Exchange
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, packet, shape, val
 from mla_compile.passes.ir.sizes import same
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 _ROWS = ((1, "latent"), (2, "rope"), (3, "values"))
 _SETTINGS = ("scale", "softcap", "num_splits", "deterministic")
 _NEVER = ((6, "sinks"), (7, "kv_scale"), (8, "indices"), (9, "schedule"))
@@ -132,6 +121,7 @@ class _Shared:
         self.node, self.own, self.sharing = node, own, sharing
         self.builder = Builder(node, fake_mode)
         self.call = self.builder.call
+        self.ranks = Exchange(self.builder, sharing)
         self.query: fx.Node = argument(node, 0, "query")
         self.given_mask: fx.Node | None = argument(node, 4, "mask")
         self.lengths: fx.Node | None = argument(node, 5, "seq_lens")
@@ -144,18 +134,13 @@ class _Shared:
         given = [argument(self.node, position, name) for position, name in _ROWS]
         latent, *others = (None if row is None else self._own(row) for row in given)
         assert latent is not None
-        query = self._all_heads(self.query) if self.sharing.heads else self.query
+        query = self.ranks.queries(self.query)
         settings = {k: v for k, v in self.node.kwargs.items() if k in _SETTINGS}
         result = self.call(
             torch.ops.mla_compile.decode_attention.default,
             query, latent, *others, self._mask(latent), self._own_lengths(), **settings,
         )  # fmt: skip
-        out, lse = (self.call(operator.getitem, result, k) for k in (0, 1))
-        merged = self._merged(self._exchanged(self._packed(out, lse)), out, lse)
-        for user in list(self.node.users):
-            user.replace_all_uses_with(merged[user.args[1]])  # type: ignore[index]  # the number of the result
-            self.node.graph.erase_node(user)
-        self.node.graph.erase_node(self.node)
+        self.ranks.replace(self.node, result)
 
     def _own(self, rows: fx.Node) -> fx.Node:
         """The same view of this rank's rows."""
@@ -212,53 +197,6 @@ class _Shared:
         if self.window:
             seen.append(self.call(aten.gt.Tensor, place, self.call(aten.sub.Tensor, at, self.window)))
         return seen[0] if len(seen) == 1 else self.call(aten.logical_and.default, *seen)
-
-    # What ranks tell each other. All tensors that are sent are dense: collectives take them as they lie.
-
-    def _all_heads(self, query: fx.Node) -> fx.Node:
-        """[B,S,C H,L+R] of each rank's [B,S,H,L+R], the heads of one rank after those of another."""
-        dense = self.call(aten.clone.default, query, memory_format=torch.contiguous_format)
-        gathered = self._gathered(self.call(aten.unsqueeze.default, dense, 0))
-        return self.call(aten.flatten.using_ints, self.call(aten.permute.default, gathered, [1, 2, 0, 3, 4]), 2, 3)
-
-    def _gathered(self, x: fx.Node) -> fx.Node:
-        size, group = self.sharing.size, self.sharing.group
-        return self.call(_c10d.wait_tensor.default, self.call(_c10d.all_gather_into_tensor.default, x, size, group))
-
-    def _packed(self, out: fx.Node, lse: fx.Node) -> fx.Node:
-        """[B,S,H,L+1]: one tensor to send. ``lse`` keeps all its bits, as several of smaller numbers."""
-        last = self.call(aten.unsqueeze.default, lse, -1)
-        if val(out).dtype != val(lse).dtype:
-            last = self.call(aten.view.dtype, last, val(out).dtype)
-        return self.call(aten.cat.default, [out, last], -1)
-
-    def _exchanged(self, packed: fx.Node) -> fx.Node:
-        """[C,B,S,H,L+1]: what each rank found for the heads of this one."""
-        if not self.sharing.heads:
-            return self._gathered(self.call(aten.unsqueeze.default, packed, 0))
-        ranks = self.sharing.size
-        by_owner = self.call(aten.unflatten.int, packed, 2, [ranks, -1])
-        by_owner = self.call(aten.permute.default, by_owner, [2, 0, 1, 3, 4])
-        dense = self.call(aten.clone.default, by_owner, memory_format=torch.contiguous_format)
-        one_each = [1] * ranks
-        sent = self.call(_c10d.all_to_all_single.default, dense, one_each, one_each, self.sharing.group)
-        return self.call(_c10d.wait_tensor.default, sent)
-
-    def _merged(self, parts: fx.Node, out: fx.Node, lse: fx.Node) -> tuple[fx.Node, fx.Node]:
-        """``out`` and ``lse`` over the rows of all ranks."""
-        call, width = self.call, int(val(out).shape[3])
-        outs, sums = call(aten.slice.Tensor, parts, 4, 0, width), call(aten.slice.Tensor, parts, 4, width)
-        if val(out).dtype != val(lse).dtype:
-            sums = call(aten.clone.default, sums, memory_format=torch.contiguous_format)
-            sums = call(aten.view.dtype, sums, val(lse).dtype)
-        sums = call(aten.squeeze.dim, sums, 4)
-        empty = call(aten.eq.Scalar, sums, float("-inf"))
-        weight = call(aten.masked_fill.Scalar, call(aten.softmax.int, sums, 0), empty, 0.0)
-        outs = self.builder.cast(outs, val(lse).dtype)
-        outs = call(aten.masked_fill.Scalar, outs, call(aten.unsqueeze.default, empty, -1), 0.0)
-        total = call(aten.mul.Tensor, outs, call(aten.unsqueeze.default, weight, -1))
-        total = call(aten.sum.dim_IntList, total, [0])
-        return self.builder.cast(total, val(out).dtype), call(aten.logsumexp.default, sums, [0])
 
 
 def number(builder: Builder, op: Callable[[Any, Any], object], a: fx.Node | int, b: fx.Node | int) -> fx.Node | int:

@@ -21,14 +21,13 @@ from mla_compile.capture.causal_lm import CausalLM, wire
 from mla_compile.core.program import Program
 from mla_compile.errors import CaptureError, ExportError
 from mla_compile.options import Options
+from mla_compile.passes.cache.page_rows import rows_of_pages, write_to_pages
 from mla_compile.passes.cache.pages import (
     Unpaged,
     find_pages,
     pool_rows,
     read_batch_from,
-    rows_of_pages,
     step_over_pages,
-    write_to_pages,
 )
 from tests.adversary.check import EXACT, THROUGH_FLOAT32, same_numbers
 from tests.adversary.places import Refused
@@ -69,7 +68,7 @@ def check_pages(mutant: Mutant) -> str:
     table = torch.randperm(len(LENGTHS) * ROOM, generator=generator).reshape(len(LENGTHS), ROOM).int()
     for own, (_, caches_of) in zip(table, alone, strict=True):
         for rows, pool, past in zip(found, pools, caches_of[0], strict=True):
-            write_to_pages(pool, own, torch.arange(len(past)), past, rows)
+            write_to_pages(pool, own, 0, past, rows)
     names = step_over_pages(step, found, pools, TOKENS, packed=False)
     allowed = THROUGH_FLOAT32 if mutant.tampering.endswith("float32") else EXACT
     for number in range(STEPS):

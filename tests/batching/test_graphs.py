@@ -77,9 +77,9 @@ class TestMemory:
             kv_lora_rank=512,
             qk_rope_head_dim=64,
         )
-        assert StepGraphs(wire(model), Options(verify=False)).bytes_of_token() == 1152
+        assert StepGraphs(wire(model), Options(verify=False)).bytes_of_row() == 1152
         packed = StepGraphs(wire(model), Options(verify=False, cache_dtype="fp8"))
-        assert packed.bytes_of_token() == 512 + 4 + 128
+        assert packed.bytes_of_row() == 512 + 4 + 128
 
     def test_a_pool_takes_what_it_says(self, served):
         _, fast = served

@@ -34,14 +34,20 @@ def context_mesh(how: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tp"))["context"]
 
 
-def with_context(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
-    """An optimized model whose cache is shared: by copies of the model, or by ranks that have other heads each."""
+def spread(model: Any, how: str) -> tuple[Any, DeviceMesh]:
+    """A model of which ranks have copies, or other heads each, and the ranks that are to share its cache."""
     over = context_mesh(how)
     if how == "grid":
         tensor_parallel = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tp"))["tp"]
         model = by_heads(model, tensor_parallel)
     elif how == "heads":
         model = by_heads(model)
+    return model, over
+
+
+def with_context(model: Any, how: str, **options: Any) -> tuple[Any, Any]:
+    """An optimized model whose cache is shared."""
+    model, over = spread(model, how)
     return mla_compile.optimize(model, context_parallel=over, **{"strict": True, **EAGER, **options}), over
 
 
@@ -349,7 +355,6 @@ def what_is_refused(rank: int) -> dict[str, str]:
         "no mesh": lambda: mla_compile.optimize(whole, context_parallel="context"),
         "alone": lambda: mla_compile.optimize(whole, context_parallel=over, ranks="alone"),
         "program": lambda: mla_compile.optimize(fx.symbolic_trace(nn.Linear(2, 2)), context_parallel=over),
-        "many users": lambda: mla_compile.continuous_batching(whole, context_parallel=over),
     }
     found = {}
     for name, call in calls.items():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.flop_counter import FlopCounterMode
 
 import mla_compile
 from mla_compile.batching import door
+from mla_compile.batching.graphs import StepGraphs
 from mla_compile.batching.steps import Steps
 from mla_compile.passes.verify import check
-from tests.distributed.jobs import EAGER, by_heads, by_transformers, small
+from tests.distributed.context_jobs import spread
+from tests.distributed.jobs import EAGER, by_heads, by_transformers, mesh, small
 from tests.support import models
 from tests.support.serving import alone, greedy, pages, prompts, tokens
 
@@ -35,6 +40,68 @@ def served(rank: int, family: str, directory: str | None, verify: bool, fails_on
         "bytes": batching.bytes_of_token,
         "fails": _failures(fast, one, rank, fails_on),
     }
+
+
+def shared_pages(rank: int, family: str, how: str, fails_on: int) -> dict[str, Any]:
+    """The same with pages that ranks share, which requests outgrow, fork in, and begin alike in."""
+    whole, one = (models.build(family, **CONFIG) for _ in range(2))
+    model, over = spread(whole, how)
+    fast = mla_compile.continuous_batching(model, context_parallel=over, **EAGER)
+    ids = prompts(LENGTHS)
+    ids.append(ids[3][:32] + ids[4])  # of another request two blocks of 8 rows on 2 ranks
+    got = tokens(fast, ids, new=8, page=8, max_batch_tokens=16)
+    many = prompts((17, 18, 19, 20), seed=9)
+    crowded = tokens(fast, many, new=30, page=4, blocks=96 // (4 * over.size()), safety_margin=0.0)
+    config = greedy(6)
+    config.num_return_sequences = 2
+    forked = fast.generate_batch(ids[:2], generation_config=config, continuous_batching_config=pages(page=4))
+    batching = fast.mla_batching
+    return {
+        "tokens": got == [alone(one, prompt, 8) for prompt in ids],
+        "crowded": crowded == [alone(one, prompt, 30) for prompt in many],
+        "forked": [x.generated_tokens == alone(one, ids[int(n.split("_")[1])], 6) for n, x in forked.items()],
+        "codes": [str(site.code) for site in batching.report.sites],
+        "said": [text for text in batching.report.messages if "share" in text],
+        "bytes": batching.bytes_of_token,
+        "flops": _flops_of_token(batching.steps),
+        "received": dict(next(graph.received for graph in batching.graphs if graph.name == "decode")),
+        "fails": _failures(fast, one, rank, fails_on),
+    }
+
+
+def _flops_of_token(steps: StepGraphs) -> float:
+    """What attention of a decode step takes on this rank for each token that the pages have room for."""
+    B, M, page = 2, 3, 8
+    decode = steps.decode(steps.make_pools(B * M, page, torch.device("cpu")))
+    ids, lengths = torch.zeros(B, 1, dtype=torch.long), torch.tensor([1, 20], dtype=torch.int32)
+    table = torch.arange(B * M, dtype=torch.int32).reshape(B, M)
+    with FlopCounterMode(display=False) as counter:
+        decode.call(ids, lengths[:, None].long() - 1, table, lengths, decode.pools)
+    counted = counter.get_flop_counts()["Global"][torch.ops.mla_compile.paged_decode_attention]
+    return counted / (B * M * steps.tokens_of_page(page))
+
+
+def kept_whole(rank: int) -> dict[str, Any]:
+    """A model with an indexer, whose pages ranks cannot share."""
+    whole, one = (models.build("deepseek_v32", **CONFIG) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fast = mla_compile.continuous_batching(by_heads(whole), context_parallel=mesh(), **EAGER)
+    ids = prompts(LENGTHS)
+    got = tokens(fast, ids, new=8, max_batch_tokens=16)
+    return {
+        "tokens": got == [alone(one, prompt, 8) for prompt in ids],
+        "said": [str(one.message) for one in caught if issubclass(one.category, mla_compile.MlaCompileWarning)],
+        "shares": fast.mla_batching.steps.sharing is not None,
+    }
+
+
+def other_meshes(rank: int) -> str:
+    """Weights that ranks 0 and 2 hold together, or 1 and 3, and a context of three of the four."""
+    weights = [DeviceMesh("cpu", ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    context = [DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [1, 2, 3])][rank > 0]
+    model = by_heads(small(), weights)
+    return _said(lambda: mla_compile.continuous_batching(model, context_parallel=context, **EAGER))
 
 
 def _failures(fast: Any, one: Any, rank: int, fails_on: int) -> dict[str, list[Any]]:

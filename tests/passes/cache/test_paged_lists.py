@@ -17,7 +17,8 @@ from mla_compile.analysis import canonicalize
 from mla_compile.batching.graphs import _drop_asserts
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
-from mla_compile.passes.cache.pages import Unpaged, find_pages, read_batch_from, rows_of_pages, step_over_pages
+from mla_compile.passes.cache.page_rows import rows_of_pages
+from mla_compile.passes.cache.pages import Unpaged, find_pages, read_batch_from, step_over_pages
 from mla_compile.passes.ir.sizes import holds
 from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, alone, op, written
 from tests.support.programs import seeded

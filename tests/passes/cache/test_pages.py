@@ -15,13 +15,13 @@ from mla_compile.analysis import canonicalize
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.packed import packed_width
+from mla_compile.passes.cache.page_rows import rows_of_pages
 from mla_compile.passes.cache.pages import (
     PagedRows,
     Unpaged,
     find_pages,
     pool_rows,
     read_batch_from,
-    rows_of_pages,
     step_over_pages,
 )
 from tests.support.programs import seeded

@@ -1,0 +1,102 @@
+"""What ranks tell each other about an attention over rows that they share, as operators of a graph.
+
+Where all ranks of the group compute the same heads::
+
+    out, lse = attention(q, own rows)
+    parts = all_gather([out | lse])                                    # [C, B, S, H, L + 1]
+    out, lse = merge(parts)
+
+Where each has heads of its own, their queries are brought together first, and the results go back to the owners::
+
+    q' = all_gather(q)                                                 # [B, S, C H, L + R]
+    out, lse = attention(q', own rows)
+    parts = all_to_all([out | lse])                                    # [C, B, S, H, L + 1]: this rank's heads
+    out, lse = merge(parts)
+
+The second one is right for equal heads too. ``merge`` is that of :mod:`mla_compile.kernels.merge`, as operators. A rank
+that sees no key of a query gives it minus infinity for ``lse``, and no weight. All tensors that are sent are dense:
+collectives take them as they lie.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from mla_compile.core.sharing import Sharing
+from mla_compile.passes.ir.graph import Builder, val
+
+aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
+
+
+class Exchange:
+    """The exchange of one attention, written with ``builder``."""
+
+    def __init__(self, builder: Builder, sharing: Sharing) -> None:
+        self.builder, self.sharing = builder, sharing
+        self.call = builder.call
+
+    def queries(self, query: fx.Node) -> fx.Node:
+        """Of [B,S,H,L+R] all queries of a step: [B,S,C H,L+R], the heads of one rank after those of another.
+
+        Where all ranks have the same heads, these are they.
+        """
+        if not self.sharing.heads:
+            return query
+        dense = self.call(aten.clone.default, query, memory_format=torch.contiguous_format)
+        gathered = self._gathered(self.call(aten.unsqueeze.default, dense, 0))
+        return self.call(aten.flatten.using_ints, self.call(aten.permute.default, gathered, [1, 2, 0, 3, 4]), 2, 3)
+
+    def replace(self, node: fx.Node, own: fx.Node) -> None:
+        """Puts what ranks find together in the place of ``node``, an attention over all rows.
+
+        ``own``: that of all :meth:`queries` over the rows of this rank. Both are ``(out [B,S,H,L], lse [B,S,H])``.
+        """
+        merged = self._merged(*(self.call(operator.getitem, own, k) for k in (0, 1)))
+        for user in list(node.users):
+            user.replace_all_uses_with(merged[user.args[1]])  # type: ignore[index]  # the number of the result
+            node.graph.erase_node(user)
+        node.graph.erase_node(node)
+
+    def _gathered(self, x: fx.Node) -> fx.Node:
+        size, group = self.sharing.size, self.sharing.group
+        return self.call(_c10d.wait_tensor.default, self.call(_c10d.all_gather_into_tensor.default, x, size, group))
+
+    def _packed(self, out: fx.Node, lse: fx.Node) -> fx.Node:
+        """[B,S,H,L+1]: one tensor to send. ``lse`` keeps all its bits, as several of smaller numbers."""
+        last = self.call(aten.unsqueeze.default, lse, -1)
+        if val(out).dtype != val(lse).dtype:
+            last = self.call(aten.view.dtype, last, val(out).dtype)
+        return self.call(aten.cat.default, [out, last], -1)
+
+    def _exchanged(self, packed: fx.Node) -> fx.Node:
+        """[C,B,S,H,L+1]: what each rank found for the heads of this one."""
+        if not self.sharing.heads:
+            return self._gathered(self.call(aten.unsqueeze.default, packed, 0))
+        ranks = self.sharing.size
+        by_owner = self.call(aten.unflatten.int, packed, 2, [ranks, -1])
+        by_owner = self.call(aten.permute.default, by_owner, [2, 0, 1, 3, 4])
+        dense = self.call(aten.clone.default, by_owner, memory_format=torch.contiguous_format)
+        one_each = [1] * ranks
+        sent = self.call(_c10d.all_to_all_single.default, dense, one_each, one_each, self.sharing.group)
+        return self.call(_c10d.wait_tensor.default, sent)
+
+    def _merged(self, out: fx.Node, lse: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """``out`` and ``lse`` of this rank's heads over the rows of all ranks."""
+        parts = self._exchanged(self._packed(out, lse))
+        call, width = self.call, int(val(out).shape[3])
+        outs, sums = call(aten.slice.Tensor, parts, 4, 0, width), call(aten.slice.Tensor, parts, 4, width)
+        if val(out).dtype != val(lse).dtype:
+            sums = call(aten.clone.default, sums, memory_format=torch.contiguous_format)
+            sums = call(aten.view.dtype, sums, val(lse).dtype)
+        sums = call(aten.squeeze.dim, sums, 4)
+        empty = call(aten.eq.Scalar, sums, float("-inf"))
+        weight = call(aten.masked_fill.Scalar, call(aten.softmax.int, sums, 0), empty, 0.0)
+        outs = self.builder.cast(outs, val(lse).dtype)
+        outs = call(aten.masked_fill.Scalar, outs, call(aten.unsqueeze.default, empty, -1), 0.0)
+        total = call(aten.mul.Tensor, outs, call(aten.unsqueeze.default, weight, -1))
+        total = call(aten.sum.dim_IntList, total, [0])
+        return self.builder.cast(total, val(out).dtype), call(aten.logsumexp.default, sums, [0])

@@ -1,0 +1,51 @@
+"""The rows of one request in its pages, as tensors: what reads a prompt takes them out, and writes its own.
+
+Where ranks share pages (:class:`mla_compile.core.sharing.Sharing`), a page holds this rank's rows of a block of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mla_compile.core.sharing import Sharing
+from mla_compile.passes.cache.packed import FLOAT8, pack, packed_width
+from mla_compile.passes.cache.pages import PagedRows
+from mla_compile.passes.cache.recipe import at_once
+
+
+def rows_of_pages(
+    pool: torch.Tensor, table: torch.Tensor, tokens: int, rows: PagedRows, sharing: Sharing | None = None
+) -> torch.Tensor:
+    """The first ``tokens`` rows [tokens,width] of one request, in the model's dtype, out of a pool of its pages.
+
+    With ``sharing`` a collective, where there are any.
+    """
+    page, own = pool.shape[1], tokens if sharing is None else sharing.capacity(tokens)
+    taken = pool[table[: -(-own // page)].long()].reshape(-1, pool.shape[2])[:own]
+    if sharing is not None and tokens:
+        taken = sharing.all_rows(taken, tokens)
+    if pool.dtype != torch.uint8:
+        return taken
+    scale = taken[:, packed_width(rows.width) - 4 :].contiguous().view(torch.float32)
+    return (taken[:, : rows.width].view(FLOAT8).float() * scale).to(rows.dtype)
+
+
+def write_to_pages(
+    pool: torch.Tensor,
+    table: torch.Tensor,
+    start: int,
+    values: torch.Tensor,
+    rows: PagedRows,
+    sharing: Sharing | None = None,
+) -> None:
+    """Writes ``values`` [S,width] as rows of one request from ``start`` on into a pool, packed where its rows are.
+
+    With ``sharing`` those of this rank.
+    """
+    at = torch.arange(start, start + len(values), device=values.device)
+    if sharing is not None:
+        first = (sharing.rank - start) % sharing.size
+        at, values = at[first :: sharing.size] // sharing.size, values[first :: sharing.size]
+    page = pool.shape[1]
+    packed = pack(values, rows.width, at_once) if pool.dtype == torch.uint8 else values
+    pool[table[at // page].long(), at % page] = packed
