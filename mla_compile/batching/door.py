@@ -43,12 +43,13 @@ def continuous_batching(model: Any, **options: Any) -> Any:
     Args:
         model: a causal language model of transformers (5.23), on the device where it is to run.
         **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with a scale
-            each: tokens may then differ.
+            each: tokens may then differ. ``context_parallel`` has the ranks of a mesh share the pages.
 
     Raises:
         InputError: ``model`` is no causal language model, its ranks are none that the scheduler knows, or transformers
             is missing or too old.
-        OptionError: an option does not exist, or cannot have that value.
+        OptionError: an option does not exist, or cannot have that value; ``context_parallel`` is a mesh of ranks that
+            do not run the same steps.
         CaptureError: the model has latent attention and cannot be decoded over pages; the message says why. Of ranks
             that hold the weights together, all raise.
         RankError: these ranks would serve different things, or one of them does not come.

@@ -14,8 +14,9 @@ from mla_compile import ops
 from mla_compile.analysis import canonicalize
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
+from mla_compile.core.sharing import Sharing
 from mla_compile.passes.cache.packed import packed_width
-from mla_compile.passes.cache.page_rows import rows_of_pages
+from mla_compile.passes.cache.page_rows import rows_of_pages, write_to_pages
 from mla_compile.passes.cache.pages import (
     PagedRows,
     Unpaged,
@@ -238,3 +239,33 @@ def test_near_misses(attend: Step, told: str):
     assert isinstance(found, Unpaged)
     assert told in found.reason
     assert str(program.gm.graph) == before
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["values", "float8"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_write_each_row_once(packed, ranks, monkeypatch):
+    """Pieces of any length, from any token on: all rows of all ranks are those of one rank that has all of them."""
+    program, _ = step(plain)
+    (rows, _), table = found_in(program), torch.tensor([3, 0, 2, 1], dtype=torch.int32)
+    width, dtype = pool_rows(rows, packed=packed)
+    shares = [Sharing("ranks", tuple(range(ranks)), rank) for rank in range(ranks)]
+    pools = [torch.zeros(4, PAGE, width, dtype=dtype) for _ in shares]
+    whole = torch.zeros(4 * ranks, PAGE, width, dtype=dtype)
+    in_order = torch.arange(4 * ranks)
+    values, start = seeded(4 * PAGE * ranks, L, seed=0, dtype=torch.float32), 0
+    for count in (3, 1, 6, 2 * PAGE):
+        piece = values[start : start + count]
+        write_to_pages(whole, in_order, start, piece, rows)
+        for pool, sharing in zip(pools, shares, strict=True):
+            write_to_pages(pool, table, start, piece, rows, sharing)
+        start += count
+    own = [pool[table].reshape(-1, width)[: shares[0].capacity(start)] for pool in pools]
+
+    def all_rows(self: Sharing, given: torch.Tensor, tokens: int) -> torch.Tensor:
+        assert torch.equal(given, own[self.rank])
+        return torch.stack(own, 1).flatten(0, 1)[:tokens]
+
+    monkeypatch.setattr(Sharing, "all_rows", all_rows)
+    wanted = rows_of_pages(whole, in_order, start, rows)
+    for pool, sharing in zip(pools, shares, strict=True):
+        assert torch.equal(rows_of_pages(pool, table, start, rows, sharing), wanted)
