@@ -46,9 +46,14 @@ class Exchange:
         """
         if not self.sharing.heads:
             return query
-        dense = self.call(aten.clone.default, query, memory_format=torch.contiguous_format)
-        gathered = self._gathered(self.call(aten.unsqueeze.default, dense, 0))
-        return self.call(aten.flatten.using_ints, self.call(aten.permute.default, gathered, [1, 2, 0, 3, 4]), 2, 3)
+        by_rank = self.gathered(self.call(aten.clone.default, query, memory_format=torch.contiguous_format))
+        return self.call(aten.flatten.using_ints, self.call(aten.permute.default, by_rank, [1, 2, 0, 3, 4]), 2, 3)
+
+    def gathered(self, x: fx.Node) -> fx.Node:
+        """[C,...]: the tensors of all ranks, of which ``x``, which is dense, is this one's."""
+        size, group = self.sharing.size, self.sharing.group
+        sent = self.call(_c10d.all_gather_into_tensor.default, self.call(aten.unsqueeze.default, x, 0), size, group)
+        return self.call(_c10d.wait_tensor.default, sent)
 
     def replace(self, node: fx.Node, own: fx.Node) -> None:
         """Puts what ranks find together in the place of ``node``, an attention over all rows.
@@ -61,10 +66,6 @@ class Exchange:
             node.graph.erase_node(user)
         node.graph.erase_node(node)
 
-    def _gathered(self, x: fx.Node) -> fx.Node:
-        size, group = self.sharing.size, self.sharing.group
-        return self.call(_c10d.wait_tensor.default, self.call(_c10d.all_gather_into_tensor.default, x, size, group))
-
     def _packed(self, out: fx.Node, lse: fx.Node) -> fx.Node:
         """[B,S,H,L+1]: one tensor to send. ``lse`` keeps all its bits, as several of smaller numbers."""
         last = self.call(aten.unsqueeze.default, lse, -1)
@@ -75,7 +76,7 @@ class Exchange:
     def _exchanged(self, packed: fx.Node) -> fx.Node:
         """[C,B,S,H,L+1]: what each rank found for the heads of this one."""
         if not self.sharing.heads:
-            return self._gathered(self.call(aten.unsqueeze.default, packed, 0))
+            return self.gathered(packed)
         ranks = self.sharing.size
         by_owner = self.call(aten.unflatten.int, packed, 2, [ranks, -1])
         by_owner = self.call(aten.permute.default, by_owner, [2, 0, 1, 3, 4])

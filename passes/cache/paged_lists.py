@@ -12,6 +12,9 @@ After: each request chooses among its own rows, of which there are ``seq_lens[b]
 A request with fewer than k rows gets all of them, and places past its end, which name no key. That is right if nothing
 is hidden from the indexer (each ``hidden`` is proved to be False everywhere), and if nobody else reads the scores or
 the list: how long the cache of the batch is was read there.
+
+Where ranks share the pages, each chooses k among its own rows, all get the scores and places of all, and each keeps the
+rows of the k best that are its own. Every rank computes the same from these, so that no row is missing or summed twice.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import fx
 
 from mla_compile.passes.attention.affine import OpaqueError, broadcast, never_negative, place_of
 from mla_compile.passes.attention.masks import Masks
+from mla_compile.passes.cache.exchange import Exchange
 from mla_compile.passes.ir.axes import fresh_axes
 from mla_compile.passes.ir.graph import Builder, args_of, argument, axis, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, Regroup, decode
@@ -150,16 +154,23 @@ def made_anew(lists: Iterable[PagedList]) -> set[fx.Node]:
     return gone
 
 
-def choose_over_pages(one: PagedList, pages: fx.Node, table: fx.Node, lengths: fx.Node, builder: Builder) -> None:
+def choose_over_pages(
+    one: PagedList,
+    pages: fx.Node,
+    table: fx.Node,
+    lengths: fx.Node,
+    builder: Builder,
+    ranks: Exchange | None = None,
+) -> None:
     """Makes the list of each request from its own rows.
 
-    ``pages`` [P,page,D], ``table`` [B,M], ``lengths`` [B], the new row counted.
+    ``pages`` [P,page,D], ``table`` [B,M], ``lengths`` [B], the new row counted; of those of this rank, with ``ranks``.
     """
     query, _, weights, *scale = args_of(one.scores)
 
-    def indices(
+    def best(
         q: torch.Tensor, w: torch.Tensor, pool: torch.Tensor, of: torch.Tensor, n: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # Of places past a request's end nothing is used, whatever page they are of.
         keys = pool[of.clamp(min=0).long()].flatten(1, 2)
         scores: torch.Tensor = INDEX.default(q, keys, w, *scale, **one.scores.kwargs)
@@ -167,8 +178,26 @@ def choose_over_pages(one: PagedList, pages: fx.Node, table: fx.Node, lengths: f
             scores = scores.to(dtype)
         hidden = torch.arange(keys.shape[1], device=n.device) >= n[:, None, None]
         chosen = scores.masked_fill(hidden, -torch.inf).topk(torch.sym_min(one.most, keys.shape[1]), dim=-1)
-        return chosen.indices.to(torch.int32)
+        return chosen.values, chosen.indices.to(torch.int32)
 
-    made = builder.trace(indices, [query, weights, pages, table, lengths])
+    scores, made = builder.trace_all(best, [query, weights, pages, table, lengths])
+    if ranks is not None:
+        made = _of_all_ranks(one, scores, made, builder, ranks)
     for node in one.indices:
         node.replace_all_uses_with(made)
+
+
+def _of_all_ranks(one: PagedList, scores: fx.Node, own: fx.Node, builder: Builder, ranks: Exchange) -> fx.Node:
+    """Those of the best rows of all ranks that are this one's, and -1 in place of the others."""
+    sharing = ranks.sharing
+    scores, own = ranks.gathered(scores), ranks.gathered(own)
+
+    def mine(scores_CBSk: torch.Tensor, own_CBSk: torch.Tensor) -> torch.Tensor:
+        rank = torch.arange(sharing.size, dtype=torch.int32, device=own_CBSk.device).reshape(-1, 1, 1, 1)
+        places = (own_CBSk * sharing.size + rank).permute(1, 2, 0, 3).flatten(2)
+        found = scores_CBSk.permute(1, 2, 0, 3).flatten(2)
+        best = found.topk(torch.sym_min(one.most, found.shape[2]), dim=-1).indices
+        chosen = places.gather(2, best)
+        return torch.where(chosen % sharing.size == sharing.rank, chosen // sharing.size, -1)
+
+    return builder.trace(mine, [scores, own])

@@ -208,13 +208,9 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def not_shared(found: Sequence[PagedRows]) -> str | None:
     """Why ranks cannot share these pages, or None."""
-    for rows in found:
-        if rows.lists:
-            return f"an indexer chooses among all rows of {rows.past.name}"
-        for node, _ in rows.attentions:
-            if argument(node, 6, "sinks") is not None or node.kwargs.get("window"):
-                return f"{node.name} has sinks or a window"
-    return None
+    attentions = (node for rows in found for node, _ in rows.attentions)
+    having = (n for n in attentions if argument(n, 6, "sinks") is not None or n.kwargs.get("window"))
+    return next((f"{node.name} has sinks or a window" for node in having), None)
 
 
 def step_over_pages(
@@ -249,7 +245,9 @@ def step_over_pages(
         _write(rows, pool, where, Builder(rows.joined, fake_mode), packed=packed)
     for rows, pool in zip(found, pages, strict=True):
         for one in rows.lists:
-            choose_over_pages(one, pool, table_node, lengths_node, Builder(one.scores, fake_mode))
+            builder = Builder(one.scores, fake_mode)
+            ranks = None if sharing is None else Exchange(builder, sharing)
+            choose_over_pages(one, pool, table_node, own_lengths, builder, ranks)
     for node in {at: None for rows in found for at, _ in rows.attentions}:
         _attend(node, found, pages, table_node, own_lengths, Builder(node, fake_mode), packed=packed, sharing=sharing)
     graph.output_node().args = (program.outputs[: len(program.outputs) - len(found)],)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +16,13 @@ from mla_compile.batching.graphs import StepGraphs
 from mla_compile.batching.steps import Steps
 from mla_compile.passes.verify import check
 from tests.distributed.context_jobs import spread
-from tests.distributed.jobs import EAGER, by_heads, by_transformers, mesh, small
+from tests.distributed.jobs import EAGER, by_heads, by_transformers, small
 from tests.support import models
 from tests.support.serving import alone, greedy, pages, prompts, tokens
 
 LENGTHS = (21, 5, 1, 33, 7)
+ROOM = 48
+"""Tokens that the pages of one request have room for where FLOPs are counted."""
 # With tied embeddings a tiny random model says the last token again, whatever its attention does.
 CONFIG: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
 
@@ -72,28 +73,14 @@ def shared_pages(rank: int, family: str, how: str, fails_on: int) -> dict[str, A
 def _flops_of_token(steps: StepGraphs) -> float:
     """What attention of a decode step takes on this rank for each token that the pages have room for."""
     B, M, page = 2, 3, 8
+    assert M * steps.tokens_of_page(page) == ROOM
     decode = steps.decode(steps.make_pools(B * M, page, torch.device("cpu")))
     ids, lengths = torch.zeros(B, 1, dtype=torch.long), torch.tensor([1, 20], dtype=torch.int32)
     table = torch.arange(B * M, dtype=torch.int32).reshape(B, M)
     with FlopCounterMode(display=False) as counter:
         decode.call(ids, lengths[:, None].long() - 1, table, lengths, decode.pools)
     counted = counter.get_flop_counts()["Global"][torch.ops.mla_compile.paged_decode_attention]
-    return counted / (B * M * steps.tokens_of_page(page))
-
-
-def kept_whole(rank: int) -> dict[str, Any]:
-    """A model with an indexer, whose pages ranks cannot share."""
-    whole, one = (models.build("deepseek_v32", **CONFIG) for _ in range(2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fast = mla_compile.continuous_batching(by_heads(whole), context_parallel=mesh(), **EAGER)
-    ids = prompts(LENGTHS)
-    got = tokens(fast, ids, new=8, max_batch_tokens=16)
-    return {
-        "tokens": got == [alone(one, prompt, 8) for prompt in ids],
-        "said": [str(one.message) for one in caught if issubclass(one.category, mla_compile.MlaCompileWarning)],
-        "shares": fast.mla_batching.steps.sharing is not None,
-    }
+    return counted / (B * ROOM)
 
 
 def other_meshes(rank: int) -> str:

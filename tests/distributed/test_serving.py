@@ -9,6 +9,7 @@ from tests.distributed import jobs, serving_jobs
 # Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token, L+R values of 4 bytes.
 HEADS, FLOPS, BYTES = 4, 1_152, 320
 ROWS, RESULT = 80, 65  # L+R, L+1
+CHOSEN, KEY = 8, 96  # of the indexer: rows of a list, bytes of a key
 
 
 @pytest.mark.parametrize(("family", "how", "verify"), [("deepseek_v3", "heads", False), ("minicpm3", "plan", True)])
@@ -30,23 +31,29 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
 
 @pytest.mark.parametrize(
     ("count", "family", "how"),
-    [(2, "deepseek_v3", "copies"), (2, "minicpm3", "heads"), (4, "deepseek_v2", "grid")],
+    [
+        (2, "deepseek_v3", "copies"),
+        (2, "minicpm3", "heads"),
+        (2, "deepseek_v32", "heads"),
+        (4, "deepseek_v2", "grid"),
+    ],
 )
 def test_pages_that_ranks_share(ranks, count, family, how):
-    context = 2
+    context, chosen = 2, CHOSEN if family == "deepseek_v32" else 0
     for rank, found in enumerate(ranks(count).run(serving_jobs.shared_pages, family, how, 1)):
         assert found["tokens"]
         assert found["crowded"]
         assert found["forked"] == [True] * 4
         assert found["codes"] == ["absorbed"] * 2
         assert found["said"] == [f"each of {context} ranks keeps its share of the rows in its pages"]
-        assert found["bytes"] == BYTES // context
-        assert found["flops"] == FLOPS / count
+        assert found["bytes"] == (BYTES + (KEY if chosen else 0)) // context
+        # Of a list each rank looks at the entries that are its own; the formula counts them all.
+        assert found["flops"] == (FLOPS * chosen / serving_jobs.ROOM if chosen else FLOPS / count)
         heads = HEADS if how == "copies" else HEADS // 2  # of each rank
         received, values = found["received"], (context - 1) * heads * 4
         if how == "heads":
             assert received.pop("all_to_all_single") == values * RESULT
-            assert received.pop("all_gather_into_tensor") == values * ROWS
+            assert received.pop("all_gather_into_tensor") == values * ROWS + (context - 1) * chosen * 8
         else:
             assert received.pop("all_gather_into_tensor") == values * RESULT
         assert received.keys() == (set() if how == "copies" else {"all_reduce"}), "those of the model"
@@ -55,14 +62,6 @@ def test_pages_that_ranks_share(ranks, count, family, how):
         told = f"a step failed on some ranks and not on others: {told}"
         assert found["fails"]["on one rank"][:2] == [told, told]
         assert found["fails"]["on none"][:2] == [True, True]
-
-
-def test_pages_that_stay_whole(ranks):
-    for found in ranks(2).run(serving_jobs.kept_whole):
-        assert found["tokens"]
-        assert not found["shares"]
-        (said,) = found["said"]
-        assert "each rank has all rows of DeepseekV32ForCausalLM in its pages: an indexer chooses" in said
 
 
 def test_a_context_of_ranks_that_run_other_steps(ranks):
