@@ -21,6 +21,7 @@ from mla_compile.passes.cache.pages import (
     PagedRows,
     Unpaged,
     find_pages,
+    not_shared,
     pool_rows,
     read_batch_from,
     step_over_pages,
@@ -106,6 +107,7 @@ def test_each_request_has_a_length_of_its_own(attend: Step, window: int):
         attend = _windowed(attend, window)
     program, model = step(attend)
     found = found_in(program)
+    assert (not_shared(found) is not None) == bool(window)
     assert [(rows.width, rows.is_latent) for rows in found] == [(L, True), (R, False)]
     lengths, ids = [1, 9, 4], torch.tensor([[3], [7], [1]])
     table = torch.tensor([[2, 0, 0], [5, 3, 1], [4, 0, 0]], dtype=torch.int32)
