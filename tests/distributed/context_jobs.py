@@ -288,6 +288,21 @@ def cache_that_was_there(rank: int) -> dict[str, Any]:
     return {"tokens": torch.equal(ours, tokens), "said": said_in(caught)}
 
 
+def beams(rank: int) -> list[bool]:
+    """A beam search, whose caches are reordered in every step, over caches of both kinds."""
+    whole = small(tie_word_embeddings=False)
+    fast, _ = with_context(whole, "copies")
+    found = []
+    for how in ({}, STATIC):
+        with torch.no_grad():
+            want, ours = (
+                m.generate(**models.prompt(2, 9), max_new_tokens=8, do_sample=False, num_beams=3, **how)
+                for m in (whole, fast)
+            )
+        found.append(torch.equal(ours, want))
+    return found
+
+
 class ShowsRows(nn.Module):
     """Returns a view of its cache, in calls of one token or in all of them."""
 

@@ -100,6 +100,11 @@ def test_what_callers_do_to_a_cache(ranks, how, static, calls):
         assert not found["said"]
 
 
+def test_beams(ranks):
+    for found in ranks(2).run(jobs.beams):
+        assert found == [True, True]
+
+
 def test_a_static_cache_that_is_full(ranks):
     for alone, shared in ranks(2).run(jobs.beyond_the_end):
         assert alone.startswith("IndexError")
