@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks import common
 from mla_compile.models.survey import survey
 from mla_compile.workbench.machines import machine
-from mla_compile.workbench.planning import AS_STORED, Request, plan
+from mla_compile.workbench.planning import plan
+from mla_compile.workbench.request import AS_STORED, Request
 
 OUT = Path(__file__).parent / "results" / "plans.json"
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
