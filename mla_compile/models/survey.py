@@ -167,8 +167,13 @@ def _drafting(
     if not (count and layers.path and facts.width):
         return None
     at, last = f"{layers.path}.{layers.like[-1]}.", f"{layers.path}.{len(layers.like) - 1}."
-    found = ((site, _with_widths(site.dims, model, site.where.module), 1) for site in facts.sites
-             if site.dims and site.where.module.startswith(at))  # fmt: skip
+    latent = latent_sites(
+        (site, _with_widths(site.dims, model, site.where.module), 1)
+        for site in facts.sites
+        if site.dims and site.where.module.startswith(at)
+    )
+    if not (latent or cached):
+        return None
     owned = [tensor for tensor in tensors if tensor.module.startswith(last)]
     joined = 2 * facts.width**2 + 3 * facts.width
     weights = replace(
@@ -177,7 +182,7 @@ def _drafting(
         lookup=0,
         experts=sum(tensor.values for tensor in owned if tensor.expert),
     )
-    layer = replace(facts, sites=(), latent=latent_sites(found), cached=cached, weights=weights, notes=(), copies=(),
+    layer = replace(facts, sites=(), latent=latent, cached=cached, weights=weights, notes=(), copies=(),
                     messages=())  # fmt: skip
     return Drafting(count, layer)
 
@@ -211,7 +216,7 @@ def _cached_layers(
 ) -> tuple[CachedLayers, ...]:
     """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold.
 
-    ``like``: of the layers that are like these, and of all where it is left out.
+    ``like``: of the layers that are like these, as far as slots tell layers apart; of all where it is left out.
     """
     slots = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
@@ -223,7 +228,7 @@ def _cached_layers(
             isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == values.dim() == 4
         ):
             continue
-        copies = (layers.like if like is None else like).count(i // per_layer) if per_layer else 1
+        copies = (layers.like if like is None else like).count(i // per_layer) if per_layer else int(like is None)
         shape = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
         if copies:
             filled[CachedLayers(*shape, count=0, besides=sum(more[i].values()))] += copies

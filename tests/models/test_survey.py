@@ -94,6 +94,18 @@ def test_a_layer_that_drafts_has_the_cache_and_the_indexer_of_the_last(explained
     assert (cached.count, cached.rows, cached.besides) == (1, 80, 24)
 
 
+def test_a_last_layer_without_a_cache_that_grows_says_nothing_of_drafting(explained_models):
+    """Qwen3-Next's fourth layer attends; its fifth keeps a state."""
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 5, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    last, other = (survey(write({"model_type": "qwen3_next", **sizes, "num_hidden_layers": n})).facts for n in (4, 5))
+    assert [(c.count, c.values) for c in last.drafting.layer.cached] == [(1, 64)]
+    assert (other.cached, other.drafting) == (last.cached, None)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"num_nextn_predict_layers": 1}])
 def test_plain_attention_has_layers_that_draft_too(explained_models, sizes):
     drafting = survey(write(LLAMA | sizes)).facts.drafting

@@ -100,7 +100,7 @@ def test_tokens_that_are_accepted():
 
 
 def test_a_published_gain():
-    """DeepSeek-V3's paper (arXiv 2412.19437, 5.4.3): 85 to 90 % of second tokens are accepted, 1.8 times the tokens."""
+    """DeepSeek-V3's paper (arXiv 2412.19437, 5.4): 85 to 90 % of second tokens are accepted, 1.8 times the tokens."""
     request = Request(context=4096, users=256, weight_dtype="fp8", cache_dtype="bf16", tp=8)
     for acceptance in (0.85, 0.9):
         asked = [replace(request, draft_tokens=n, acceptance=acceptance) for n in (0, 1)]
