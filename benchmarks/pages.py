@@ -492,16 +492,40 @@ def plans() -> str:
     return table(head, rows)
 
 
-def published() -> str:
+def plans_more() -> str:
+    """The same layouts with the prompts that they read, and with a token drafted for each step."""
+    rows = []
+    for r in (r for r in data("plans")["rows"] if r["kind"] == "layout"):
+        layout = LABELS[r["layout"]] + (f" (dcp {r['dcp']})" if r["dcp"] > 1 else "")
+        model = {"deepseek-v3": "V3", "deepseek-v3.2": "V3.2"}[r["model"]]
+        read, more = r["prefill"], r["drafted"]
+        speeds = (
+            read["tokens_per_s"], read["most_tokens_per_s"], r["served_tokens_per_s"],
+            more["tokens_per_s"], more["most_tokens_per_s"],
+        )  # fmt: skip
+        batch, bound, served, *drafted = (f"{speed / r['tp']:,.0f}" for speed in speeds)
+        rows.append(
+            (model, r["tp"], layout, f"{read['first_token_s']:.1f}", batch, bound, read["bottleneck"], served,
+             more["users"], *drafted)
+        )  # fmt: skip
+    head = ("model", "H200", "layout", "first token, s", "prompt tokens/s per GPU, one batch", "bound", "bounded by",
+            "output tokens/s per GPU beside prompts", "users, a token drafted", "tokens/s per GPU, one batch",
+            "bound")  # fmt: skip
+    return table(head, rows)
+
+
+def published(kind: str = "published") -> str:
     """Published figures beside the bound of the best layout."""
     rows = []
-    for r in (r for r in data("plans")["rows"] if r["kind"] == "published"):
+    for r in (r for r in data("plans")["rows"] if r["kind"] == kind):
         best, dtypes = r["best"], f"{r['weights']}, {r['cache']}"
+        best |= best["prefill"] if kind == "published prompts" else {}
         bound = best["most_tokens_per_s"] / r["tp"]
         made = (f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", f"{r['tokens_per_s'] / bound:.0%}")
         who = f"[{r['by']}]({r['url']})"
         rows.append((who, r["context"], dtypes, *made, LABELS[best["layout"]], best["bottleneck"]))
-    return table(("who", "context", "weights, cache", "published", "bound", "of it", "layout", "bounded by"), rows)
+    tokens = "prompt" if kind == "published prompts" else "context"
+    return table(("who", tokens, "weights, cache", "published", "bound", "of it", "layout", "bounded by"), rows)
 
 
 WAYS = {"one_by_one": "one by one", "optimized": "optimized", "padded": "padded", "continuous": "continuous"}
@@ -558,7 +582,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "growing": growing,
     "own_buffers": own_buffers,
     "plans": plans,
+    "plans_more": plans_more,
     "published": published,
+    "published_prompts": lambda: published("published prompts"),
     "serving": serving,
 }
 

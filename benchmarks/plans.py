@@ -2,7 +2,8 @@
 
     python -m benchmarks.plans
 
-Each layout with as many users as fit in it. Published figures stand beside the bound of the best layout.
+Each layout with as many users as fit in it, with the prompts that they bring, and with a token drafted for each step.
+Published figures of decoding and of prompts stand beside the bound of the best layout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from benchmarks import common
 from mla_compile.models.survey import survey
 from mla_compile.workbench.machines import machine
-from mla_compile.workbench.planning import AS_STORED, Request, plan
+from mla_compile.workbench.planning import plan
+from mla_compile.workbench.request import AS_STORED, Request
 
 OUT = Path(__file__).parent / "results" / "plans.json"
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
@@ -32,6 +34,19 @@ PUBLISHED: tuple[dict[str, Any], ...] = (
     {"by": "SGLang, 48 GB200, NVFP4", "url": "https://lmsys.org/blog/2025-09-25-gb200-part-2", "gpu": "gb200", "tp": 48,
      "context": 2048, "weights": "fp4", "cache": "fp8", "tokens_per_s": 13386},
 )  # fmt: skip
+
+# Input tokens per second and GPU. Of DeepSeek's 56 % were cached already.
+PUBLISHED_PROMPTS: tuple[dict[str, Any], ...] = (
+    {"by": "DeepSeek, 32 H800 (planned as H100), cached ones included", "url": "https://aiposthub.cc/5152",
+     "gpu": "h100", "tp": 32, "context": 4989, "weights": "fp8", "cache": "bf16", "tokens_per_s": 73700 / 8},
+    {"by": "SGLang, 32 H100", "url": "https://lmsys.org/blog/2025-05-05-large-scale-ep/", "gpu": "h100", "tp": 32,
+     "context": 2000, "weights": "fp8", "cache": "bf16", "tokens_per_s": 52300 / 8},
+    {"by": "SGLang, 8 GB200", "url": "https://lmsys.org/blog/2025-09-25-gb200-part-2", "gpu": "gb200", "tp": 8,
+     "context": 2000, "weights": "fp8", "cache": "bf16", "tokens_per_s": 18471},
+    {"by": "SGLang, 8 GB200, NVFP4", "url": "https://lmsys.org/blog/2025-09-25-gb200-part-2", "gpu": "gb200", "tp": 8,
+     "context": 2000, "weights": "fp4", "cache": "fp8", "tokens_per_s": 26156},
+)  # fmt: skip
+PROMPT, OUTPUT = 126 * 1024, 2 * 1024
 
 
 def layouts(facts: Any, gpu: str, request: Request) -> list[dict[str, Any]]:
@@ -52,14 +67,23 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in MODELS:
         for tp in (8, 16):
-            request = Request(context=131072, weight_dtype=AS_STORED, cache_dtype="bf16", tp=tp)
+            request = Request(
+                PROMPT + OUTPUT, weight_dtype=AS_STORED, cache_dtype="bf16", tp=tp, prompt=PROMPT, output=OUTPUT
+            )
+            drafted = layouts(facts[name], "h200", replace(request, draft_tokens=1))
             rows += [
-                {"kind": "layout", "model": name, "tp": tp, **row} for row in layouts(facts[name], "h200", request)
+                {"kind": "layout", "model": name, "tp": tp, **row, "drafted": more}
+                for row, more in zip(layouts(facts[name], "h200", request), drafted, strict=True)
             ]
     for given in PUBLISHED:
         request = Request(given["context"], 1, given["weights"], given["cache"], given["tp"])
         best = max(layouts(facts["deepseek-v3"], given["gpu"], request), key=lambda row: row["most_tokens_per_s"])
         rows.append({"kind": "published", **given, "best": best})
+    for given in PUBLISHED_PROMPTS:
+        request = Request(given["context"], given["tp"], given["weights"], given["cache"], given["tp"])
+        found = plan(facts["deepseek-v3"], machine(given["gpu"]), request).layouts
+        best = asdict(max(found, key=lambda row: row.prefill.most_tokens_per_s))
+        rows.append({"kind": "published prompts", **given, "best": best})
     common.write(args.out, {"benchmark": "plans"}, rows)
     for row in rows:
         print({k: v for k, v in row.items() if k in ("model", "tp", "layout", "users", "step_s", "by", "tokens_per_s")})

@@ -1,4 +1,4 @@
-"""``mla-compile plan``: what of a model fits on a machine, and how fast it can decode at best."""
+"""``mla-compile plan``: what of a model fits on a machine, and how fast it can decode and read prompts at best."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from mla_compile.core.quantities import gigabytes, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
 from mla_compile.workbench import planning, step_formulas
+from mla_compile.workbench.layouts import LayoutPlan, attentions
 from mla_compile.workbench.machines import machine as machine_named
-from mla_compile.workbench.planning import Plan, Request
+from mla_compile.workbench.planning import Plan
 from mla_compile.workbench.plotting import check, draw
+from mla_compile.workbench.request import AS_STORED, MOST_DRAFTS, WEIGHT_BYTES, Request
 
+_MEMORY = ("cache bytes per user", "bytes to choose by, per user", "weight bytes")
 _MOST_CONTEXT, _MOST_USERS, _MOST_MACHINES = 2**27, 2**24, 2**13
 
 
@@ -33,7 +36,7 @@ def plan(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"Of the weights: {', '.join(planning.WEIGHT_BYTES)}. Left out: as the config stores them, else bf16."
+            help=f"Of the weights: {', '.join(WEIGHT_BYTES)}. Left out: as the config stores them, else bf16."
         ),
     ] = None,
     cache_dtype: Annotated[
@@ -44,23 +47,35 @@ def plan(
     ] = None,
     tp: Annotated[str, typer.Option(help="GPUs that share the model (tensor parallel).")] = "1",
     dcp: Annotated[str, typer.Option(help="GPUs of them that share a context; all where left out.")] = "1",
+    draft_tokens: Annotated[str, typer.Option(help="Tokens drafted for a step, which verifies them (MTP).")] = "0",
+    acceptance: Annotated[
+        float, typer.Option(help="How likely a drafted token is accepted if those before it are, 0 to 1.")
+    ] = Request.acceptance,
+    prompt: Annotated[str | None, typer.Option(help="Tokens of a prompt. Left out: all of the context.")] = None,
+    output: Annotated[
+        str | None, typer.Option(help="Tokens that answer a prompt: also count what both take, prompts and steps.")
+    ] = None,
     reserve: Annotated[float, typer.Option(help="Share of memory kept free for everything else.")] = 0.1,
     show_formulas: Annotated[bool, typer.Option("--formulas", help="Also print the formulas.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw it over context and users: a .svg or .png file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan decoding: weights, cache per user, users that fit, the floor of a step's time, and what bounds it.
+    """Plan serving: weights, cache per user, users that fit, floors of a step and of prompts, and what bounds them.
 
     Weights are counted as the config says they are stored, with the dequantized W_kc and W_v that absorbing keeps;
     --dtype counts all of them in one dtype, and nothing beside them.
 
     A floor is what memory, arithmetic and links allow, at the shares of their data sheets that good kernels reach; real
-    steps take longer. Latent attention is counted in its absorbed form, plain attention as it is.
+    steps take longer. Latent attention is counted in its absorbed form, plain attention as it is; prompts in the form
+    with fewer FLOPs, each read in one pass.
+
+    With --draft-tokens a step verifies what was drafted, and tokens/s are those that are accepted. Layers that draft
+    are counted like the last one, where the config says that there are any (num_nextn_predict_layers).
 
     Exits with 0 where the users fit in at least one layout, 1 where they fit in none, 2 for input that cannot be read.
     """
     with ending():
-        weight_dtype = "bf16" if dtype is None else values.dtype(dtype, known=planning.WEIGHT_BYTES)
+        weight_dtype = "bf16" if dtype is None else values.dtype(dtype, known=WEIGHT_BYTES)
         if not 0 <= reserve < 1:
             raise InputError(f"reserve is {reserve}, expected a share from 0 to below 1")
         request = Request(
@@ -71,7 +86,12 @@ def plan(
             values.count(tp, "tp", _MOST_MACHINES),
             values.count(dcp, "dcp", _MOST_MACHINES),
             reserve,
+            values.count(draft_tokens, "draft-tokens", MOST_DRAFTS, least=0),
+            acceptance,
+            None if prompt is None else values.count(prompt, "prompt", _MOST_CONTEXT),
+            None if output is None else values.count(output, "output", _MOST_CONTEXT),
         )
+        request.check()
         machine = machine_named(gpu)
         if plot is not None:
             check(plot)
@@ -79,11 +99,11 @@ def plan(
             model = survey(source).facts
         if dtype is None and model.stored:
             cache = model.stored.dtype if cache_dtype is None else request.cache_dtype
-            request = replace(request, weight_dtype=planning.AS_STORED, cache_dtype=cache)
+            request = replace(request, weight_dtype=AS_STORED, cache_dtype=cache)
         result = planning.plan(model, machine, request)
         if plot is not None:
             draw(model, machine, request, plot)
-        sites = planning.attentions(model)
+        sites = attentions(model)
         texts = formula_lines(result, any(a.latent for a in sites), any(a.J for a in sites)) if show_formulas else []
         if as_json:
             print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
@@ -105,6 +125,10 @@ def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
                 continue
             used |= expression.free_symbols
             lines.append(f"  {name} = {sympy.sstr(expression)}")
+            of_prompts = step_formulas.expressions(row.layout, latent, prompt=True)[name]
+            if name not in _MEMORY and of_prompts != expression:
+                used |= of_prompts.free_symbols
+                lines.append(f"  {name} of prompts = {sympy.sstr(of_prompts)}")
     lines.append("letters: " + "; ".join(f"{s} {step_formulas.MEANING[s]}" for s in step_formulas.MEANING if s in used))
     return lines
 
@@ -112,7 +136,7 @@ def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
 def _show(result: Plan) -> None:
     request, machine = result.request, result.machine
     where = f"{request.tp} x {machine.name}" if request.tp > 1 else machine.name
-    dtypes = f"weights {planning.AS_STORED}" if result.stored else request.weight_dtype
+    dtypes = f"weights {AS_STORED}" if result.stored else request.weight_dtype
     if request.cache_dtype != request.weight_dtype:
         dtypes += f", cache in {request.cache_dtype}"
     memory, compute = f"{machine.memory_share:.0%}", f"{machine.compute_share:.0%}"
@@ -128,12 +152,24 @@ def _show(result: Plan) -> None:
     for name in names:
         table.add_column(name, justify="right")
     rows = result.layouts
+    _fits(table, request, rows)
+    _step(table, request, rows)
+    _prompts(table, request, rows)
+    out.print(table)
+    if machine.source:
+        say(f"figures of the machine: {machine.source}")
+
+
+def _fits(table: Table, request: Request, rows: tuple[LayoutPlan, ...]) -> None:
     table.add_row("weights per GPU", *(gigabytes(r.weight_bytes) for r in rows))
     table.add_row("cache of a user on a GPU", *(gigabytes(r.cache_bytes_per_user) for r in rows))
     table.add_row("users that fit", *(f"{r.most_users:,}" for r in rows))
     table.add_row("users per GPU", *(f"{r.most_users / request.tp:,.4g}" for r in rows))
     fits = ("[green]yes[/]" if r.fits else "[red]no[/]" for r in rows)
     table.add_row(f"{request.users:,} users fit", *fits, end_section=True)
+
+
+def _step(table: Table, request: Request, rows: tuple[LayoutPlan, ...]) -> None:
     table.add_row("attention: reading the cache", *(seconds(r.cache_memory_s) for r in rows))
     table.add_row("attention: arithmetic", *(seconds(r.attention_compute_s) for r in rows))
     if any(r.choosing_memory_s or r.choosing_compute_s for r in rows):
@@ -145,10 +181,32 @@ def _show(result: Plan) -> None:
         table.add_row("bytes over links of a GPU", *(f"{r.network_bytes / 1e6:,.4g} MB" for r in rows))
     table.add_row("links", *(seconds(r.network_s) for r in rows), end_section=True)
     table.add_row("floor of a decode step", *(seconds(r.step_s) for r in rows), style="bold")
+    if request.draft_tokens:
+        table.add_row("of it drafting", *(seconds(r.drafting_s) for r in rows))
+        table.add_row("tokens of a user per step", *(f"{r.tokens_per_step:.3g}" for r in rows))
     table.add_row("tokens/s of one batch", *(f"{r.tokens_per_s:,.0f}" for r in rows))
     table.add_row("bound on tokens/s", *(f"{r.most_tokens_per_s:,.0f}" for r in rows))
     table.add_row("bound on tokens/s per GPU", *(f"{r.most_tokens_per_s / request.tp:,.0f}" for r in rows))
-    table.add_row("bottleneck", *(r.bottleneck for r in rows))
-    out.print(table)
-    if machine.source:
-        say(f"figures of the machine: {machine.source}")
+    table.add_row("bottleneck", *(r.bottleneck for r in rows), end_section=True)
+
+
+def _prompts(table: Table, request: Request, rows: tuple[LayoutPlan, ...]) -> None:
+    read = [row.prefill for row in rows]
+    table.add_row(f"prompts of {request.prompt_tokens:,} tokens")
+    table.add_row("attention", *(seconds(p.floor.attention_s) for p in read))
+    if any(p.floor.choosing_s for p in read):
+        table.add_row("choosing keys", *(seconds(p.floor.choosing_s) for p in read))
+    table.add_row("the rest", *(seconds(p.floor.weights_s) for p in read))
+    table.add_row("links", *(seconds(p.floor.network_s) for p in read), end_section=True)
+    table.add_row(f"floor of {request.users:,} prompts", *(seconds(p.step_s) for p in read), style="bold")
+    table.add_row("first token of one alone", *(seconds(p.first_token_s) for p in read))
+    table.add_row("prompt tokens/s of one batch", *(f"{p.tokens_per_s:,.0f}" for p in read))
+    table.add_row("bound on prompt tokens/s", *(f"{p.most_tokens_per_s:,.0f}" for p in read))
+    table.add_row("bound on them per GPU", *(f"{p.most_tokens_per_s / request.tp:,.0f}" for p in read))
+    table.add_row("bottleneck", *(p.bottleneck for p in read), end_section=True)
+    if request.output is not None:
+        batch, most = ([r.served_tokens_per_s or 0 for r in rows], [r.most_served_tokens_per_s or 0 for r in rows])
+        table.add_row(f"{request.output:,} tokens for each prompt", style="bold")
+        table.add_row("tokens/s of one batch", *(f"{n:,.0f}" for n in batch))
+        table.add_row("bound on tokens/s", *(f"{n:,.0f}" for n in most))
+        table.add_row("bound on tokens/s per GPU", *(f"{n / request.tp:,.0f}" for n in most))

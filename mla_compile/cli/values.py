@@ -12,13 +12,13 @@ _FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float8": "fp8"}
 
 
-def count(text: str, what: str, most: int) -> int:
-    """A whole number from 1, with k for 1,024 and m for 1,048,576: ``128k``. Raises :class:`InputError`."""
+def count(text: str, what: str, most: int, least: int = 1) -> int:
+    """A whole number from ``least``, with k for 1,024 and m for 1,048,576: ``128k``. Raises :class:`InputError`."""
     found = re.fullmatch(r"\s*(\d{1,18})\s*([km]?)\s*", text.replace(",", "").replace("_", ""), re.IGNORECASE)
     number = int(found[1]) * _FACTORS[found[2].lower()] if found else 0
-    if not 1 <= number <= most:
+    if not found or not least <= number <= most:
         example = "4096 or 128k" if most >= 2**17 else "8"
-        raise InputError(f"{what} is {text!r}, expected a whole number from 1 to {most:,}, such as {example}")
+        raise InputError(f"{what} is {text!r}, expected a whole number from {least} to {most:,}, such as {example}")
     return number
 
 

@@ -24,8 +24,8 @@ from mla_compile.errors import CaptureError, InputError
 from mla_compile.models import config_file, quantization, skeleton, sources
 from mla_compile.models.quantization import Quantization
 from mla_compile.models.stored import stored_weights
-from mla_compile.models.weights import first_int, tensors_of, text_config, weights_of
-from mla_compile.report.facts import CachedLayers, Facts, Family, Weights, family_of, latent_sites
+from mla_compile.models.weights import Tensor, first_int, tensors_of, text_config, weights_of
+from mla_compile.report.facts import CachedLayers, Drafting, Facts, Family, Weights, family_of, latent_sites
 from mla_compile.report.report import Report
 
 _ROWS = {"keys", "values"}
@@ -100,6 +100,8 @@ def _of_language_model(model: nn.Module, notes: tuple[str, ...], quantized: Quan
         traced = ", ".join(f"layer {i} for {n}" if n > 1 else f"layer {i}" for i, n in kinds.items())
         notes += (f"of {len(layers.like)} layers {len(kinds)} are traced, one of each kind: {traced}",)
     surveyed = _assemble(model, report, layers, cached, weights, notes + left_out)
+    drafting = _drafting(model, layers, tensors, surveyed.facts, _cached_layers(cache, layers, more, layers.like[-1:]))
+    surveyed = surveyed._replace(facts=replace(surveyed.facts, drafting=drafting))
     if quantized is None:
         return surveyed
     attentions = {
@@ -140,14 +142,49 @@ def _assemble(
     copies = tuple(len(layers.stands_for(site.where.module)) for site in report.sites)
     widened = [site.dims and _with_widths(site.dims, model, site.where.module) for site in report.sites]
     sites = latent_sites(zip(report.sites, widened, copies, strict=True))
-    config = text_config(model)
-    heads = first_int(config, ("num_attention_heads", "n_head"))
-    width = next((s.dims.D for s in sites), None) or first_int(config, ("hidden_size", "n_embd"))
+    heads = first_int(text_config(model), ("num_attention_heads", "n_head"))
+    width = next((s.dims.D for s in sites), None) or first_int(text_config(model), ("hidden_size", "n_embd"))
     family = family_of(report.sites) or _without_latent(cached, heads, report)
     facts = Facts(
         type(model).__name__, family, report.sites, sites, cached, weights, heads, width, notes, copies, report.messages
     )
     return Survey(facts, report)
+
+
+def _drafting(
+    model: nn.Module,
+    layers: skeleton.Layers,
+    tensors: Sequence[Tensor],
+    facts: Facts,
+    cached: tuple[CachedLayers, ...],
+) -> Drafting | None:
+    """The layers that the config says predict further tokens, and that transformers does not build with the model.
+
+    Each is like the last layer, whose ``cached`` values are given, behind norms and a projection from the hidden state
+    and the embedding of a token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """
+    count = first_int(text_config(model), ("num_nextn_predict_layers", "num_mtp_layers"))
+    if not (count and layers.path and facts.width):
+        return None
+    at, last = f"{layers.path}.{layers.like[-1]}.", f"{layers.path}.{len(layers.like) - 1}."
+    latent = latent_sites(
+        (site, _with_widths(site.dims, model, site.where.module), 1)
+        for site in facts.sites
+        if site.dims and site.where.module.startswith(at)
+    )
+    if not (latent or cached):
+        return None
+    owned = [tensor for tensor in tensors if tensor.module.startswith(last)]
+    joined = 2 * facts.width**2 + 3 * facts.width
+    weights = replace(
+        facts.weights,
+        total=sum(tensor.values for tensor in owned) + joined,
+        lookup=0,
+        experts=sum(tensor.values for tensor in owned if tensor.expert),
+    )
+    layer = replace(facts, sites=(), latent=latent, cached=cached, weights=weights, notes=(), copies=(),
+                    messages=())  # fmt: skip
+    return Drafting(count, layer)
 
 
 def _without_latent(cached: Sequence[CachedLayers], heads: int | None, report: Report) -> Family:
@@ -174,8 +211,13 @@ def _besides(cache: Any, model: nn.Module) -> list[dict[str, int]]:
     ]
 
 
-def _cached_layers(cache: Any, layers: skeleton.Layers, more: Sequence[dict[str, int]]) -> tuple[CachedLayers, ...]:
-    """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold."""
+def _cached_layers(
+    cache: Any, layers: skeleton.Layers, more: Sequence[dict[str, int]], like: tuple[int, ...] | None = None
+) -> tuple[CachedLayers, ...]:
+    """What the cache of the trace holds per token; layers that were not traced hold what those they are like hold.
+
+    ``like``: of the layers that are like these, as far as slots tell layers apart; of all where it is left out.
+    """
     slots = list(getattr(cache, "layers", ()))
     filled: Counter[CachedLayers] = Counter()
     # A layer may have several attentions: slots are shared out evenly.
@@ -186,9 +228,10 @@ def _cached_layers(cache: Any, layers: skeleton.Layers, more: Sequence[dict[str,
             isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.dim() == values.dim() == 4
         ):
             continue
-        copies = layers.like.count(i // per_layer) if per_layer else 1
+        copies = (layers.like if like is None else like).count(i // per_layer) if per_layer else int(like is None)
         shape = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
-        filled[CachedLayers(*shape, count=0, besides=sum(more[i].values()))] += copies
+        if copies:
+            filled[CachedLayers(*shape, count=0, besides=sum(more[i].values()))] += copies
     return tuple(replace(layer, count=count) for layer, count in filled.items())
 
 

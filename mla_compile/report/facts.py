@@ -96,11 +96,23 @@ class CachedLayers:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """``count`` layers that predict tokens after the next one (multi-token prediction), and one as a model by itself.
+
+    ``layer`` makes its logits with the output projection of the model, which is not among its weights.
+    """
+
+    count: int
+    layer: Facts
+
+
+@dataclass(frozen=True)
 class Facts:
     """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
 
     ``sites`` and ``messages`` are those of its report; ``copies``: how many attentions each of the sites stands for.
     ``stored``: the weights as a quantized checkpoint has them; ``None`` if nothing says that they are quantized.
+    ``drafting``: ``None`` if the config names no layers that draft; ``weights`` and ``cached`` are without them.
     """
 
     name: str
@@ -115,6 +127,7 @@ class Facts:
     copies: tuple[int, ...] = ()
     messages: tuple[str, ...] = ()
     stored: StoredWeights | None = None
+    drafting: Drafting | None = None
 
     @property
     def cache_values(self) -> int:

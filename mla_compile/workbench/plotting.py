@@ -13,7 +13,8 @@ from mla_compile.errors import InputError
 from mla_compile.report.facts import Facts
 from mla_compile.report.page.write import checked
 from mla_compile.workbench.machines import Machine
-from mla_compile.workbench.planning import Request, plan
+from mla_compile.workbench.planning import plan
+from mla_compile.workbench.request import Request
 from mla_compile.workbench.step_formulas import LABELS
 
 CONTEXTS = tuple(2**i for i in range(10, 21))
@@ -35,6 +36,7 @@ def draw(model: Facts, machine: Machine, request: Request, path: Path) -> None:
     """Writes the plot; what does not fit in memory is dotted."""
     figure: Any = import_module("matplotlib.figure").Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
+    request = replace(request, prompt=None, output=None)  # steps are drawn, and contexts may be shorter than a prompt
     _lines(left, model, machine, [(T, replace(request, context=T)) for T in CONTEXTS], "step_s", 1e3)
     left.set(xlabel="tokens of context per user", ylabel="floor of a decode step, ms", title=f"{request.users:,} users")
     _lines(right, model, machine, [(n, replace(request, users=n)) for n in USERS], "tokens_per_s", 1.0)

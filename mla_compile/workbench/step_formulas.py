@@ -1,4 +1,8 @@
-"""Formulas of a decode step on several machines: FLOPs, bytes, and what goes over the links.
+"""Formulas of a pass over several machines, of a decode step or of prompts: FLOPs, bytes, what goes over the links.
+
+A pass computes S tokens of each of B users: one, or with those that were drafted; all of a prompt. The tokens of a step
+read a user's cache once, and J rows where they choose keys (as if they all chose the same). A prompt attends causally,
+in the form that takes fewer FLOPs: expanded, or absorbed with each token's J keys.
 
 There are four ways to share B users with T tokens each among P machines:
 
@@ -18,6 +22,9 @@ logits of all. With whole users on each (``data``) the tokens of all are gathere
 Where queries choose the keys that they attend to (DeepSeek-V3.2, arXiv 2512.02556), an attention reads J rows, and what
 chooses them looks at all T tokens before it. It is counted apart: its heads are not split (each machine needs the whole
 list), and in a split context each chooses among its own tokens and the lists are merged.
+
+Prompts are not split by context: machines that share one each compute their heads over all of it, as if replicated, and
+keep their part of the rows.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from typing import Literal
 import sympy
 
 from mla_compile.passes.decide import formulas
-from mla_compile.passes.decide.formulas import B, E, G, H, J, L, R, T
+from mla_compile.passes.decide.formulas import B, E, G, H, J, L, N, R, S, T
 
 Layout = Literal["replicated", "context", "data", "experts"]
 LABELS: dict[Layout, str] = {
@@ -42,6 +49,7 @@ LABELS: dict[Layout, str] = {
 P, C = sympy.symbols("P C", positive=True)  # machines that share a model, and that share a context
 Q = sympy.Symbol("Q", positive=True)  # nodes that the machines lie on
 K, V_ = sympy.symbols("K V", positive=True)  # widths of a key head and a value head without latent rows
+O = sympy.Symbol("O", positive=True)  # noqa: E741  tokens of a user whose logits are made
 D, A = sympy.symbols("D A", positive=True)  # model width; bytes of an activation on a link
 N_v = sympy.Symbol("N_v", nonnegative=True)  # width of the logits
 A_x = sympy.Symbol("A_x", positive=True)  # bytes of an activation on its way to an expert
@@ -54,11 +62,14 @@ U, Z = sympy.symbols("U Z", positive=True)  # bytes of W_kc and W_v: dequantized
 
 MEANING = {
     B: "users",
+    S: "tokens per user in a pass",
+    O: "tokens of them whose logits are made",
     T: "tokens of context per user",
     H: "query heads",
     G: "key heads",
     L: "latent width",
     R: "rotary width",
+    N: "unrotated key width per head",
     K: "key width per head",
     V_: "value width per head",
     D: "model width",
@@ -86,13 +97,29 @@ MEANING = {
 }
 
 
+def _attention(form: formulas.Form) -> formulas.Stage:
+    return next(stage for stage in formulas.stages(form) if stage.name == "attention")
+
+
 @cache
 def core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """FLOPs and bytes of one layer's decode attention on a machine that has all of it."""
     if latent:
-        (stage,) = (s for s in formulas.stages("sparse") if s.name == "attention")
-        return 2 * stage.multiply_adds.subs(formulas.DECODE), E * stage.activations.subs(formulas.DECODE)
-    return 2 * B * T * H * (K + V_), E * (B * T * G + B * H) * (K + V_)
+        stage, rows = _attention("chained"), {T: J}
+        return 2 * stage.multiply_adds.subs(rows), E * stage.activations.subs(rows)
+    return 2 * B * S * T * H * (K + V_), E * (B * T * G + B * S * H) * (K + V_)
+
+
+@cache
+def prompt_core(latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
+    """The same of prompts: token i of S attends to i keys, or to J of them."""
+    keys, chosen = (S + 1) / 2, J - J * (J - 1) / (2 * S)  # on average over the tokens
+    if latent:
+        expanded, absorbed = _attention("expanded"), _attention("sparse")
+        flops = sympy.Min(expanded.multiply_adds.subs(T, keys), absorbed.multiply_adds.subs(J, chosen))
+        once = (stage.activations.subs(T, S) for stage in (expanded, _attention("chained")))
+        return 2 * flops, E * sympy.Min(*once)
+    return 2 * B * S * keys * H * (K + V_), E * B * S * (G + H) * (K + V_)
 
 
 def cache_values(latent: bool) -> sympy.Expr:
@@ -112,10 +139,15 @@ def share(expression: sympy.Expr, layout: Layout) -> sympy.Expr:
 
 
 @cache
-def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
-    """Every quantity of one layout, per machine; attention and network are those of one layer."""
-    flops, moved = core(latent)
-    touched = X * (1 - (1 - k / n) ** B)  # of experts that at least one of B tokens takes, if all are equally likely
+def expressions(layout: Layout, latent: bool, *, prompt: bool = False) -> dict[str, sympy.Expr]:
+    """Every quantity of one layout, per machine; attention and network are those of one layer.
+
+    ``prompt``: of a pass over whole prompts, where S is T, and not of a decode step.
+    """
+    if prompt and layout == "context":
+        layout = "replicated"
+    flops, moved = prompt_core(latent) if prompt else core(latent)
+    touched = X * (1 - (1 - k / n) ** (B * S))  # of experts that at least one token takes, if all are equally likely
     heads, dense = (1 if layout in ("data", "experts") else 1 / P), (1 if layout == "experts" else 1 / P)
     network, between = _sent(layout, latent)
     vocabulary, vocabulary_between = _sent_for_vocabulary(layout)
@@ -123,18 +155,28 @@ def expressions(layout: Layout, latent: bool) -> dict[str, sympy.Expr]:
     return {
         "attention FLOPs": share(flops, layout),
         "attention bytes": share(moved, layout),
-        "choosing FLOPs": share(F * B * T, layout),
+        "choosing FLOPs": share(F * B * S * ((S + 1) / 2 if prompt else T), layout),
         "choosing bytes": share(B * besides, layout),
         "cache bytes per user": stored if by_user(layout) else share(stored, layout),
         "bytes to choose by, per user": besides if by_user(layout) else share(besides, layout),
         "weight bytes": (E_w * W - E_h * W_h) * dense + E_x * X / P + (E_h * W_h + U) * heads,
         "weight bytes read": (E_w * W - E_h * W_h) * dense + E_x * touched / P + (E_h * W_h + U - Z) * heads,
-        "weight FLOPs": 2 * B * (W + X * k / n) / P,
+        "weight FLOPs": _multiplied(layout),
         "network bytes": network,
         "network bytes between nodes": between,
         "network bytes of the vocabulary": vocabulary,
         "network bytes of the vocabulary between nodes": vocabulary_between,
     }
+
+
+def _multiplied(layout: Layout) -> sympy.Expr:
+    """FLOPs of the weights: those that are whole on each machine for its own users, the others split for all."""
+    own = sympy.ceiling(B / P)
+    logits, others, experts = O * D * N_v, S * (W - D * N_v), S * X * k / n
+    if layout == "experts":
+        return 2 * own * (others + logits) + 2 * B * experts / P
+    whole = S * W_h if layout == "data" else sympy.Integer(0)
+    return 2 * own * whole + 2 * B * (others + logits + experts - whole) / P
 
 
 def by_user(layout: Layout) -> bool:
@@ -145,37 +187,38 @@ def by_user(layout: Layout) -> bool:
 def _sent(layout: Layout, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     """Bytes that a machine sends for a layer, in all and to other nodes."""
     if layout == "experts":
-        # Each of B/P tokens to every other machine that has one of its k experts, all of them equally likely.
-        to_experts = [B / P * (count - 1) * (1 - (1 - 1 / count) ** k) * D * (A_x + A) for count in (P, Q)]
+        # Each of BS/P tokens to every other machine that has one of its k experts, all of them equally likely.
+        to_experts = [B * S / P * (count - 1) * (1 - (1 - 1 / count) ** k) * D * (A_x + A) for count in (P, Q)]
         return to_experts[0], to_experts[1]
     times = 1 if layout == "data" else 2
-    network = times * 2 * (P - 1) / P * B * D * A  # all-reduce, or all-gather and reduce-scatter, of B tokens
-    between = times * 2 * (Q - 1) / P * B * D * A
+    network = times * 2 * (P - 1) / P * B * S * D * A  # all-reduce, or all-gather and reduce-scatter, of all tokens
+    between = times * 2 * (Q - 1) / P * B * S * D * A
     if layout == "context":
         row, out = (L + R, L) if latent else (K, V_)
-        exchanged = B * ((H * C / P) * (row + out) * A + M * J * 8)  # of what is chosen: score and index
+        exchanged = B * S * ((H * C / P) * (row + out) * A + M * J * 8)  # of what is chosen: score and index
         network += (C - 1) / C * exchanged
         between += (1 - 1 / sympy.Max(1, C * Q / P)) * exchanged
     return network, between
 
 
 def _sent_for_vocabulary(layout: Layout) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes that a machine sends for the embeddings and the logits of a step, in all and to other nodes."""
+    """Bytes that a machine sends for the embeddings and the logits of a pass, in all and to other nodes."""
     if layout == "experts":  # each has all of the vocabulary
         return sympy.Integer(0), sympy.Integer(0)
-    logits = B * N_v * A / (P if layout == "data" else 1)  # of all machines' columns, what one gets
-    summed = 2 * B * D * A
+    logits = B * O * N_v * A / (P if layout == "data" else 1)  # of all machines' columns, what one gets
+    summed = 2 * B * S * D * A
     if layout == "data":
         return (P - 1) / P * (summed + logits), (Q - 1) / P * summed + (Q - 1) / Q * logits
     return (P - 1) / P * (summed + logits), (Q - 1) / P * (summed + logits)
 
 
-def number(layout: Layout, latent: bool, what: str, values: Mapping[str, float]) -> float:
+def number(layout: Layout, latent: bool, what: str, values: Mapping[str, float], *, prompt: bool = False) -> float:
     """The value of one of the :func:`expressions`; ``values`` by the names of the letters of :data:`MEANING`."""
-    return float(_function(layout, latent, what)(*(values[str(s)] for s in MEANING)))
+    return float(_function(layout, latent, what, prompt)(*(values[str(s)] for s in MEANING)))
 
 
 @cache
-def _function(layout: Layout, latent: bool, what: str) -> Callable[..., float]:
-    function: Callable[..., float] = sympy.lambdify(list(MEANING), expressions(layout, latent)[what], modules="math")
+def _function(layout: Layout, latent: bool, what: str, prompt: bool) -> Callable[..., float]:
+    expression = expressions(layout, latent, prompt=prompt)[what]
+    function: Callable[..., float] = sympy.lambdify(list(MEANING), expression, modules="math")
     return function

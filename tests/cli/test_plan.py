@@ -15,7 +15,7 @@ from mla_compile.cli.app import app
 from mla_compile.models.survey import Survey
 from mla_compile.report.report import Report
 from mla_compile.workbench.machines import machine
-from tests.support.facts import GROUPED, V3
+from tests.support.facts import GROUPED, V3, V3_MTP
 
 SMALL = {
     "model_type": "minicpm3", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
@@ -30,7 +30,8 @@ def here(tmp_path, monkeypatch):
     """The command on V3's sizes, without tracing them in every test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "mla_compile.cli.plan.survey", lambda source: Survey({"v3": V3, "grouped": GROUPED}[source], Report(()))
+        "mla_compile.cli.plan.survey",
+        lambda source: Survey({"v3": V3, "v3_mtp": V3_MTP, "grouped": GROUPED}[source], Report(())),
     )
     return tmp_path
 
@@ -52,6 +53,39 @@ def test_a_request_as_text_and_as_json(here):
     assert said["schema"] == "mla_compile.plan/1"
     assert [row["fits"] for row in said["layouts"]] == [False] * 4
     assert all(math.isfinite(row["step_s"]) for row in said["layouts"])
+
+
+def test_drafts_and_prompts_as_text_and_as_json(here):
+    asked = ("v3_mtp", "--context", "8k", "--users", "64", "--dtype", "fp8", "--tp", "8", "--draft-tokens", "2",
+             "--acceptance", "0.5", "--prompt", "6k", "--output", "1k")  # fmt: skip
+    done = call(*asked, "--formulas")
+    assert done.exit_code == 0, done.output
+    for text in (
+        "of it drafting", "tokens of a user per step", "1.75", "prompts of 6,144 tokens", "floor of 64 prompts",
+        "first token of one alone", "1,024 tokens for each prompt", "one more layer with 11.61 billion weights",
+        "attention FLOPs of prompts = ", "S tokens per user in a pass",
+    ):  # fmt: skip
+        assert text in done.output
+    done = call(*asked, "--json")
+    said = json.loads(done.stdout)
+    assert said["schema"] == "mla_compile.plan/1"
+    assert {name: said["request"][name] for name in ("draft_tokens", "acceptance", "prompt", "output")} == {
+        "draft_tokens": 2, "acceptance": 0.5, "prompt": 6144, "output": 1024,
+    }  # fmt: skip
+    for row in said["layouts"]:
+        assert row["tokens_per_step"] == 1.75
+        assert 0 < row["drafting_s"] < row["step_s"]
+        assert row["served_tokens_per_s"] < row["most_served_tokens_per_s"] < row["most_tokens_per_s"]
+        assert row["prefill"]["first_token_s"] < row["prefill"]["step_s"]
+    plain = json.loads(call("v3", "--dtype", "fp8", "--tp", "8", "--json").stdout)
+    assert [row["served_tokens_per_s"] for row in plain["layouts"]] == [None] * 4
+    assert "of it drafting" not in call("v3", "--dtype", "fp8", "--tp", "8").output
+
+
+def test_a_plot_of_steps_has_contexts_shorter_than_the_prompt(here):
+    pytest.importorskip("matplotlib")
+    done = call("v3", "--dtype", "fp8", "--tp", "8", "--prompt", "64k", "--output", "1k", "--plot", "plan.svg")
+    assert done.exit_code == 0, done.output
 
 
 def test_the_whole_way_from_a_config(tmp_path):
@@ -137,6 +171,14 @@ def test_a_plot(here, suffix):
         (("v3", "--dtype", "fp6"), "dtype is 'fp6', expected one of fp32, bf16, fp16, fp8, fp4"),
         (("v3", "--cache-dtype", "fp4"), "cache-dtype is 'fp4', expected one of fp32, bf16, fp16, fp8"),
         (("v3", "--cache-dtype", "int3"), "cache-dtype is 'int3'"),
+        (("v3", "--draft-tokens", "some"), "draft-tokens is 'some', expected a whole number from 0 to 64"),
+        (("v3", "--draft-tokens=-1"), "draft-tokens is '-1'"),
+        (("v3", "--draft-tokens", "65"), "draft-tokens is '65'"),
+        (("v3", "--acceptance", "1.5"), "acceptance is 1.5, expected a probability from 0 to 1"),
+        (("v3", "--acceptance", "nan"), "acceptance is nan"),
+        (("v3", "--prompt", "0"), "prompt is '0'"),
+        (("v3", "--prompt", "256k"), "prompt is 262144, expected from 1 to the 131,072 tokens of context"),
+        (("v3", "--output", "0"), "output is '0'"),
         (("v3", "--reserve", "1"), "reserve is 1.0"),
         (("v3", "--reserve", "nan"), "reserve is nan"),
         (("v3", "--plot", "plan.pdf"), "neither .svg nor .png"),

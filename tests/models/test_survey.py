@@ -8,7 +8,7 @@ import torch
 from mla_compile.models import config_file, skeleton
 from mla_compile.models.survey import survey
 from mla_compile.report.explained import explained
-from tests.support.explaining import TINY, call, write
+from tests.support.explaining import LLAMA, TINY, call, write
 from tests.support.models import SPARSE
 
 
@@ -68,6 +68,52 @@ def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(
     attention = 2 * 3 * 4 * (2 * 64 + 16)
     assert (grows["sparse"], grows["absorbed"]) == (2 * 400, 2 * 400 + attention)
     assert (costs["sparse"].bytes[1] - costs["sparse"].bytes[0]) / (32768 - 4096) == 2 * 2 * 24
+
+
+def test_layers_that_draft_are_like_the_last_one(explained_models):
+    """A projection from two widths and three norms stand before it; the output projection is the model's."""
+    model = survey(write(TINY | {"num_nextn_predict_layers": 2})).facts
+    assert model.drafting.count == 2
+    layer, last = model.drafting.layer, skeleton.build(config_file.read("config.json")[0]).model.layers[-1]
+    own = sum(parameter.numel() for parameter in last.parameters())
+    assert layer.weights.total == own + 2 * 48 * 48 + 3 * 48
+    assert layer.weights.experts == 6 * 3 * 24 * 48
+    assert (layer.weights.lookup, layer.weights.vocabulary) == (0, 97)
+    assert [(site.count, site.dims) for site in layer.latent] == [(1, model.latent[0].dims)]
+    assert [(cached.count, cached.values) for cached in layer.cached] == [(1, model.cached[0].values)]
+    assert (layer.width, layer.heads, layer.drafting) == (48, 4, None)
+    assert survey(write(TINY | {"num_nextn_predict_layers": 0})).facts.drafting is None
+
+
+def test_a_layer_that_drafts_has_the_cache_and_the_indexer_of_the_last(explained_models):
+    """Of the three layers the last has an indexer of its own."""
+    family = SPARSE["glm_moe_dsa"]
+    config = {"model_type": "glm_moe_dsa", **family.kwargs, "index_topk": 100, "num_nextn_predict_layers": 1}
+    (site,), (cached,) = (d := survey(write(config)).facts.drafting.layer).latent, d.cached
+    assert (site.count, site.chosen, site.choosing_flops) == (1, 100, 400)
+    assert (cached.count, cached.rows, cached.besides) == (1, 80, 24)
+
+
+def test_a_last_layer_without_a_cache_that_grows_says_nothing_of_drafting(explained_models):
+    """Qwen3-Next's fourth layer attends; its fifth keeps a state."""
+    sizes = {
+        "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 5, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    last, other = (survey(write({"model_type": "qwen3_next", **sizes, "num_hidden_layers": n})).facts for n in (4, 5))
+    assert [(c.count, c.values) for c in last.drafting.layer.cached] == [(1, 64)]
+    assert (other.cached, other.drafting) == (last.cached, None)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_nextn_predict_layers": 1}])
+def test_plain_attention_has_layers_that_draft_too(explained_models, sizes):
+    drafting = survey(write(LLAMA | sizes)).facts.drafting
+    if not sizes:
+        assert drafting is None
+        return
+    assert drafting.layer.latent == ()
+    assert [(c.count, c.key_heads, c.values) for c in drafting.layer.cached] == [(1, 2, 48)]
 
 
 def falcon(**more: object) -> dict[str, object]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mla_compile.core.dims import Dims
-from mla_compile.report.facts import CachedLayers, Facts, LatentSites, Weights
+from mla_compile.report.facts import CachedLayers, Drafting, Facts, LatentSites, Weights
 from mla_compile.report.stored import StoredPart, StoredWeights, UpProjections
 
 V3_DIMS = Dims(H=128, L=512, R=64, N=128, V=128, Q=1536, D=7168)
@@ -12,6 +14,12 @@ V3 = Facts(
     "V3", "MLA", (), (LatentSites(V3_DIMS, 61, absorbed=True),), (CachedLayers(1, 512, 1, 64, 61),), V3_WEIGHTS,
     heads=128, width=7168,
 )  # fmt: skip
+# With the layer that drafts: 11.5 billion weights (README_WEIGHTS.md of DeepSeek-V3), and 2 x 7168 x 7168 that join.
+V3_LAYER = Facts(
+    "V3", "MLA", (), (LatentSites(V3_DIMS, 1, absorbed=True),), (CachedLayers(1, 512, 1, 64, 1),),
+    Weights(11_610_067_968, 0, 256 * 3 * 2048 * 7168, 256, 8.0, 129_280), heads=128, width=7168,
+)  # fmt: skip
+V3_MTP = replace(V3, drafting=Drafting(1, V3_LAYER))
 # As it is published, in fp8 with block scales.
 V3_STORED = StoredWeights(
     "fp8", ("fp8 with a scale for 128 x 128",), "bf16", "fp8",

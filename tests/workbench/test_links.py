@@ -12,7 +12,8 @@ from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.models.survey import survey_config
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.workbench.machines import machine
-from mla_compile.workbench.planning import Request, plan
+from mla_compile.workbench.planning import plan
+from mla_compile.workbench.request import Request
 from tests.distributed.jobs import EAGER, by_transformers, generated, saved
 from tests.support import models
 from tests.support.one_rank import first_of

@@ -9,8 +9,10 @@ import sympy
 
 from mla_compile.errors import InputError
 from mla_compile.workbench import step_formulas
+from mla_compile.workbench.floors import Attention, floor_seconds
 from mla_compile.workbench.machines import machine
-from mla_compile.workbench.planning import AS_STORED, Attention, Request, floor_seconds, plan
+from mla_compile.workbench.planning import plan
+from mla_compile.workbench.request import AS_STORED, Request
 from mla_compile.workbench.step_formulas import expressions
 from tests.support.facts import GROUPED, V3, V3_2, V3_STORED, V3_WEIGHTS
 
@@ -190,7 +192,22 @@ def test_indexers_are_shared_by_layers_but_not_by_heads():
 
 def sent(layout, **values):
     """Bytes that a machine sends for a layer of DeepSeek-V3: in all, and to other nodes."""
-    given = {"B": 1, "D": 7168, "A": 2, "A_x": 1, "k": 8, "n": 256, "C": 1, "Q": 1, "H": 128, "L": 512, "R": 64, "M": 0}
+    given = {
+        "B": 1,
+        "D": 7168,
+        "A": 2,
+        "A_x": 1,
+        "k": 8,
+        "n": 256,
+        "C": 1,
+        "Q": 1,
+        "H": 128,
+        "L": 512,
+        "R": 64,
+        "M": 0,
+        "S": 1,
+        "O": 1,
+    }
     made = expressions(layout, latent=True)
     found = (made[name].subs({s: (given | values).get(str(s), 0) for s in made[name].free_symbols})
              for name in ("network bytes", "network bytes between nodes"))  # fmt: skip

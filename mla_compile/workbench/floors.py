@@ -1,0 +1,155 @@
+"""The floor of one pass: of a decode step, of the tokens that are drafted for the next one, or of prompts.
+
+A floor is the sum of what has to happen in sequence: the attention of every layer, what chooses its keys, everything
+else, and what goes over the links; of each, the slower of memory and arithmetic. Floors of passes that follow each
+other add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+
+from mla_compile.core.quantities import BYTES
+from mla_compile.workbench.machines import Machine
+from mla_compile.workbench.step_formulas import MEANING, Layout, number
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``count`` attentions of the same sizes, with latent rows (L, R) or G heads of keys and values (K, V).
+
+    ``N`` and ``V`` are the widths that latent rows are expanded to, which only prompts do. ``J``: the tokens that a
+    query attends to, 0 for all; ``F``: FLOPs per token of context to choose them, 0 where another attention chose.
+    """
+
+    count: int
+    H: int
+    L: int = 0
+    R: int = 0
+    G: int = 1
+    K: int = 0
+    V: int = 0
+    J: int = 0
+    F: int = 0
+    N: int = 0
+
+    @property
+    def latent(self) -> bool:
+        """Whether all heads read one latent row per token."""
+        return self.L > 0
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds of passes on one machine, by what takes them; ``network_bytes`` go over the links of a machine.
+
+    ``attention_s``, ``choosing_s``, ``weights_s``: the slower of memory and arithmetic, each pass by itself.
+    """
+
+    cache_memory_s: float
+    attention_compute_s: float
+    attention_s: float
+    choosing_memory_s: float
+    choosing_compute_s: float
+    choosing_s: float
+    weight_memory_s: float
+    weight_compute_s: float
+    weights_s: float
+    network_bytes: float
+    network_s: float
+
+    def __add__(self, other: Floor) -> Floor:
+        """Of both, one after the other."""
+        return Floor(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: float) -> Floor:
+        """Of so many alike."""
+        return Floor(*(times * a for a in astuple(self)))
+
+    @property
+    def seconds(self) -> float:
+        """Of all, in sequence."""
+        return self.attention_s + self.choosing_s + self.weights_s + self.network_s
+
+    @property
+    def busiest_s(self) -> float:
+        """Of memory, arithmetic or links, whichever has most to do: what is left if they are busy at the same time."""
+        memory = self.cache_memory_s + self.choosing_memory_s + self.weight_memory_s
+        arithmetic = self.attention_compute_s + self.choosing_compute_s + self.weight_compute_s
+        return max(memory, arithmetic, self.network_s)
+
+    @property
+    def bottleneck(self) -> str:
+        """The longest part."""
+        parts: dict[str, float] = {}
+        for name, reading, computing in (
+            (("reading the cache", "attention arithmetic"), self.cache_memory_s, self.attention_compute_s),
+            (
+                ("choosing keys: reading", "choosing keys: arithmetic"),
+                self.choosing_memory_s,
+                self.choosing_compute_s,
+            ),
+            (("reading weights", "arithmetic of weights"), self.weight_memory_s, self.weight_compute_s),
+        ):
+            parts[name[computing > reading]] = max(reading, computing)
+        parts["links"] = self.network_s
+        return max(parts, key=lambda name: parts[name])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where passes run: a layout of machines, and the dtypes in which they read the cache and multiply weights."""
+
+    layout: Layout
+    machine: Machine
+    cache_dtype: str
+    arithmetic: str
+
+    def floor(self, sites: tuple[Attention, ...], letters: Mapping[str, float], *, prompt: bool = False) -> Floor:
+        """Of a pass through attentions and weights; ``letters``: sizes of both, users and tokens."""
+
+        def of(what: str, site: Attention) -> float:
+            return number(self.layout, site.latent, what, values(site, **letters), prompt=prompt)
+
+        def total(what: str) -> float:
+            return sum(s.count * of(what, s) for s in sites)
+
+        def once(what: str) -> float:
+            return of(what, sites[0])
+
+        machine, peak = self.machine, self.machine.peak(self.cache_dtype)
+        memory_s, compute_s = total("attention bytes") / machine.bandwidth, total("attention FLOPs") / peak
+        attention_s = sum(
+            s.count * max(of("attention bytes", s) / machine.bandwidth, of("attention FLOPs", s) / peak) for s in sites
+        )
+        choose_s, rank_s = once("choosing bytes") / machine.bandwidth, total("choosing FLOPs") / peak
+        read_s = once("weight bytes read") / machine.bandwidth
+        multiply_s = once("weight FLOPs") / machine.peak(self.arithmetic)
+        exchanged, between = (
+            total(f"network bytes{where}") + once(f"network bytes of the vocabulary{where}")
+            for where in ("", " between nodes")
+        )
+        network_s = (exchanged - between) / machine.link_bytes_per_s if machine.link_bytes_per_s else 0.0
+        if machine.network_bytes_per_s:
+            network_s = max(network_s, between / machine.network_bytes_per_s)
+        return Floor(
+            memory_s, compute_s, attention_s, choose_s, rank_s, max(choose_s, rank_s),
+            read_s, multiply_s, max(read_s, multiply_s), exchanged, network_s,
+        )  # fmt: skip
+
+
+def values(site: Attention, **letters: float) -> dict[str, float]:
+    """What the formulas take: the sizes of an attention, and ``letters`` by name; what is not given is 0."""
+    sizes: dict[str, float] = {name: getattr(site, name) for name in "HLRNGKV"}
+    sizes |= {"J": min(site.J or letters["T"], letters["T"]), "F": site.F, "M": float(site.F > 0)}
+    return dict.fromkeys(map(str, MEANING), 0.0) | sizes | letters
+
+
+def floor_seconds(attention: Attention, machine: Machine, *, B: int, T: int, dtype: str = "bf16") -> float:
+    """The floor of one decode attention of B sequences with T cached tokens, on one machine."""
+    given = values(attention, B=B, S=1, T=T, E=BYTES[dtype], P=1, C=1)
+    return max(
+        number("replicated", attention.latent, "attention bytes", given) / machine.bandwidth,
+        number("replicated", attention.latent, "attention FLOPs", given) / machine.peak(dtype),
+    )

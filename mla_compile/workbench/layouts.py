@@ -1,0 +1,235 @@
+"""One layout of a request: what fits, the floors of a step and of prompts, and the tokens/s that they allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mla_compile.core.quantities import BYTES
+from mla_compile.errors import InputError
+from mla_compile.report.facts import Facts
+from mla_compile.report.stored import StoredWeights
+from mla_compile.workbench.floors import Attention, Floor, Place, values
+from mla_compile.workbench.machines import Machine
+from mla_compile.workbench.request import WEIGHT_BYTES, Request
+from mla_compile.workbench.step_formulas import Layout, by_user, number
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The prompts of all users read in one pass: its floor, in seconds, and prompt tokens/s of all machines together.
+
+    ``first_token_s``: of the prompt of one user alone. ``tokens_per_s`` and ``most_tokens_per_s`` as of a
+    :class:`LayoutPlan`.
+    """
+
+    floor: Floor
+    step_s: float
+    first_token_s: float
+    tokens_per_s: float
+    most_tokens_per_s: float
+    bottleneck: str
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """One layout: bytes on one machine, seconds of one decode step, tokens/s of all machines together.
+
+    ``most_users``: how many fit in the memory of all machines. ``bottleneck`` names the longest part of the step.
+    ``network_bytes``: what a machine exchanges with the others in a step.
+    ``choosing_memory_s`` and ``choosing_compute_s``: what chooses the keys of sparse attentions, 0 without any.
+    ``tokens_per_s`` is of one batch, step after step; ``most_tokens_per_s`` of batches that take turns. Of drafted
+    tokens both count those that are accepted: a step adds ``tokens_per_step`` to a user. ``drafting_s`` of it drafts.
+    ``served_tokens_per_s`` and ``most_served_tokens_per_s``: the same where the machines read the prompts too, ``None``
+    where the request does not say how many tokens answer one.
+    """
+
+    layout: Layout
+    dcp: int
+    weight_bytes: float
+    cache_bytes_per_user: float
+    most_users: int
+    fits: bool
+    cache_memory_s: float
+    attention_compute_s: float
+    attention_s: float
+    choosing_memory_s: float
+    choosing_compute_s: float
+    weight_memory_s: float
+    weight_compute_s: float
+    network_bytes: float
+    network_s: float
+    step_s: float
+    tokens_per_s: float
+    most_tokens_per_s: float
+    bottleneck: str
+    tokens_per_step: float
+    drafting_s: float
+    prefill: Prefill
+    served_tokens_per_s: float | None
+    most_served_tokens_per_s: float | None
+
+
+class Part(NamedTuple):
+    """The model, or the layers that draft: attentions and letters of one, and how many there are."""
+
+    sites: tuple[Attention, ...]
+    letters: Mapping[str, float]
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to lay out what is asked for."""
+
+    layout: Layout
+    dcp: int
+    model: Facts
+    machine: Machine
+    request: Request
+    stored: StoredWeights | None
+
+    def plan(self) -> LayoutPlan:
+        """All of it."""
+        request, held, per_user = self.request, self.held, self.per_user
+        room = max(0.0, self.machine.memory_bytes * (1 - request.reserve) - held)
+        most = math.floor(room / per_user) * (request.tp if by_user(self.layout) else 1)
+        drafting = self.drafting()
+        step = self.step() + drafting if drafting else self.step()
+        prompts = self.prompts(request.users)
+        made, read = request.users * request.tokens_per_step, request.users * request.prompt_tokens
+        served = most_served = None
+        if request.output is not None:
+            both = prompts + step * (request.output / request.tokens_per_step)
+            answered = request.users * request.output
+            served, most_served = answered / both.seconds, answered / both.busiest_s
+        return LayoutPlan(
+            self.layout, self.dcp, held, per_user, most, most >= request.users,
+            step.cache_memory_s, step.attention_compute_s, step.attention_s, step.choosing_memory_s,
+            step.choosing_compute_s, step.weight_memory_s, step.weight_compute_s, step.network_bytes, step.network_s,
+            step.seconds, made / step.seconds, made / step.busiest_s, step.bottleneck, request.tokens_per_step,
+            drafting.seconds if drafting else 0.0,
+            Prefill(
+                prompts, prompts.seconds, self.prompts(1).seconds, read / prompts.seconds, read / prompts.busiest_s,
+                prompts.bottleneck,
+            ),
+            served, most_served,
+        )  # fmt: skip
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The model, and the layers that draft if tokens are drafted."""
+        request, plain = self.request, self.stored.dtype if self.stored else self.request.weight_dtype
+        common = _bytes_of_weights(self.model, self.stored, plain) | {
+            "B": request.users, "T": request.context, "P": request.tp, "C": self.dcp,
+            "Q": self.machine.nodes(request.tp), "E": BYTES[request.cache_dtype],
+            "A": max(2, WEIGHT_BYTES[plain]), "A_x": WEIGHT_BYTES[self.place.arithmetic],
+        }  # fmt: skip
+        model = Part(attentions(self.model), common | _sizes(self.model, self.stored))
+        if not (self.model.drafting and request.draft_tokens):
+            return (model,)
+        layer, count = self.model.drafting.layer, min(self.model.drafting.count, request.draft_tokens)
+        return model, Part(attentions(layer), common | _sizes(layer, self.stored), count)
+
+    @property
+    def place(self) -> Place:
+        """Where its passes run."""
+        arithmetic = self.stored.arithmetic if self.stored else self.request.weight_dtype
+        return Place(self.layout, self.machine, self.request.cache_dtype, arithmetic)
+
+    @property
+    def held(self) -> float:
+        """Bytes of weights on a machine."""
+        weights, stored = self.model.weights, self.stored
+        lookup = stored.lookup_bytes if stored else weights.lookup * WEIGHT_BYTES[self.request.weight_dtype]
+        share = 1 if self.layout == "experts" else self.request.tp
+        return lookup / share + sum(part.copies * self._once("weight bytes", part) for part in self.parts)
+
+    @property
+    def per_user(self) -> float:
+        """Cached bytes of a user on a machine that has some of them."""
+        return sum(
+            part.copies
+            * (
+                sum(s.count * self._of("cache bytes per user", s, part) for s in part.sites)
+                + self._once("bytes to choose by, per user", part)
+            )
+            for part in self.parts
+        )
+
+    def step(self) -> Floor:
+        """A pass of the model over one token of each user and those that were drafted."""
+        (sites, letters, _), tokens = self.parts[0], 1 + self.request.draft_tokens
+        return self.place.floor(sites, {**letters, "S": tokens, "O": tokens})
+
+    def drafting(self) -> Floor | None:
+        """What drafts the tokens of the next step: ``None`` if nothing does, or nothing is known of it."""
+        if len(self.parts) == 1:
+            return None
+        sites, own, count = self.parts[1]
+        letters = {**own, "W": own["W"] + own["D"] * own["N_v"], "O": 1}  # with the model's output projection
+        first = self.place.floor(sites, letters | {"S": self.request.tokens_per_step})
+        again = self.place.floor(sites, letters | {"S": 1})
+        return first * count + again * (self.request.draft_tokens - count)
+
+    def prompts(self, users: int) -> Floor:
+        """A pass over whole prompts of so many users. K and V are made by the weights as stored."""
+        tokens = self.request.prompt_tokens
+        whole = {"B": users, "S": tokens, "T": tokens, "O": 1, "U": 0, "Z": 0}
+        first, *more = (self.place.floor(p.sites, {**p.letters, **whole}, prompt=True) * p.copies for p in self.parts)
+        return sum(more, first)
+
+    def _of(self, what: str, site: Attention, part: Part) -> float:
+        return number(self.layout, site.latent, what, values(site, **part.letters))
+
+    def _once(self, what: str, part: Part) -> float:
+        return self._of(what, part.sites[0], part)
+
+
+def attentions(model: Facts) -> tuple[Attention, ...]:
+    """The attentions of a model: in absorbed form where they are latent, else with the heads of their cache."""
+    found = [
+        Attention(s.count, d.H, L=d.L, R=d.R, N=d.N, V=d.V, J=s.chosen or 0, F=s.choosing_flops)
+        for s in model.latent
+        for d in (s.dims,)
+    ]
+    rows = {v for site in model.latent for v in (site.dims.latent_values, site.dims.expanded_values)}
+    for layer in model.cached:
+        if layer.rows in rows:
+            continue
+        if model.heads is None or layer.key_heads != layer.value_heads:
+            raise InputError(f"{model.name} does not say how many query heads its cache of {layer} serves")
+        found.append(Attention(layer.count, model.heads, G=layer.key_heads, K=layer.key_width, V=layer.value_width))
+    if not found:
+        raise InputError(
+            f"{model.name} has no attention whose cache is known and grows with the context, so there is nothing to "
+            "plan; of modules with caches of their own, only latent rows are known"
+        )
+    return tuple(found)
+
+
+def _bytes_of_weights(model: Facts, stored: StoredWeights | None, dtype: str) -> dict[str, float]:
+    """Bytes per weight, by letter; of heads it is the average of all weights of attentions."""
+    if stored is None:
+        return dict.fromkeys(("E_w", "E_h", "E_x"), WEIGHT_BYTES[dtype])
+    attention, experts = stored.part("attention"), stored.part("routed experts")
+    return {
+        "E_w": (stored.bytes - experts.bytes - stored.lookup_bytes) / max(1, model.weights.dense),
+        "E_h": attention.bytes / max(1, attention.values),
+        "E_x": experts.bytes / max(1, experts.values),
+    }
+
+
+def _sizes(model: Facts, stored: StoredWeights | None) -> dict[str, float]:
+    """The letters of a model, or of a layer that drafts, whose W_kc and W_v are stored like those of the model."""
+    weights, up = model.weights, stored.up if stored else None
+    share = sum(site.count for site in model.latent) / up.layers if up else 0.0
+    return {
+        "W": weights.dense, "W_h": min(model.head_values, weights.dense), "X": weights.experts,
+        "N_v": weights.vocabulary, "n": weights.expert_count, "k": weights.expert_top_k, "D": model.width or 0,
+        "Y": sum(c.count * c.besides for c in model.cached),
+        "U": share * stored.kept_bytes if stored else 0.0, "Z": share * stored.read_in_their_place if stored else 0.0,
+    }  # fmt: skip
