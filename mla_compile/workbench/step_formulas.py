@@ -195,7 +195,7 @@ def _sent(layout: Layout, latent: bool) -> tuple[sympy.Expr, sympy.Expr]:
     between = times * 2 * (Q - 1) / P * B * S * D * A
     if layout == "context":
         row, out = (L + R, L) if latent else (K, V_)
-        exchanged = B * S * ((H * C / P) * (row + out) * A + M * J * 8)  # of what is chosen: score and index
+        exchanged = B * S * ((H * C / P) * (row + out) * A + M * C * J * 8)  # the best of each: score and index
         network += (C - 1) / C * exchanged
         between += (1 - 1 / sympy.Max(1, C * Q / P)) * exchanged
     return network, between

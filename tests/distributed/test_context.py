@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from mla_compile.workbench import step_formulas
 from tests.distributed import context_jobs as jobs
+from tests.support.planned import context_bytes
 
 # Of one process: L=64 R=16, 2 (2L+R) FLOPs per head and cached token, L+R values; two layers and sequences, float32.
 FLOPS, ROWS, LAYERS, BATCH, BYTES, PROMPT = 288, 80, 2, 2, 4, 9
@@ -16,14 +16,6 @@ LONG = os.environ.get("MLA_RANKS") == "long"
 STEPS, LOAD = (64, 200) if LONG else (16, 30)
 # Where ranks have other heads each, more happens; that copies of a model share a cache is shown by their tokens.
 HOW = ["copies", "heads"] if LONG else ["heads"]
-
-
-def planned_bytes(ranks: int, heads: int) -> float:
-    """What ``plan`` says that a layer exchanges for a context that the ranks of the heads share."""
-    values = dict.fromkeys((str(letter) for letter in step_formulas.MEANING), 1.0)
-    values |= {"B": BATCH, "H": heads, "L": 64, "R": 16, "P": ranks, "C": ranks, "A": BYTES, "M": 0}
-    shared, whole = (step_formulas.number(how, True, "network bytes", values) for how in ("context", "replicated"))
-    return shared - whole
 
 
 @pytest.mark.parametrize(
@@ -53,7 +45,7 @@ def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
         if how == "heads":  # queries of all heads, over the own rows; results of the own heads
             assert found["flops"] == FLOPS * all_heads / context
             exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
-            assert exchanged / LAYERS == pytest.approx(planned_bytes(context, all_heads), rel=0.02)
+            assert exchanged / LAYERS == pytest.approx(context_bytes(BATCH, context, all_heads), rel=0.02)
             assert received.pop("all_gather_into_tensor") == sent * (context - 1) * heads * ROWS
             assert received.pop("all_to_all_single") == sent * (context - 1) * heads * RESULT
         else:
@@ -83,7 +75,7 @@ def test_a_static_cache(ranks, family, how, heads):
         received = found["received"]
         if how == "heads":
             exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
-            assert exchanged / LAYERS == pytest.approx(planned_bytes(2, 4), rel=0.02)
+            assert exchanged / LAYERS == pytest.approx(context_bytes(BATCH, 2, 4), rel=0.02)
             assert received.pop("all_gather_into_tensor") == sent * heads * ROWS
             assert received.pop("all_to_all_single") == sent * heads * RESULT
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed import jobs, serving_jobs
+from tests.support.planned import context_bytes
 
 # Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token, L+R values of 4 bytes.
 HEADS, FLOPS, BYTES = 4, 1_152, 320
@@ -52,6 +53,8 @@ def test_pages_that_ranks_share(ranks, count, family, how):
         heads = HEADS if how == "copies" else HEADS // 2  # of each rank
         received, values = found["received"], (context - 1) * heads * 4
         if how == "heads":
+            exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
+            assert exchanged == pytest.approx(context_bytes(1, context, HEADS, chosen), rel=0.02)
             assert received.pop("all_to_all_single") == values * RESULT
             assert received.pop("all_gather_into_tensor") == values * ROWS + (context - 1) * chosen * 8
         else:
