@@ -186,7 +186,7 @@ def test_indexers_are_shared_by_layers_but_not_by_heads():
         assert split.choosing_memory_s == pytest.approx(one.choosing_memory_s / 8)
         assert split.choosing_compute_s == pytest.approx(one.choosing_compute_s / 8)
     dense = plan(V3, H200, request).layouts[1]
-    lists = 21 * 7 / 8 * 64 * 2048 * 8  # of each user's list, the part that others chose: a score and an index
+    lists = 21 * 7 * 64 * 2048 * 8  # for each user, the best of each other machine: a score and an index
     assert context.network_s - dense.network_s == pytest.approx(lists / H200.link_bytes_per_s)
 
 
