@@ -186,10 +186,10 @@ class LatentManager(ContinuousBatchingManager):
             self._ends = True
         super().stop(*args, **kwargs)
 
-    def _run_generation_loop(self) -> None:
+    def _run_generation_loop(self, **how: Any) -> None:  # from 5.24 on: whether in inference mode
         while True:
             self._died = None
-            super()._run_generation_loop()
+            super()._run_generation_loop(**how)
             self._in_vain = 0 if self.current_batch else self._in_vain + 1
             with self._ending:
                 if self._died is None or self._ends:
