@@ -41,7 +41,7 @@ def continuous_batching(model: Any, **options: Any) -> Any:
     A model without latent attention is returned as it is, with a warning: it runs as before.
 
     Args:
-        model: a causal language model of transformers (5.23), on the device where it is to run.
+        model: a causal language model of transformers (5.23 or 5.24), on the device where it is to run.
         **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with a scale
             each: tokens may then differ. ``context_parallel`` has the ranks of a mesh share the pages.
 
@@ -184,7 +184,7 @@ def _manager() -> Any:
         from mla_compile.batching.manager import LatentManager
     except ImportError as error:
         raise InputError(
-            f"continuous batching needs the scheduler of transformers 5.23 ({error}): pip install 'transformers>=5.23'"
+            f"continuous batching needs the scheduler of transformers 5.23 or 5.24 ({error}): pip install 'transformers>=5.23'"
         ) from error
     return LatentManager
 
