@@ -11,7 +11,8 @@ import torch
 
 from mla_compile.api import explain, optimize, plain_copy
 from mla_compile.batching.check import check, page_size, pages_needed
-from mla_compile.batching.graphs import Graph, NotMlaError, StepGraphs
+from mla_compile.batching.graphs import Graph, StepGraphs
+from mla_compile.batching.traced import NotMlaError
 from mla_compile.capture.causal_lm import wire
 from mla_compile.capture.dtensors import shared_weight
 from mla_compile.dynamo.ranks import Meeting, OtherRankFailedError, meeting_of
@@ -184,7 +185,8 @@ def _manager() -> Any:
         from mla_compile.batching.manager import LatentManager
     except ImportError as error:
         raise InputError(
-            f"continuous batching needs the scheduler of transformers 5.23 or 5.24 ({error}): pip install 'transformers>=5.23'"
+            f"continuous batching needs the scheduler of transformers 5.23 or 5.24 ({error}): "
+            "pip install 'transformers>=5.23'"
         ) from error
     return LatentManager
 

@@ -8,47 +8,28 @@ serves others, and there are few of them where it does not.
 
 from __future__ import annotations
 
-import logging
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from mla_compile import pipeline
 from mla_compile.batching.compiled import Compiled
-from mla_compile.capture import capture
+from mla_compile.batching.traced import POSITIONS, TOKENS, Traced, cache_inputs, paged, trace
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
-from mla_compile.capture.causal_step import INPUTS, export_step
-from mla_compile.capture.dtensors import shared_weight
 from mla_compile.core.program import Call, Program
-from mla_compile.core.sharing import Sharing
-from mla_compile.dynamo.ranks import Meeting, sharing_of_model
-from mla_compile.dynamo.step import trace_step
-from mla_compile.errors import CaptureError, MlaCompileError, MlaCompileWarning
+from mla_compile.dynamo.ranks import Meeting
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.page_rows import rows_of_pages, write_to_pages
-from mla_compile.passes.cache.pages import (
-    PagedRows,
-    Unpaged,
-    find_pages,
-    not_shared,
-    pool_rows,
-    read_batch_from,
-    step_over_pages,
-)
+from mla_compile.passes.cache.pages import pool_rows, step_over_pages
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.graph import shape, val
-from mla_compile.passes.ir.sizes import hint, holds
-from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.ir.sizes import hint
 from mla_compile.report.report import Report
 from mla_compile.runtime.choice import picker
 from mla_compile.runtime.folds import FoldedWeights
@@ -56,13 +37,6 @@ from mla_compile.runtime.folds import FoldedWeights
 if TYPE_CHECKING:
     from mla_compile.batching.replay import Replayed
 
-logger = logging.getLogger("mla_compile")
-_ASSERTS = (
-    torch.ops.aten._assert_scalar.default,
-    torch.ops.aten.sym_constrain_range_for_size.default,
-    torch.ops.aten.sym_constrain_range.default,
-)
-TOKENS, POSITIONS = INPUTS
 LEAST = 2
 """The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
 
@@ -70,10 +44,6 @@ LEAST = 2
 def bucket(count: int) -> int:
     """The size that ``count`` requests, or pages of a request, are padded to: the next power of two, at least 2."""
     return max(LEAST, 1 << (count - 1).bit_length())
-
-
-class NotMlaError(MlaCompileError, TypeError):
-    """The model has no latent attention, so there is nothing here for it."""
 
 
 @dataclass
@@ -119,16 +89,6 @@ class Decode:
     pools: tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A decode step, a piece of a prompt, the caches, and how ranks share their rows."""
-
-    decode: Outcome
-    prompt: Outcome
-    rows: tuple[PagedRows, ...]
-    sharing: Sharing | None
-
-
 class StepGraphs:
     """A model that is served: traced and rewritten when this is made, compiled when it is first called.
 
@@ -143,7 +103,7 @@ class StepGraphs:
         self.lm = lm
         self.options = options if like is None else replace(options, codegen="eager")
         self._lock = threading.Lock()
-        self._traced: _Traced = _trace(lm, options, ranks) if like is None else like._traced
+        self._traced: Traced = trace(lm, options, ranks) if like is None else like._traced
         decode, prompt = self._traced.decode, self._traced.prompt
         self.rows, self.sharing = self._traced.rows, self._traced.sharing
         self._decode = decode.program
@@ -194,7 +154,7 @@ class StepGraphs:
         """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well."""
         program = self._decode.copy()
         # Nodes of the copy: what was found is told in terms of the graph it was found in.
-        found = _paged(program, self.lm)
+        found = paged(program, self.lm)
         names = step_over_pages(program, found, pools, TOKENS, packed=self.packed, sharing=self.sharing)
         graph = Graph("decode", "one token of each of B requests over block tables of M pages, (B, M)", 12)
         ids = program.node(TOKENS)
@@ -259,7 +219,7 @@ class StepGraphs:
         self, ids: torch.Tensor, positions: torch.Tensor, past: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         given = [rows.reshape(_like(entry.shape, len(rows))) for entry, rows in zip(self.lm.caches, past, strict=True)]
-        names = [node.name for node in _cache_inputs(self._decode, len(given))]
+        names = [node.name for node in cache_inputs(self._decode, len(given))]
         return {TOKENS: ids, POSITIONS: positions, **dict(zip(names, given, strict=True))}
 
     def _compile_prompts(self, outcome: Outcome) -> None:
@@ -326,87 +286,6 @@ class StepGraphs:
         patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
         graph.compiled = Compiled(program, patches, graph.limit, graph.name)
         return graph.compiled
-
-
-def _trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> _Traced:
-    with without_autocast():
-        decode = _rewritten(lm, options, ranks, one_token=True)
-        if not decode.absorbed:
-            reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in decode.report.sites)
-            told = "; ".join(reasons) or "no attention was found"
-            if all(site.verdict == "not_mla" for site in decode.report.sites):
-                raise NotMlaError(f"{type(lm.model).__name__} has no latent attention ({told})")
-            raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
-        rows = _paged(decode.program, lm)
-        sharing = _shared(lm, options, ranks, decode.program, rows)
-        return _Traced(decode, _rewritten(lm, options, ranks, one_token=False), rows, sharing)
-
-
-def _shared(
-    lm: CausalLM, options: Options, ranks: Meeting | None, program: Program, rows: Sequence[PagedRows]
-) -> Sharing | None:
-    """How the ranks of ``options.context_parallel`` share pages; None, with a warning, where they cannot."""
-    sharing = sharing_of_model(lm.model, options)
-    if sharing is None:
-        return None
-    if (why := not_shared(rows)) is not None:
-        told = f"context_parallel: each rank has all rows of {type(lm.model).__name__} in its pages: {why}"
-        warnings.warn(told, MlaCompileWarning, stacklevel=2)
-        return None
-    if ranks is not None and not sharing.heads:
-        sharing = replace(sharing, heads=not ranks.alike(program, sharing.ranks))
-    return sharing
-
-
-def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_token: bool) -> Outcome:
-    if shared_weight(lm.model) is None:
-        program = capture.from_exported(export_step(lm, one_token=one_token))
-    else:
-        program = trace_step(lm, one_token=one_token)
-    own = replace(options, cache_dtype="model")
-    if one_token:
-        # It is there to read its rows as they lie, whatever that would cost at the traced sizes, and runs here.
-        products = "native" if options.products == "auto" else options.products
-        own = replace(own, forms="absorbed", products=products)
-    name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()
-    done = pipeline.run(program, own, name)
-    while ranks is not None and (more := ranks.refused(done)) is not None:
-        left |= more
-        done = pipeline.run(program, own, name, refused=left)
-    logger.info("%s", done.report.summary())
-    for one in (done.program, done.base):
-        _drop_asserts(one)
-    return done
-
-
-def _drop_asserts(program: Program) -> None:
-    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say.
-
-    What is asserted of the sizes of inputs has to hold for all sizes. Raises :class:`CaptureError` where it may not.
-    """
-    for node in list(program.gm.graph.nodes):
-        if node.target in _ASSERTS and not node.users:
-            (said, *_) = node.args
-            value = said.meta.get("val") if isinstance(said, fx.Node) else None
-            if isinstance(value, torch.SymBool) and not free_unbacked_symbols(value) and not holds(value.node.expr):
-                raise CaptureError(f"the model can only be traced for sizes with {value.node.expr}")
-            program.gm.graph.erase_node(node)
-    remove_dead_code(program.gm.graph)
-
-
-def _paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
-    names = [node.name for node in _cache_inputs(program, len(lm.caches))]
-    read_batch_from(program, TOKENS)
-    found = find_pages(program, names)
-    if isinstance(found, Unpaged):
-        raise CaptureError(f"{type(lm.model).__name__} cannot be decoded over pages: {found.reason}")
-    return found
-
-
-def _cache_inputs(program: Program, count: int) -> list[Any]:
-    given = [n for n in program.placeholders if n.name not in program.weights]
-    folds = {fold.placeholder for fold in program.folds}
-    return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]
 
 
 def _like(shape: Sequence[int | None], tokens: int) -> list[int]:

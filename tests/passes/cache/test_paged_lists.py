@@ -14,7 +14,7 @@ from torch.utils._sympy.functions import Min
 
 from mla_compile import ops
 from mla_compile.analysis import canonicalize
-from mla_compile.batching.graphs import _drop_asserts
+from mla_compile.batching.traced import _drop_asserts
 from mla_compile.capture import capture
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.page_rows import rows_of_pages

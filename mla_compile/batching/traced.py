@@ -1,0 +1,138 @@
+"""What of a model is served: a decode step and a piece of a prompt, traced for all sizes and rewritten."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from mla_compile import pipeline
+from mla_compile.capture import capture
+from mla_compile.capture.autocast import without_autocast
+from mla_compile.capture.causal_lm import CausalLM
+from mla_compile.capture.causal_step import INPUTS, export_step
+from mla_compile.capture.dtensors import shared_weight
+from mla_compile.core.program import Program
+from mla_compile.core.sharing import Sharing
+from mla_compile.dynamo.ranks import Meeting, sharing_of_model
+from mla_compile.dynamo.step import trace_step
+from mla_compile.errors import CaptureError, MlaCompileError, MlaCompileWarning
+from mla_compile.options import Options
+from mla_compile.pass_state import Outcome
+from mla_compile.passes.cache.pages import PagedRows, Unpaged, find_pages, not_shared, read_batch_from
+from mla_compile.passes.ir.sizes import holds
+from mla_compile.passes.ir.walk import remove_dead_code
+
+logger = logging.getLogger("mla_compile")
+TOKENS, POSITIONS = INPUTS
+_ASSERTS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.sym_constrain_range.default,
+)
+
+
+class NotMlaError(MlaCompileError, TypeError):
+    """The model has no latent attention, so there is nothing here for it."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A decode step, a piece of a prompt, the caches, and how ranks share their rows."""
+
+    decode: Outcome
+    prompt: Outcome
+    rows: tuple[PagedRows, ...]
+    sharing: Sharing | None
+
+
+def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
+    """Both graphs of ``lm``, as all ``ranks`` agree on them.
+
+    Raises :class:`NotMlaError`, or :class:`CaptureError` for a model whose steps cannot run over pages.
+    """
+    with without_autocast():
+        decode = _rewritten(lm, options, ranks, one_token=True)
+        if not decode.absorbed:
+            reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in decode.report.sites)
+            told = "; ".join(reasons) or "no attention was found"
+            if all(site.verdict == "not_mla" for site in decode.report.sites):
+                raise NotMlaError(f"{type(lm.model).__name__} has no latent attention ({told})")
+            raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
+        rows = paged(decode.program, lm)
+        sharing = _shared(lm, options, ranks, decode.program, rows)
+        return Traced(decode, _rewritten(lm, options, ranks, one_token=False), rows, sharing)
+
+
+def _shared(
+    lm: CausalLM, options: Options, ranks: Meeting | None, program: Program, rows: Sequence[PagedRows]
+) -> Sharing | None:
+    """How the ranks of ``options.context_parallel`` share pages; None, with a warning, where they cannot."""
+    sharing = sharing_of_model(lm.model, options)
+    if sharing is None:
+        return None
+    if (why := not_shared(rows)) is not None:
+        told = f"context_parallel: each rank has all rows of {type(lm.model).__name__} in its pages: {why}"
+        warnings.warn(told, MlaCompileWarning, stacklevel=2)
+        return None
+    if ranks is not None and not sharing.heads:
+        sharing = replace(sharing, heads=not ranks.alike(program, sharing.ranks))
+    return sharing
+
+
+def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_token: bool) -> Outcome:
+    if shared_weight(lm.model) is None:
+        program = capture.from_exported(export_step(lm, one_token=one_token))
+    else:
+        program = trace_step(lm, one_token=one_token)
+    own = replace(options, cache_dtype="model")
+    if one_token:
+        # It is there to read its rows as they lie, whatever that would cost at the traced sizes, and runs here.
+        products = "native" if options.products == "auto" else options.products
+        own = replace(own, forms="absorbed", products=products)
+    name, left = "a decode step" if one_token else "a piece of a prompt", dict[str, str]()
+    done = pipeline.run(program, own, name)
+    while ranks is not None and (more := ranks.refused(done)) is not None:
+        left |= more
+        done = pipeline.run(program, own, name, refused=left)
+    logger.info("%s", done.report.summary())
+    for one in (done.program, done.base):
+        _drop_asserts(one)
+    return done
+
+
+def _drop_asserts(program: Program) -> None:
+    """Removes checks of numbers that only tracing needed: that each expert of an unrolled loop has tokens, say.
+
+    What is asserted of the sizes of inputs has to hold for all sizes. Raises :class:`CaptureError` where it may not.
+    """
+    for node in list(program.gm.graph.nodes):
+        if node.target in _ASSERTS and not node.users:
+            (said, *_) = node.args
+            value = said.meta.get("val") if isinstance(said, fx.Node) else None
+            if isinstance(value, torch.SymBool) and not free_unbacked_symbols(value) and not holds(value.node.expr):
+                raise CaptureError(f"the model can only be traced for sizes with {value.node.expr}")
+            program.gm.graph.erase_node(node)
+    remove_dead_code(program.gm.graph)
+
+
+def paged(program: Program, lm: CausalLM) -> tuple[PagedRows, ...]:
+    """The caches of a decode step as nodes of ``program``; raises :class:`CaptureError` where they cannot be pages."""
+    names = [node.name for node in cache_inputs(program, len(lm.caches))]
+    read_batch_from(program, TOKENS)
+    found = find_pages(program, names)
+    if isinstance(found, Unpaged):
+        raise CaptureError(f"{type(lm.model).__name__} cannot be decoded over pages: {found.reason}")
+    return found
+
+
+def cache_inputs(program: Program, count: int) -> list[fx.Node]:
+    """The placeholders of ``count`` caches."""
+    given = [n for n in program.placeholders if n.name not in program.weights]
+    folds = {fold.placeholder for fold in program.folds}
+    return [n for n in given if n.name not in (TOKENS, POSITIONS, *folds)][:count]
