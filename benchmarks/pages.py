@@ -258,9 +258,9 @@ def sparse_prompts() -> str:
     return table(("queries", "tokens", *names.values(), "picked"), rows) + f"\n\n{where(about)}."
 
 
-def prompt_memory() -> str:
+def prompt_memory(file: str = "prompt_memory") -> str:
     """Peak memory and time of prompts, a column for each form."""
-    about = data("prompt_memory")
+    about = data(file)
     names = {"eager": "eager", "inductor": "Inductor", "padded": "Inductor, padded", "mla": "mla"}
 
     def seconds(row: Mapping[str, Any], name: str) -> str:
@@ -571,6 +571,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "layers_once": layers_once,
     "warm_start": warm_start,
     "prompt_memory": prompt_memory,
+    "prompt_memory_long": lambda: prompt_memory("prompt_memory_long"),
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,
