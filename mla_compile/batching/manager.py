@@ -138,7 +138,7 @@ class LatentManager(ContinuousBatchingManager):
         Those that hold the weights of ``model`` together do, and those of the mesh ``context``, which share pages.
 
         Raises :class:`InputError` where transformers would have other ranks run the same steps, and
-        :class:`OptionError` where the two meshes are neither one within the other nor axes of all ranks.
+        :class:`OptionError` where ``context`` has neither ranks of the other mesh only nor is the other axis of all.
         """
         meshes = weight_meshes(model)
         mesh = meshes[0] if meshes else None

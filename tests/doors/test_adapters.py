@@ -257,6 +257,8 @@ def test_adapters_by_the_methods_of_transformers() -> None:
     try:
         model.add_adapter(lora(), "one")
     except ValueError as error:  # 5.24 wants a release of peft that does not exist yet
+        if "PEFT you are using is not compatible" not in str(error):
+            raise
         pytest.skip(f"transformers refuses the peft that is installed: {error}")
     model.requires_grad_(False).eval()
     assert_other(assert_same(fast, model), plain)
