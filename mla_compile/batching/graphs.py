@@ -140,10 +140,11 @@ class StepGraphs:
         """The width of the logits."""
         return int(self._decode.outputs[0].meta["val"].shape[-1])
 
-    def expanded_bytes(self) -> int:
-        """What K and V of one token take where a prompt is expanded, in the layer that needs most."""
+    def bytes_to_read_token(self) -> int:
+        """What one token takes that a piece of a prompt follows: its rows of all layers, and K and V of the largest."""
         sizes = [site.cache_values_expanded for site in self.report.sites if site.cache_values_expanded]
-        return max(sizes, default=0) * self.lm.dtype.itemsize
+        rows = sum(rows.width * rows.dtype.itemsize for rows in self.rows)
+        return rows + max(sizes, default=0) * self.lm.dtype.itemsize
 
     def make_pools(self, pages: int, page: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Pools of zeros [pages,page,width], one for each cache; where ranks share, of this one's rows."""

@@ -188,9 +188,9 @@ class _Memory(PagedAttentionMemoryHandler):
             model_supports_logits_to_keep=True,
         )
         self.num_attention_masks = 0
-        self._expanded = graphs.expanded_bytes()
+        self._to_read = graphs.bytes_to_read_token()
 
     @property
     def bytes_per_cache_token(self) -> int:
         """A prompt that is continued has its rows taken out of the pages, and K and V made of one layer at a time."""
-        return self._expanded
+        return self._to_read

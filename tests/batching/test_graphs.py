@@ -88,6 +88,8 @@ class TestMemory:
         cache = _cache(graphs, fast, pages(16, 10))
         assert sum(pool.numel() * pool.element_size() for pool in cache.pools) == (10 + 2) * 16 * 640
         assert (cache.num_blocks, cache.room()) == (10, 160)
+        # Rows of both layers, and K and V of one: H=4 N+R=48 V=24.
+        assert graphs.bytes_to_read_token() == 640 + 4 * (48 + 24) * 4
 
     def test_blocks_fill_the_budget(self, served):
         """Twice the memory that is allowed, twice the blocks; never more than is allowed."""
