@@ -20,6 +20,7 @@ class Fma {
     query = memory.take<float>(panels * K * PANEL);
     latent_copy = memory.take<float>(TILE * wide_latent);
     rope_copy = memory.take<float>(TILE * c.R);
+    columns_copy = memory.take<float>(TILE * VALUES * VL);
     values_copy = c.values.data ? memory.take<float>(TILE * wide_values) : nullptr;
   }
 
@@ -53,12 +54,10 @@ class Fma {
     ahead = Ahead::of(c, piece, start + n, TILE, size_of(c.row_kind));
   }
 
-  void scores(float* to) {
-    if (keys < KEYS) {
-      for (int64_t i = 0; i < keys; ++i) score_rows<1>(i, to);
-      return;
-    }
-    for (int64_t i = 0; i < keys; i += KEYS) score_rows<KEYS>(std::min(i, keys - KEYS), to);  // may redo some
+  void scores(float* to) {  // some columns of a few panels stay in the first-level cache while all keys pass by
+    int64_t p = 0;
+    for (; p + PAIR <= piece.panels(); p += PAIR) score_panels<PAIR>(p, to + p * PANEL);
+    for (; p < piece.panels(); ++p) score_panels<1>(p, to + p * PANEL);
   }
 
   void add_weighted(const float* weights, const float* shrink, float* sums) {
@@ -72,6 +71,7 @@ class Fma {
   static constexpr int KEYS = VL == 16 ? 12 : VL == 8 ? 6 : 4;
   static constexpr int HEADS = VL == 16 ? 8 : 4;
   static constexpr int VALUES = 3;
+  static constexpr int64_t MANY = 64;    // query rows that pay for columns of values side by side
   static constexpr int64_t CHAIN = 128;  // products added one after the other before they join the rest
 
   struct Tile {
@@ -102,25 +102,26 @@ class Fma {
     return {copy, wide};
   }
 
-  template <int ROWS>
-  void score_rows(int64_t first, float* to) {
-    int64_t p = 0;
-    for (; p + PAIR <= piece.panels(); p += PAIR) score_tile<ROWS, PAIR>(first, p, to);
-    for (; p < piece.panels(); ++p) score_tile<ROWS, 1>(first, p, to);
-  }
-
-  template <int ROWS, int PANELS>
-  void score_tile(int64_t first, int64_t panel, float* to) {
+  template <int PANELS>
+  void score_panels(int64_t panel, float* to) {
     const float* q = query + panel * K * PANEL;
-    to += first * piece.panels() * PANEL + panel * PANEL;
-    for (int64_t k = 0; k < c.L; k += CHAIN)
-      chain<ROWS, PANELS>(latent, first, k, std::min(c.L, k + CHAIN), q, to, k == 0);
-    for (int64_t k = 0; k < c.R; k += CHAIN)
-      chain<ROWS, PANELS>(rope, first, k, std::min(c.R, k + CHAIN), q + c.L * PANEL, to, false);
+    for (int64_t k = 0; k < c.L; k += CHAIN) score_columns<PANELS>(latent, k, std::min(c.L, k + CHAIN), q, to, k == 0);
+    q += c.L * PANEL;
+    for (int64_t k = 0; k < c.R; k += CHAIN) score_columns<PANELS>(rope, k, std::min(c.R, k + CHAIN), q, to, false);
   }
 
+  template <int PANELS>
+  void score_columns(Tile rows, int64_t begin, int64_t end, const float* q, float* to, bool fresh) {
+    int64_t i = 0;
+    for (; i + KEYS <= keys; i += KEYS) chain<KEYS, PANELS>(rows, i, begin, end, q, to, fresh);
+    if (i < keys && keys >= KEYS) return chain<KEYS, PANELS>(rows, keys - KEYS, begin, end, q, to, fresh, i + KEYS - keys);
+    for (; i < keys; ++i) chain<1, PANELS>(rows, i, begin, end, q, to, fresh);
+  }
+
+  // Adds some columns of the products of ROWS keys, all but those of the first `done`, which have theirs.
   template <int ROWS, int PANELS>
-  void chain(Tile rows, int64_t first, int64_t begin, int64_t end, const float* q, float* to, bool fresh) {
+  void chain(Tile rows, int64_t first, int64_t begin, int64_t end, const float* q, float* to, bool fresh,
+             int64_t done = 0) {
     constexpr int N = PANELS * PANEL / VL, EACH = PANEL / VL;
     const float* row = rows.data + first * rows.stride + begin;
     const float* x_row = q + begin * PANEL;
@@ -133,7 +134,7 @@ class Fma {
       for (int64_t i = 0; i < some; ++i, ++row, ++row_3, ++row_6, ++row_9, x_row += PANEL) {
         vf x[N];
 #pragma GCC unroll 8
-        for (int j = 0; j < N; ++j) x[j] = load(x_row + j / EACH * panel_stride + j % EACH * VL);
+        for (int j = 0; j < N; ++j) x[j] = kept(load(x_row + j / EACH * panel_stride + j % EACH * VL));
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {  // few pointers, so that all stay in registers
           const float* group = r < 3 ? row : r < 6 ? row_3 : r < 9 ? row_6 : row_9;
@@ -144,10 +145,12 @@ class Fma {
       }
     }
     const int64_t to_stride = piece.panels() * PANEL;
+    to += first * to_stride;
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
       for (int j = 0; j < N; ++j) {
+        if (r < done) continue;
         float* at = to + r * to_stride + j * VL;
         store(at, fresh ? sum[r][j] : load(at) + sum[r][j]);
       }
@@ -155,15 +158,17 @@ class Fma {
 
   template <int N>
   void weigh_columns(int64_t column, const float* weights, const float* shrink, float* sums) {
+    Tile some{values.data + column, values.stride};
+    if (piece.rows >= MANY) some = {packed_columns<N>(some), N * VL};
     const int64_t stride = piece.panels() * PANEL;
     for (int64_t m = 0; m < piece.rows; m += HEADS) {
       vf sum[HEADS][N] = {};
-      const float* value = values.data + column;
+      const float* value = some.data;
       const float* weight = weights + m;
-      for (int64_t i = 0; i < keys; ++i, value += values.stride, weight += stride) {
+      for (int64_t i = 0; i < keys; ++i, value += some.stride, weight += stride) {
         vf x[N];
 #pragma GCC unroll 4
-        for (int j = 0; j < N; ++j) x[j] = load(value + j * VL);
+        for (int j = 0; j < N; ++j) x[j] = kept(load(value + j * VL));
 #pragma GCC unroll 8
         for (int h = 0; h < HEADS; ++h)
 #pragma GCC unroll 4
@@ -177,11 +182,20 @@ class Fma {
     }
   }
 
+  // Columns of all keys side by side: rows lie a power of two apart, so that few of them would stay in a cache.
+  template <int N>
+  const float* packed_columns(Tile some) {
+    for (int64_t i = 0; i < keys; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < N; ++j) store(columns_copy + (i * N + j) * VL, load(some.data + i * some.stride + j * VL));
+    return columns_copy;
+  }
+
   const Call& c;
   const int64_t K;
   int64_t wide_latent, wide_values, keys = 0;
   Piece piece{};
-  float *query, *latent_copy, *rope_copy, *values_copy;
+  float *query, *latent_copy, *rope_copy, *values_copy, *columns_copy;
   Tile latent, rope, values;
   Ahead ahead;
 };

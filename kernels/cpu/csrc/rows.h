@@ -67,7 +67,6 @@ template <>
 struct Few<bf16> {  // in float32: even columns and odd ones apart, as they lie in the two halves of a word
   static constexpr int64_t STEP = 2 * VL;
   using Element = float;
-  using Sum = vf;
   static void pack(const bf16* from, int64_t n, float* to) {
     for (int64_t k = 0; k < n; ++k) to[k / 2 + k % 2 * VL] = to_float(from[k]);  // n is at most a step
   }
@@ -81,8 +80,13 @@ struct Few<bf16> {  // in float32: even columns and odd ones apart, as they lie 
       std::memcpy(&odd, &high, sizeof odd);
     }
   };
-  static Sum add(Sum sum, const float* x, const Weight& w) { return sum + load(x) * w.even + load(x + VL) * w.odd; }
-  static float total(Sum sum) { return Few<float>::total(sum); }
+  struct Sum {  // one for both would be added to twice in each step, which takes longer than the weight takes to come
+    vf even{}, odd{};
+  };
+  static Sum add(const Sum& sum, const float* x, const Weight& w) {
+    return {sum.even + load(x) * w.even, sum.odd + load(x + VL) * w.odd};
+  }
+  static float total(const Sum& sum) { return Few<float>::total(sum.even + sum.odd); }
 };
 #endif
 

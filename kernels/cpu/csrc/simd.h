@@ -28,6 +28,15 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 
 inline vf load(const float* at) { return *reinterpret_cast<const vf_any*>(at); }
 inline void store(float* at, vf x) { *reinterpret_cast<vf_any*>(at) = x; }
+// x in a register: compilers would read it from memory again in every product, which takes more loads than there are.
+inline vf kept(vf x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__SSE__)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
 inline vf splat(float x) { return x - vf{}; }
 inline vf larger(vf a, vf b) { return a > b ? a : b; }  // b where a is NaN
 
