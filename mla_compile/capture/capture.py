@@ -1,6 +1,6 @@
 """The way in: a Dynamo graph, an ExportedProgram or a GraphModule becomes one :class:`Program`.
 
-All three go through ``aot_export_module(pre_dispatch=True)`` or what ``torch.export`` makes of it: in-place writes are
+All three become functional (:mod:`mla_compile.capture.functional`, or ``torch.export`` itself): in-place writes are
 removed and listed as mutations, while composite operations (linear, scaled_dot_product_attention) stay one node each.
 The way out is :mod:`mla_compile.capture.emit`.
 """
@@ -12,20 +12,19 @@ import dataclasses
 import functools
 import operator
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import torch
 from torch import fx
 from torch._dynamo.source import UnspecializedParamBufferSource
-from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.autocast import acting, has_regions, is_active, without_autocast, write_casts
 from mla_compile.capture.dtensors import localize, put_back
+from mla_compile.capture.functional import functionalized
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
@@ -200,7 +199,7 @@ def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.Export
 
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
-    """``aot_export_module``, then parameters and buffers put back as get_attr nodes under their old names."""
+    """The functional graph, then parameters and buffers put back as get_attr nodes under their old names."""
     try:
         with levels_restored():
             flat = _flat(written_out(gm))
@@ -214,21 +213,19 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         raise _failure("a graph within the graph cannot be written out", error) from error
     autocast = has_regions(flat) or is_active()
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
-    traced: Any
     try:
-        with torch.no_grad(), levels_restored(), acting(flat), warnings.catch_warnings():
-            # A library's operator without a kernel of its own stays one node, as it should.
-            warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
-            traced, signature = aot_export_module(flat, values, trace_joint=False, pre_dispatch=True)
+        with torch.no_grad(), levels_restored(), acting(flat):
+            traced = functionalized(flat, values)
         if autocast:
-            write_casts(traced)
+            write_casts(traced.gm)
     except CaptureError:
         raise
     except Exception as error:  # whatever an operator, a fake kernel or a guard raises
         raise _failure("the graph cannot be made functional", error) from error
-    graph: fx.Graph = traced.graph
-    effects = not _drop_idle_tokens(graph, len(signature.output_tokens))
-    if effects or signature.parameters_to_mutate:
+    graph = traced.gm.graph
+    effects = not _drop_idle_tokens(graph, traced.tokens)
+    parameters = sum(1 for _ in flat.named_parameters(remove_duplicate=False))
+    if effects or any(place < parameters for place in traced.written):
         what = "an operator with side effects" if effects else "a write to a parameter"
         raise CaptureError(f"the graph contains {what}")
 
@@ -236,30 +233,27 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     inputs = graph.find_nodes(op="placeholder")
     if len(inputs) != len(state) + len(values):
         raise CaptureError("an input or a weight is a tensor subclass that takes several tensors in the graph")
-    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     outputs: Any = graph.output_node().args[0]
-    new_values = [output.name for output in outputs[: len(outputs) - len(signature.user_outputs)]]
-    if sorted(new_values) != sorted(mutated):
-        raise CaptureError(f"{len(new_values)} inputs of the graph are written to, {len(mutated)} of them known")
+    if len(set(outputs[: len(traced.written)])) != len(traced.written):
+        raise CaptureError(f"the same value is written to several of {len(traced.written)} inputs of the graph")
 
-    by_old_name = {node.name: node for node in inputs}
     targets = [str(node.target) for node in _get_attrs(graph)]
-    attributes: dict[str, Any] = {target: operator.attrgetter(target)(traced) for target in targets}
+    attributes: dict[str, Any] = {target: operator.attrgetter(target)(traced.gm) for target in targets}
     weights: dict[str, torch.Tensor | None] = {
         node.name: _with_values(attributes[str(node.target)])
         for node in _get_attrs(graph)
         if isinstance(attributes[str(node.target)], torch.Tensor)
     }
-    written = {*signature.buffers_to_mutate.values()}
-    for node, (name, tensor) in zip(inputs, state, strict=False):
+    holders = list(inputs)
+    for place, (name, tensor) in enumerate(state):
         target = name if name not in attributes else f"{name}_state"
         attributes[target] = tensor
         with graph.inserting_before(inputs[0]):
             attribute = graph.create_node("get_attr", target)
-        attribute.meta = dict(node.meta)
-        by_old_name[node.name] = by_old_name[name] = attribute
-        node.replace_all_uses_with(attribute)
-        if name not in written:
+        attribute.meta = dict(inputs[place].meta)
+        inputs[place].replace_all_uses_with(attribute)
+        holders[place] = attribute
+        if place not in traced.written:
             weights[attribute.name] = _with_values(tensor)
     for node in inputs[: len(state)]:
         graph.erase_node(node)
@@ -267,9 +261,9 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         node._rename(origin.name)
         node.target = node.name
 
-    parts = close_subclasses(graph, opened, tuple(mutated.values()))
+    mutations = tuple(holders[place].name for place in traced.written)
+    parts = close_subclasses(graph, opened, mutations)
     put_back(graph, local.left_out, gm)
-    mutations = tuple(by_old_name[mutated[name]].name for name in new_values)
     used = {str(node.target) for node in _get_attrs(graph) if node.users or node.name in mutations}
     for node in _get_attrs(graph):
         if node.target not in used:

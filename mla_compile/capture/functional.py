@@ -1,0 +1,152 @@
+"""A traced module as a functional graph: what it writes to its inputs becomes results.
+
+``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
+That is half of the time that a capture takes, so the graph is traced once here, with the tensors of torch that record
+what is written, and the inputs are looked at afterwards. What this cannot know to be the same graph goes through
+``aot_export_module``: inputs that share memory, inputs whose shape or memory is replaced, operators with side effects,
+streams.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.utils import preserve_rng_state
+from torch._functorch._aot_autograd.functional_utils import (
+    assert_functional_graph,
+    from_fun,
+    has_data_mutation,
+    has_metadata_mutation,
+    to_fun,
+)
+from torch._functorch.aot_autograd import aot_export_module
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx, maybe_disable_thunkify, maybe_enable_thunkify
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+from torch.fx.traceback import preserve_node_meta
+from torch.nn.utils import stateless
+
+from mla_compile.capture.autocast import is_active
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A functional graph of (parameters, buffers, inputs).
+
+    Attributes:
+        gm: returns the new value of each input that is written to, then what the module returns.
+        written: the place of these among the inputs, in the order of the values.
+        tokens: how many further inputs come first, and results beside them, that order side effects.
+    """
+
+    gm: fx.GraphModule
+    written: tuple[int, ...]
+    tokens: int
+
+
+def functionalized(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
+    """The functional graph of ``gm`` for ``values``, one for each placeholder; raises whatever an operator raises."""
+    return _in_one_trace(gm, values) or _by_aot_export(gm, values)
+
+
+def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
+    traced: Any
+    with warnings.catch_warnings():
+        # A library's operator without a kernel of its own stays one node, as it should.
+        warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
+        traced, signature = aot_export_module(gm, values, trace_joint=False, pre_dispatch=True)
+    tokens = len(signature.output_tokens)
+    graph: fx.Graph = traced.graph
+    placeholders = [node.name for node in graph.find_nodes(op="placeholder")][tokens:]
+    state = (*signature.parameters, *signature.buffers)
+    places = {name: place for place, name in enumerate((*state, *placeholders[len(state) :]))}
+    changed = (signature.parameters_to_mutate, signature.buffers_to_mutate, signature.user_inputs_to_mutate)
+    owners: dict[str, str] = {new: name for one in changed for new, name in one.items()}
+    returned: Any = graph.output_node().args[0]
+    new = returned[tokens : len(returned) - len(signature.user_outputs)]
+    return Functional(traced, tuple(places[owners[value.name]] for value in new), tokens)
+
+
+def _in_one_trace(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+    state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
+    given = [*state.values(), *values]
+    fake_mode = detect_fake_mode(given)
+    if fake_mode is None or not all(_is_plain(value) for value in given) or _has_streams(gm.graph):
+        return None
+    with fake_mode:
+        fakes = [_fake(fake_mode, value, of_module=place < len(state)) for place, value in enumerate(given)]
+    if _share_memory(fakes):
+        return None
+    functionals: list[Any] = []
+    written: list[int] = []
+
+    def run(*args: Any) -> Any:
+        # torch's own functionalization stays off: that of the tensors made here records what it does.
+        with maybe_enable_thunkify(), _without_functionalization():
+            functionals[:] = [to_fun(arg) for arg in args]
+            named = dict(zip(state, functionals, strict=False))
+            with stateless._reparametrize_module(gm, named), maybe_disable_thunkify(), preserve_node_meta():
+                fake_mode.epoch += 1  # sizes that were read from tensors before are read anew
+                returned = PropagateUnbackedSymInts(gm).run(*functionals[len(state) :])
+            written[:] = [place for place, one in enumerate(functionals) if has_data_mutation(one)]
+            return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
+
+    run._orig_mod = gm  # type: ignore[attr-defined]  # where make_fx looks for the module of a node
+    mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
+    before = is_active()
+    with fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
+        traced = make_fx(run, decomposition_table={}, record_module_stack=True, pre_dispatch=True)(*fakes)
+        if mode._tokens or is_active() != before or _replaced(functionals, fakes):
+            return None
+    assert_functional_graph(traced.graph)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return Functional(traced, tuple(written), 0)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a tensor without another in it, or a number."""
+    return type(value) in (Tensor, torch.nn.Parameter, FakeTensor) or isinstance(
+        value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool | None
+    )
+
+
+def _has_streams(graph: fx.Graph) -> bool:
+    return any(getattr(node.target, "namespace", None) == "streams" for node in graph.nodes)
+
+
+def _fake(mode: FakeTensorMode, value: Any, *, of_module: bool) -> Any:
+    """``value`` as a tensor of ``mode``: that of Dynamo, where it made one."""
+    if not isinstance(value, Tensor) or (isinstance(value, FakeTensor) and value.fake_mode is mode):
+        return value
+    context = TracingContext.try_get()
+    known = None if context is None else context.tensor_to_context.get(value)
+    if known is not None:
+        return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source, trace=False)
+    return mode.from_tensor(value, static_shapes=True if of_module else None)
+
+
+def _share_memory(fakes: Sequence[Any]) -> bool:
+    storages = [fake.untyped_storage()._cdata for fake in fakes if isinstance(fake, Tensor)]
+    return len(set(storages)) < len(storages)
+
+
+def _replaced(functionals: Sequence[Any], fakes: Sequence[Any]) -> bool:
+    """Whether an input has another shape or memory than before."""
+    return any(
+        has_metadata_mutation(one, fake, check_only_storage_mutation=False)
+        for one, fake in zip(functionals, fakes, strict=True)
+    )
+
+
+def _without_functionalization() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
