@@ -4,7 +4,7 @@
 That is half of the time that a capture takes, so the graph is traced once here, with the tensors of torch that record
 what is written, and the inputs are looked at afterwards. What this cannot know to be the same graph goes through
 ``aot_export_module``: inputs that share memory, inputs whose shape or memory is replaced, operators with side effects,
-streams.
+streams, and sizes that only the trace shows to be constant, which would be open in what was traced before.
 """
 
 from __future__ import annotations
@@ -101,12 +101,14 @@ def _in_one_trace(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | Non
 
     run._orig_mod = gm  # type: ignore[attr-defined]  # where make_fx looks for the module of a node
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
-    before = is_active()
+    before, constants = is_active(), _constants(fake_mode)
     with fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
         traced = make_fx(run, decomposition_table={}, record_module_stack=True, pre_dispatch=True)(*fakes)
         if mode._tokens or is_active() != before or _replaced(functionals, fakes):
             return None
+    if _constants(fake_mode) != constants:
+        return None
     assert_functional_graph(traced.graph)
     traced.graph.eliminate_dead_code()
     traced.recompile()
@@ -133,6 +135,12 @@ def _fake(mode: FakeTensorMode, value: Any, *, of_module: bool) -> Any:
     if known is not None:
         return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source, trace=False)
     return mode.from_tensor(value, static_shapes=True if of_module else None)
+
+
+def _constants(mode: FakeTensorMode) -> int:
+    """How many sizes that were open are known to be one number."""
+    known = {} if mode.shape_env is None else mode.shape_env.replacements
+    return sum(1 for value in known.values() if value.is_number)
 
 
 def _share_memory(fakes: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile.capture import functional
 from mla_compile.capture.functional import Functional, functionalized
@@ -136,6 +137,21 @@ def test_values_that_are_no_tensors_of_torch_are_left_to_torch() -> None:
         assert (
             functional._in_one_trace(gm, [torch.randn(3), 1.0]) is None
         )  # real tensors: no sizes are known to be open
+
+
+def test_a_size_that_becomes_constant_is_so_from_the_first_operator_on() -> None:
+    graph = fx.Graph()
+    x, whole = graph.placeholder("x"), graph.placeholder("whole")
+    size = graph.call_function(torch.ops.aten.sym_size.int, (x, 0))
+    count = graph.call_function(torch.ops.aten.arange.default, (size,))
+    same = graph.call_function(torch.ops.aten.add.Tensor, (x, whole))  # of 5 rows
+    graph.output((count, same))
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
+    values = [mode.from_tensor(torch.randn(5, 3)), mode.from_tensor(torch.randn(5, 3), static_shapes=True)]
+    with torch.no_grad():
+        result = functionalized(fx.GraphModule({}, graph), values)
+    (arange,) = result.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.arange.default)
+    assert arange.args == (5,)
 
 
 def test_streams_are_left_to_torch() -> None:
