@@ -116,10 +116,11 @@ def _in_one_trace(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | Non
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is a tensor without another in it, or a number."""
-    return type(value) in (Tensor, torch.nn.Parameter, FakeTensor) or isinstance(
-        value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool | None
-    )
+    """Whether a value is a dense tensor without another in it, or a number."""
+    if isinstance(value, Tensor):
+        known = type(value) in (Tensor, torch.nn.Parameter, FakeTensor)
+        return known and value.layout is torch.strided and not value.is_nested
+    return value is None or isinstance(value, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _has_streams(graph: fx.Graph) -> bool:

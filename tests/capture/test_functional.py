@@ -129,6 +129,11 @@ def test_side_effects_are_left_to_torch() -> None:
     assert two.tokens == 1
 
 
+@pytest.mark.parametrize("value", [torch.float64, torch.eye(3).to_sparse()])
+def test_values_that_are_neither_dense_tensors_nor_numbers_are_left_to_torch(value: object) -> None:
+    assert not functional._is_plain(value)
+
+
 def test_values_that_are_no_tensors_of_torch_are_left_to_torch() -> None:
     gm = fx.symbolic_trace(lambda x, dtype: (x.to(dtype),))
     mode = torch._subclasses.FakeTensorMode()
