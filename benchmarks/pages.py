@@ -95,17 +95,21 @@ def decode_some() -> str:
 
 
 def decode_static() -> str:
-    """Steps with a cache of fixed size, beside the time in which their bytes can be read."""
+    """Steps with a cache of fixed size, beside the time in which their bytes can be read and their FLOPs done."""
     about = data("decode_cpu_static_32k")
     rows = (
         (
             NAMES[r["model"]], r["dtype"], r["context"],
             f"{r['ms']['eager']['median']:.0f}" if "eager" in r["ms"] else "",
             f"{r['ms']['mla']['median']:.1f}", f"{r['floor_ms']:.1f}", f"{r['over_floor']:.1f}x",
+            f"{r['roofline_ms']:.1f}", f"{r['over_roofline']:.1f}x",
         )
         for r in about["rows"]
     )  # fmt: skip
-    head = ("sizes", "dtype", "cached tokens", "eager ms", "mla ms", "floor ms", "over the floor")
+    head = (
+        "sizes", "dtype", "cached tokens", "eager ms", "mla ms",
+        "floor ms", "over the floor", "roofline ms", "over the roofline",
+    )  # fmt: skip
     return table(head, rows) + f"\n\n{where(about)}."
 
 
