@@ -10,7 +10,7 @@ Choices, each measured on one core with AVX-512 and AMX, L = 512, R = 64, in CPU
 * **float32 with fused multiply-adds**: 132 at 16 heads with the cache in L2, 95 from memory. Scores and sums are
   vectors over query rows, so that the softmax needs no horizontal step.
 * **Operands are held in registers, a few columns of the query stay in the first-level cache, and values are put side by
-  side for 64 query rows or more**: 14 to 34 % more on a core with AVX2 alone, 48 at 16 heads and 71 at 128, from memory
+  side for 64 query rows or more**: 10 to 32 % more on a core with AVX2 alone, 48 at 16 heads and 71 at 128, from memory
   (a square matrix product of MKL there: 53).
 * **bfloat16 on AMX**: 290 at 16 heads, 540 at 128. Rows are used in place; query and weights are two bfloat16 terms
   each. The log-sum-exp is off by 3e-6 where float32 is off by 7e-7, and nothing shows once the result is rounded.

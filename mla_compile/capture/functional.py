@@ -1,8 +1,8 @@
 """A traced module as a functional graph: what it writes to its inputs becomes results.
 
 ``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
-That is half of the time that a capture takes, so the graph is traced once here, with the tensors of torch that record
-what is written, and the inputs are looked at afterwards. What this cannot know to be the same graph goes through
+That is up to a third of the time that a capture takes, so the graph is traced once here, with the tensors of torch that
+record what is written, and the inputs are looked at afterwards. What this cannot know to be the same graph goes through
 ``aot_export_module``: inputs that share memory, inputs whose shape or memory is replaced, operators with side effects,
 streams, and sizes that only the trace shows to be constant, which would be open in what was traced before.
 """
@@ -54,15 +54,15 @@ class Functional:
 
 def functionalized(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     """The functional graph of ``gm`` for ``values``, one for each placeholder; raises whatever an operator raises."""
-    return _in_one_trace(gm, values) or _by_aot_export(gm, values)
+    with warnings.catch_warnings():
+        # A library's operator without a kernel of its own stays one node, as it should.
+        warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
+        return _in_one_trace(gm, values) or _by_aot_export(gm, values)
 
 
 def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     traced: Any
-    with warnings.catch_warnings():
-        # A library's operator without a kernel of its own stays one node, as it should.
-        warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
-        traced, signature = aot_export_module(gm, values, trace_joint=False, pre_dispatch=True)
+    traced, signature = aot_export_module(gm, values, trace_joint=False, pre_dispatch=True)
     tokens = len(signature.output_tokens)
     graph: fx.Graph = traced.graph
     placeholders = [node.name for node in graph.find_nodes(op="placeholder")][tokens:]
@@ -102,8 +102,7 @@ def _in_one_trace(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | Non
     run._orig_mod = gm  # type: ignore[attr-defined]  # where make_fx looks for the module of a node
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)
-    with fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
+    with fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode:
         traced = make_fx(run, decomposition_table={}, record_module_stack=True, pre_dispatch=True)(*fakes)
         if mode._tokens or is_active() != before or _replaced(functionals, fakes):
             return None

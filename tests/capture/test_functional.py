@@ -164,7 +164,6 @@ def test_streams_are_left_to_torch() -> None:
     x = graph.placeholder("x")
     graph.output((x,))
     assert not functional._has_streams(graph)
-    if hasattr(torch.ops, "streams") and hasattr(torch.ops.streams, "record_event"):
-        with graph.inserting_after(x):
-            graph.call_function(torch.ops.streams.record_event.default, (0, 0))
-        assert functional._has_streams(graph)
+    with graph.inserting_after(x):
+        graph.call_function(torch.ops.streams.record_event.default, (0, 0))
+    assert functional._has_streams(graph)
