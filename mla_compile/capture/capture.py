@@ -8,7 +8,6 @@ The way out is :mod:`mla_compile.capture.emit`.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import operator
 import time
@@ -19,11 +18,12 @@ import torch
 from torch import fx
 from torch._dynamo.source import UnspecializedParamBufferSource
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
+from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.autocast import acting, has_regions, is_active, without_autocast, write_casts
 from mla_compile.capture.dtensors import localize, put_back
+from mla_compile.capture.exported import functional_program
 from mla_compile.capture.functional import functionalized
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
@@ -109,14 +109,12 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         autocast = has_regions(gm) or is_active()
         if autocast:
             write_casts(gm, renew=True)
-        flat = _called_flat(exported, gm)
         with without_autocast():
-            functional = flat.run_decompositions({})
+            functional = functional_program(exported, gm)
     except CaptureError:
         raise
     except Exception as error:  # whatever an operator or its fake kernel raises
         raise _failure("the exported program cannot be made functional", error) from error
-    _call_like(exported, functional)
     signature = functional.graph_signature
     graph = copy_graph(functional.graph)
     _drop_grad_mode(graph)
@@ -139,63 +137,6 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
     }
     traced = fx.GraphModule(functional.graph_module, graph)
     return _finish(Program(traced, tuple(mutated), weights, original=functional, autocast=autocast))
-
-
-def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
-    """``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
-
-    ``run_decompositions`` would build the containers of the inputs, and what those compute as they are built (the
-    DynamicCache of transformers appends to empty tensors) would end up in constants that nothing owns.
-    """
-    first, *rest = exported.module_call_graph
-    assert first.signature is not None  # the first entry is the whole program's
-    graph_signature = _named_like(exported.graph_signature, gm.graph)
-    names = [spec.arg.name for spec in graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    signature = dataclasses.replace(
-        first.signature,
-        in_spec=pytree.tree_structure(((), dict.fromkeys(names))),
-        out_spec=pytree.tree_structure(tuple(range(first.signature.out_spec.num_leaves))),
-        forward_arg_names=None,
-    )
-    return torch.export.ExportedProgram(
-        root=gm,
-        graph=gm.graph,
-        graph_signature=graph_signature,
-        state_dict=exported.state_dict,
-        range_constraints=exported.range_constraints,
-        module_call_graph=[dataclasses.replace(first, signature=signature), *rest],
-        constants=exported.constants,
-        verifiers=exported.verifiers,
-    )
-
-
-def _named_like(signature: ExportGraphSignature, graph: fx.Graph) -> ExportGraphSignature:
-    """A copy of ``signature`` with the names of a copy of its graph, in which some nodes have others.
-
-    What was inlined does, and so do inputs with the name of a builtin (``input``), which a copied graph avoids.
-    """
-    signature = copy.deepcopy(signature)
-    returned: Any = graph.output_node().args[0]
-    renamed: dict[str, str] = {}
-    for given, node in zip(signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
-        renamed[given.arg.name] = node.name
-        given.arg = dataclasses.replace(given.arg, name=node.name)
-    for result, value in zip(signature.output_specs, returned, strict=True):
-        if isinstance(value, fx.Node):
-            result.arg = dataclasses.replace(result.arg, name=value.name)
-        if result.kind is OutputKind.USER_INPUT_MUTATION:
-            result.target = renamed[str(result.target)]
-    return signature
-
-
-def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:
-    """Gives ``flat`` back the inputs and outputs of ``exported``."""
-    nested, signature = exported.module_call_graph[0].signature, flat.module_call_graph[0].signature
-    assert nested is not None
-    assert signature is not None
-    signature.in_spec, signature.out_spec = nested.in_spec, nested.out_spec
-    signature.forward_arg_names = nested.forward_arg_names
-    flat._example_inputs = exported.example_inputs
 
 
 def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:

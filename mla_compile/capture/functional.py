@@ -57,7 +57,7 @@ def functionalized(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     with warnings.catch_warnings():
         # A library's operator without a kernel of its own stays one node, as it should.
         warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
-        return _in_one_trace(gm, values) or _by_aot_export(gm, values)
+        return traced_once(gm, values) or _by_aot_export(gm, values)
 
 
 def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
@@ -75,7 +75,8 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     return Functional(traced, tuple(places[owners[value.name]] for value in new), tokens)
 
 
-def _in_one_trace(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+    """The functional graph, traced once; None where it might not be the one that torch makes. Raises as above."""
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
     given = [*state.values(), *values]
     fake_mode = detect_fake_mode(given)

@@ -35,7 +35,7 @@ def both(gm: fx.GraphModule, values: list[Any]) -> tuple[Functional | None, Func
     assert detect_fake_mode(values) is not None
     before = torch.get_rng_state()
     with torch.no_grad():
-        graphs = functional._in_one_trace(gm, values), functional._by_aot_export(gm, values)
+        graphs = functional.traced_once(gm, values), functional._by_aot_export(gm, values)
     assert torch.equal(torch.get_rng_state(), before)
     return graphs
 
@@ -100,7 +100,7 @@ def test_inputs_that_share_memory_are_left_to_torch() -> None:
     with mode:
         views = [whole[:2], whole[1:3]]
     with torch.no_grad():
-        assert functional._in_one_trace(gm, views) is None
+        assert functional.traced_once(gm, views) is None
 
 
 def test_an_input_that_gets_another_shape_is_refused_by_torch() -> None:
@@ -113,7 +113,7 @@ def test_an_input_that_gets_another_shape_is_refused_by_torch() -> None:
     gm.recompile()
     values = [mode.from_tensor(torch.randn(3, 8))]
     with torch.no_grad():
-        assert functional._in_one_trace(gm, values) is None
+        assert functional.traced_once(gm, values) is None
         with pytest.raises(RuntimeError, match="metadata mutation"):
             functionalized(gm, values)
 
@@ -138,10 +138,8 @@ def test_values_that_are_no_tensors_of_torch_are_left_to_torch() -> None:
     gm = fx.symbolic_trace(lambda x, dtype: (x.to(dtype),))
     mode = torch._subclasses.FakeTensorMode()
     with torch.no_grad():
-        assert functional._in_one_trace(gm, [mode.from_tensor(torch.randn(3)), torch.float64]) is None
-        assert (
-            functional._in_one_trace(gm, [torch.randn(3), 1.0]) is None
-        )  # real tensors: no sizes are known to be open
+        assert functional.traced_once(gm, [mode.from_tensor(torch.randn(3)), torch.float64]) is None
+        assert functional.traced_once(gm, [torch.randn(3), 1.0]) is None  # real tensors: no sizes are known to be open
 
 
 def test_a_size_that_becomes_constant_is_so_from_the_first_operator_on() -> None:

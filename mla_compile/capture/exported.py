@@ -1,0 +1,144 @@
+"""An exported program without writes in place: what it writes to its inputs becomes results, as its signature says.
+
+``run_decompositions`` runs the graph twice, as ``aot_export_module`` does; the graph is traced once here where
+:func:`mla_compile.capture.functional.traced_once` can, and the program put together again around it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from mla_compile.capture.functional import traced_once
+
+
+def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
+    """``exported`` with the graph ``gm``, which has the same inputs and results, made functional.
+
+    Raises whatever an operator raises.
+    """
+    return _in_one_trace(exported, gm) or _decomposed(exported, gm)
+
+
+def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram | None:
+    if gm.graph.find_nodes(op="get_attr"):
+        return None
+    specs, given = exported.graph_signature.input_specs, gm.graph.find_nodes(op="placeholder")
+    values = [
+        node.meta["val"] if "val" in node.meta else exported.constants.get(spec.target or "")
+        for node, spec in zip(given, specs, strict=True)
+    ]
+    with torch.no_grad():
+        traced = traced_once(gm, values)
+    if traced is None or traced.gm.graph.find_nodes(op="get_attr"):
+        return None
+    inputs, results = traced.gm.graph.find_nodes(op="placeholder"), traced.gm.graph.output_node().args[0]
+    for node, origin in zip(inputs, given, strict=True):
+        node._rename(origin.name)
+        node.target = node.name
+        node.meta = {**origin.meta, **node.meta}
+    count = len(traced.written)
+    writes = [_write(specs[place], inputs[place], new) for place, new in zip(traced.written, results, strict=False)]
+    if None in writes or len(set(results[:count])) < count:
+        return None
+    signature = _named_like(exported.graph_signature, inputs, results[count:])
+    signature.output_specs = [*writes, *signature.output_specs]
+    return torch.export.ExportedProgram(
+        root=traced.gm,
+        graph=traced.gm.graph,
+        graph_signature=signature,
+        state_dict=exported.state_dict,
+        range_constraints=exported.range_constraints,
+        module_call_graph=exported.module_call_graph,
+        example_inputs=exported.example_inputs,
+        constants=exported.constants,
+    )
+
+
+def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
+    """That ``new`` is the value of an input after a call; None for what nobody may write to."""
+    if spec.kind is InputKind.USER_INPUT:
+        return OutputSpec(OutputKind.USER_INPUT_MUTATION, TensorArgument(new.name), node.name)
+    if spec.kind is InputKind.BUFFER:
+        return OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(new.name), spec.target)
+    return None
+
+
+def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
+    """``exported`` with the graph ``gm``, made functional by torch."""
+    functional = _called_flat(exported, gm).run_decompositions({})
+    _call_like(exported, functional)
+    return functional
+
+
+def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
+    """``exported`` with the graph ``gm``, flat outputs and one flat keyword argument per input.
+
+    ``run_decompositions`` would build the containers of the inputs, and what those compute as they are built (the
+    DynamicCache of transformers appends to empty tensors) would end up in constants that nothing owns.
+    """
+    first, *rest = exported.module_call_graph
+    assert first.signature is not None  # the first entry is the whole program's
+    inputs, results = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node().args[0]
+    graph_signature = _named_like(exported.graph_signature, inputs, results)
+    names = [spec.arg.name for spec in graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    signature = dataclasses.replace(
+        first.signature,
+        in_spec=pytree.tree_structure(((), dict.fromkeys(names))),
+        out_spec=pytree.tree_structure(tuple(range(first.signature.out_spec.num_leaves))),
+        forward_arg_names=None,
+    )
+    return torch.export.ExportedProgram(
+        root=gm,
+        graph=gm.graph,
+        graph_signature=graph_signature,
+        state_dict=exported.state_dict,
+        range_constraints=exported.range_constraints,
+        module_call_graph=[dataclasses.replace(first, signature=signature), *rest],
+        constants=exported.constants,
+        verifiers=exported.verifiers,
+    )
+
+
+def _named_like(
+    signature: ExportGraphSignature, inputs: Sequence[fx.Node], results: Sequence[Any]
+) -> ExportGraphSignature:
+    """A copy of ``signature`` with the names that inputs and results have in a copy of its graph.
+
+    What was inlined has others, and so do inputs with the name of a builtin (``input``), which a copied graph avoids.
+    """
+    signature = copy.deepcopy(signature)
+    renamed: dict[str, str] = {}
+    for given, node in zip(signature.input_specs, inputs, strict=True):
+        renamed[given.arg.name] = node.name
+        given.arg = dataclasses.replace(given.arg, name=node.name)
+    for result, value in zip(signature.output_specs, results, strict=True):
+        if isinstance(value, fx.Node):
+            result.arg = dataclasses.replace(result.arg, name=value.name)
+        if result.kind is OutputKind.USER_INPUT_MUTATION:
+            result.target = renamed[str(result.target)]
+    return signature
+
+
+def _call_like(exported: torch.export.ExportedProgram, flat: torch.export.ExportedProgram) -> None:
+    """Gives ``flat`` back the inputs and outputs of ``exported``."""
+    nested, signature = exported.module_call_graph[0].signature, flat.module_call_graph[0].signature
+    assert nested is not None
+    assert signature is not None
+    signature.in_spec, signature.out_spec = nested.in_spec, nested.out_spec
+    signature.forward_arg_names = nested.forward_arg_names
+    flat._example_inputs = exported.example_inputs
