@@ -71,12 +71,19 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What is said of the model without a quantization."""
+    config = tmp_path_factory.mktemp("plain") / "config.json"
+    config.write_text(json.dumps(TINY))
+    return json.loads(call(str(config), "--json").stdout)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, kind):
+def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, plain, kind):
     """The verdicts and dims stay, bytes of weights are those of the format, and what is dequantized is said."""
-    plain = json.loads(call(write(TINY), "--json").stdout)
-    quantized = write({**TINY, "quantization_config": KINDS[kind]})
-    said = json.loads(call(quantized, "--json").stdout)
+    done = call(write({**TINY, "quantization_config": KINDS[kind]}), "--json")
+    said = json.loads(done.stdout)
     assert [said[key] for key in ("family", "sites", "cache", "choices", "weights", "dtype")] == [
         plain[key] for key in ("family", "sites", "cache", "choices", "weights", "dtype")
     ]
@@ -92,10 +99,14 @@ def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, kind):
     fewer = [[p - s for p, s in zip(a["bytes"], b["bytes"], strict=True)] for a, b in zip(plain["costs"], said["costs"], strict=True)]  # noqa: E501  # fmt: skip
     expanded = 2 * plain["weights"]["active"] - read
     assert fewer == [[expanded] * 3, [expanded - (stored["kept_bytes"] - stored["up"]["bytes"])] * 3]
-    text = call(quantized).output
-    assert f"weights as stored ({kind}): " in text
+
+
+def test_quantized_weights_in_words(explained_models, plain):
+    config = write({**TINY, "quantization_config": KINDS["awq"]})
+    text = call(config).output
+    assert "weights as stored (awq): " in text
     assert "dequantized to be absorbed; kept, W_kc and W_v take 3.52 kB per attention in bf16" in text
-    assert json.loads(call(quantized, "--dtype", "bf16", "--json").stdout)["costs"] == plain["costs"]
+    assert json.loads(call(config, "--dtype", "bf16", "--json").stdout)["costs"] == plain["costs"]
 
 
 def test_attention_that_is_not_quantized_has_nothing_to_dequantize(explained_models):

@@ -21,10 +21,11 @@ HOW = ["copies", "heads"] if LONG else ["heads"]
 @pytest.mark.parametrize(
     ("count", "family", "how", "steps", "all_heads"),
     [
-        (2, "deepseek_v3", "copies", STEPS, 4),
+        pytest.param(2, "deepseek_v3", "copies", STEPS, 4, marks=pytest.mark.slow),
         (2, "minicpm3", "heads", STEPS, 4),
-        (4, "deepseek_v2", "grid", STEPS, 4),
-        (4, "deepseek_v3", "heads", STEPS, 8),
+        (4, "minicpm3", "grid", STEPS, 4),
+        pytest.param(4, "deepseek_v2", "grid", STEPS, 4, marks=pytest.mark.slow),
+        pytest.param(4, "deepseek_v3", "heads", STEPS, 8, marks=pytest.mark.slow),
     ],
 )
 def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):

@@ -17,9 +17,10 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
     ("count", "family", "how", "door", "steps"),
     [
         (2, "deepseek_v3", "heads", "optimize", STEPS),
-        (2, "deepseek_v2", "plan", "optimize", STEPS),
+        pytest.param(2, "deepseek_v2", "plan", "optimize", STEPS, marks=pytest.mark.slow),
         (2, "minicpm3", "plan", "backend", STEPS),
-        (2, "deepseek_v3", "fsdp", "optimize", STEPS),
+        (2, "minicpm3", "fsdp", "optimize", STEPS),
+        pytest.param(2, "deepseek_v3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
         (4, "minicpm3", "heads", "optimize", STEPS),  # one head a rank: rows are wider than its K and V
     ],
 )

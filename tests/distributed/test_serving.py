@@ -33,10 +33,11 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
 @pytest.mark.parametrize(
     ("count", "family", "how"),
     [
-        (2, "deepseek_v3", "copies"),
-        (2, "minicpm3", "heads"),
+        pytest.param(2, "deepseek_v3", "copies", marks=pytest.mark.slow),
+        (2, "minicpm3", "copies"),
+        pytest.param(2, "minicpm3", "heads", marks=pytest.mark.slow),
         (2, "deepseek_v32", "heads"),
-        (4, "deepseek_v2", "grid"),
+        pytest.param(4, "deepseek_v2", "grid", marks=pytest.mark.slow),
     ],
 )
 def test_pages_that_ranks_share(ranks, count, family, how):

@@ -45,7 +45,7 @@ def caches(cache: Any) -> list[torch.Tensor]:
     ("family", "batch", "codegen"),
     [
         ("deepseek_v3", 2, "eager"),
-        ("deepseek_v3", 1, "inductor"),
+        pytest.param("deepseek_v3", 1, "inductor", marks=pytest.mark.slow),
         ("minicpm3", 3, "eager"),
         ("kimi_linear", 2, "eager"),
     ],

@@ -17,8 +17,8 @@ CASES = [(family, "sdpa", "dynamic") for family in INDEXED if family != "hy_v4"]
 CASES += [
     ("deepseek_v32", "sdpa", "static"),
     ("deepseek_v32", "eager", "static"),
-    ("deepseek_v32", "eager", "dynamic"),
-    ("glm_moe_dsa", "eager", "dynamic"),
+    pytest.param("deepseek_v32", "eager", "dynamic", marks=pytest.mark.slow),
+    pytest.param("glm_moe_dsa", "eager", "dynamic", marks=pytest.mark.slow),
     ("hy_v4", "eager", "dynamic"),
 ]
 
@@ -29,9 +29,9 @@ def test_steps_read_the_listed_rows_and_tokens_stay(family, attn, cache):
     model = models.build(family, attn=attn)
     inputs = models.prompt(length=13, pad=5)
     with torch.no_grad():
-        expected, _ = models.greedy(model, inputs, steps=64, cache=cache)
+        expected, _ = models.greedy(model, inputs, steps=24, cache=cache)
         fast = mla_compile.optimize(model, codegen="eager", strict=True)
-        got, _ = models.greedy(fast, inputs, steps=64, cache=cache)
+        got, _ = models.greedy(fast, inputs, steps=24, cache=cache)
     assert torch.equal(got, expected)
     sites = [site for site in fast.mla_report.sites if site.chosen is not None]
     assert len({site.where.module for site in sites}) == INDEXED[family], sites
