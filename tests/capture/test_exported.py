@@ -15,7 +15,7 @@ from mla_compile.capture import exported as capture
 
 
 class Layer(nn.Module):
-    """Writes to a buffer, an input and what it made itself, through views too; a constant; operators that stay whole."""
+    """Writes to a buffer, an input and what it made, through views too; a constant; operators that stay whole."""
 
     seen: Tensor
 
