@@ -71,6 +71,7 @@ def test_torchrun_generate(of_two_processes):
     assert first.splitlines()[0] == second.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_torchrun_data_parallel(of_two_processes):
     first, second = of_two_processes("torchrun_data_parallel.py", "--codegen=eager", "--tokens=8")
     for out in (first, second):
