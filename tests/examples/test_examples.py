@@ -100,16 +100,19 @@ def test_from_scratch(output):
     assert float(difference[1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_aoti_package(output):
     out = output("aoti_package.py", "--context=12")
     assert "1 absorbed" in out
     assert SAME in out
 
 
+@pytest.mark.slow
 def test_onnx_generate(output):
     assert SAME in output("onnx_generate.py")
 
 
+@pytest.mark.slow
 def test_lora(output):
     out = output("lora.py", "--codegen=eager", "--tokens=6", "--steps=10")
     lines = dict(re.findall(r"(.*): (\[.*\]), the same as the original's: True", out))
@@ -130,6 +133,7 @@ def test_speculative(output):
     assert accepted + sum(count for _, _, count in calls) == 14
 
 
+@pytest.mark.slow
 def test_train_tiny(output):
     out = output("train_tiny.py", "--codegen=eager", "--steps=12", "--context=20", "--windows=3")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import threading
 import types
@@ -12,6 +13,8 @@ import numpy as np
 
 from tests.support.gluon_simulator import Barrier, Copy, Int, Scheduler, Tile, Tiles, array, round_to
 
+INTERLEAVINGS = int(os.environ.get("MLA_INTERLEAVINGS", "3"))
+"""In how many orders each case is run."""
 PRODUCER = 128  # threads of a partition of 4 warps, as all are: each arrives for its own copies by cp.async
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.gluon_cases import CASES, SOURCE, assert_caught, simulate
-from tests.support.gluon_machine import load
+from tests.support.gluon_machine import INTERLEAVINGS, load
 
 
 def random_case(seed):
@@ -26,13 +26,13 @@ def random_case(seed):
 @pytest.mark.parametrize("name", CASES)
 def test_every_interleaving_gives_the_reference(name):
     loaded = load(SOURCE)
-    for seed in range(10):
+    for seed in range(INTERLEAVINGS):
         simulate(loaded, seed, **CASES[name])
 
 
 def test_random_batches():
     loaded = load(SOURCE)
-    for seed in range(40):
+    for seed in range(4 * INTERLEAVINGS):
         simulate(loaded, seed, **random_case(seed))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.gluon_list_cases import LIST_CASES, LIST_SOURCE, assert_list_caught, simulate_lists
-from tests.support.gluon_machine import load
+from tests.support.gluon_machine import INTERLEAVINGS, load
 
 
 def random_case(seed):
@@ -20,13 +20,13 @@ def random_case(seed):
 @pytest.mark.parametrize("name", LIST_CASES)
 def test_every_interleaving_gives_the_reference(name):
     loaded = load(LIST_SOURCE)
-    for seed in range(5):
+    for seed in range(INTERLEAVINGS):
         simulate_lists(loaded, seed, **LIST_CASES[name])
 
 
 def test_random_lists():
     loaded = load(LIST_SOURCE)
-    for seed in range(30):
+    for seed in range(4 * INTERLEAVINGS):
         simulate_lists(loaded, seed, **random_case(seed))
 
 
