@@ -46,14 +46,16 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
         traced = traced_once(gm, values)
     if traced is None or traced.gm.graph.find_nodes(op="get_attr"):
         return None
-    inputs, results = traced.gm.graph.find_nodes(op="placeholder"), traced.gm.graph.output_node().args[0]
+    inputs = traced.gm.graph.find_nodes(op="placeholder")
+    results: Any = traced.gm.graph.output_node().args[0]
     for node, origin in zip(inputs, given, strict=True):
         node._rename(origin.name)
         node.target = node.name
         node.meta = {**origin.meta, **node.meta}
     count = len(traced.written)
-    writes = [_write(specs[place], inputs[place], new) for place, new in zip(traced.written, results, strict=False)]
-    if None in writes or len(set(results[:count])) < count:
+    found = [_write(specs[place], inputs[place], new) for place, new in zip(traced.written, results, strict=False)]
+    writes = [spec for spec in found if spec is not None]
+    if len(writes) < count or len(set(results[:count])) < count:
         return None
     signature = _named_like(exported.graph_signature, inputs, results[count:])
     signature.output_specs = [*writes, *signature.output_specs]
@@ -80,7 +82,7 @@ def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:
 
 def _decomposed(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
     """``exported`` with the graph ``gm``, made functional by torch."""
-    functional = _called_flat(exported, gm).run_decompositions({})
+    functional: torch.export.ExportedProgram = _called_flat(exported, gm).run_decompositions({})
     _call_like(exported, functional)
     return functional
 
@@ -93,8 +95,8 @@ def _called_flat(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> 
     """
     first, *rest = exported.module_call_graph
     assert first.signature is not None  # the first entry is the whole program's
-    inputs, results = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node().args[0]
-    graph_signature = _named_like(exported.graph_signature, inputs, results)
+    results: Any = gm.graph.output_node().args[0]
+    graph_signature = _named_like(exported.graph_signature, gm.graph.find_nodes(op="placeholder"), results)
     names = [spec.arg.name for spec in graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     signature = dataclasses.replace(
         first.signature,

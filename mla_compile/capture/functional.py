@@ -3,13 +3,14 @@
 ``aot_export_module(pre_dispatch=True)`` runs the module twice, the first time only to learn which inputs it writes to.
 That is up to a third of the time that a capture takes, so the graph is traced once here, with the tensors of torch that
 record what is written, and the inputs are looked at afterwards. What this cannot know to be the same graph goes through
-``aot_export_module``: inputs that share memory, inputs whose shape or memory is replaced, operators with side effects,
-streams, and sizes that only the trace shows to be constant, which would be open in what was traced before.
+``aot_export_module``: writes to inputs that share memory, inputs whose shape or memory is replaced, operators with side
+effects, streams, and sizes that only the trace shows to be constant, which would be open in what was traced before.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,9 +84,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
     if fake_mode is None or not all(_is_plain(value) for value in given) or _has_streams(gm.graph):
         return None
     with fake_mode:
-        fakes = [_fake(fake_mode, value, of_module=place < len(state)) for place, value in enumerate(given)]
-    if _share_memory(fakes):
-        return None
+        fakes = _apart([_fake(fake_mode, value, of_module=place < len(state)) for place, value in enumerate(given)])
     functionals: list[Any] = []
     written: list[int] = []
 
@@ -105,7 +104,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
     before, constants = is_active(), _constants(fake_mode)
     with fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode:
         traced = make_fx(run, decomposition_table={}, record_module_stack=True, pre_dispatch=True)(*fakes)
-        if mode._tokens or is_active() != before or _replaced(functionals, fakes):
+        if mode._tokens or is_active() != before or _replaced(functionals, fakes) or _share_memory(fakes, written):
             return None
     if _constants(fake_mode) != constants:
         return None
@@ -144,9 +143,19 @@ def _constants(mode: FakeTensorMode) -> int:
     return sum(1 for value in known.values() if value.is_number)
 
 
-def _share_memory(fakes: Sequence[Any]) -> bool:
-    storages = [fake.untyped_storage()._cdata for fake in fakes if isinstance(fake, Tensor)]
-    return len(set(storages)) < len(storages)
+def _apart(fakes: Sequence[Any]) -> list[Any]:
+    """Each tensor as one of its own, so that a trace knows which of two inputs is read: weights may be tied."""
+    first = {id(fake): place for place, fake in reversed(list(enumerate(fakes)))}
+    return [
+        fake.detach() if isinstance(fake, Tensor) and first[id(fake)] < place else fake
+        for place, fake in enumerate(fakes)
+    ]
+
+
+def _share_memory(fakes: Sequence[Any], written: Sequence[int]) -> bool:
+    """Whether a write shows in an input that was traced as one of its own."""
+    storages = Counter(fake.untyped_storage()._cdata for fake in fakes if isinstance(fake, Tensor))
+    return any(storages[fakes[place].untyped_storage()._cdata] > 1 for place in written)
 
 
 def _replaced(functionals: Sequence[Any], fakes: Sequence[Any]) -> bool:

@@ -97,6 +97,25 @@ def test_sizes_that_depend_on_values() -> None:
     torch.testing.assert_close(one.module()(x), Chosen()(x), rtol=0, atol=0)
 
 
+def test_tied_weights_are_told_apart() -> None:
+    """Neither is written; each is read under its own name."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x))
+
+    exported = torch.export.export(Tied(), (torch.arange(3),))
+    one, two = both(exported)
+    assert one is not None
+    assert str(one.graph) == str(exported.graph)
+    torch.testing.assert_close(one.module()(torch.arange(3)), two.module()(torch.arange(3)), rtol=0, atol=0)
+
+
 def test_graphs_within_the_graph_are_left_to_torch() -> None:
     exported = torch.export.export(Branches(), (torch.ones(3),))
     one, two = both(exported)
