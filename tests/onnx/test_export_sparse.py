@@ -61,8 +61,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("family", "core", "profile"),
     [
-        ("deepseek_v32", "eager", "portable"),
-        ("deepseek_v32", "sdpa", "inplace"),
+        pytest.param("deepseek_v32", "eager", "portable", marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", "sdpa", "inplace", marks=pytest.mark.slow),
         ("glm_moe_dsa", "sdpa", "portable"),
         ("glm_moe_dsa", "eager", "inplace"),
     ],
@@ -138,6 +138,7 @@ def test_rows_that_no_list_names_are_not_read(tmp_path):
     assert np.isnan(session.run(["logits"], feeds)[0]).any()
 
 
+@pytest.mark.slow
 def test_half_precision(tmp_path):
     model = models.build("deepseek_v32", dtype=torch.float16, num_hidden_layers=1)
     done = mla_compile.export_onnx(model, tmp_path / "m", prefill=False)
