@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.exc import TorchRuntimeError
 
 from mla_compile import InputError, MlaCompileError, OptionError, Options, explain, optimize
+from tests.support.releases import BEFORE_2_13
 from tests.support.toy import D, L, R, Toy, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -38,6 +39,8 @@ LAYOUTS = {
     "huge": lambda t: t * 1e30,
     "conjugate view": lambda t: torch.view_as_real(torch.complex(t, t).conj().resolve_conj())[..., 0],
 }
+if BEFORE_2_13:  # whose Dynamo fails on them, whoever compiles
+    del LAYOUTS["subclass"]
 SPOILED = {
     "integer": lambda t: t.long(),
     "double": lambda t: t.double(),
