@@ -189,7 +189,7 @@ def test_streaming_and_log_probabilities(served):
     torch.testing.assert_close(torch.tensor(parts[-1].logprobs), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dequantize", ["once", "step"])
+@pytest.mark.parametrize("dequantize", ["once", pytest.param("step", marks=pytest.mark.slow)])
 def test_quantized_up_projections(dequantize):
     """Weights that are kept dequantized are inputs of the graphs, beside the pools."""
     quantization = pytest.importorskip("torchao.quantization")

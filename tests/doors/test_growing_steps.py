@@ -115,7 +115,14 @@ def test_one_prompt_continued_more_than_once():
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", [{"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}, {}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_return_sequences": 2, "num_beams": 2},
+        pytest.param({"num_beams": 3}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
 def test_generate_with_beams_reorders_the_rows(how: dict[str, int]):
     model = models.build("minicpm3", attn="sdpa")
     fast = mla_compile.optimize(model, codegen="eager", strict=True)

@@ -63,6 +63,7 @@ def of_two_processes():
     return run
 
 
+@pytest.mark.slow
 def test_torchrun_generate(of_two_processes):
     first, second = of_two_processes("torchrun_generate.py", "--codegen=eager", "--tokens=5")
     for out in (first, second):
@@ -121,6 +122,7 @@ def test_lora(output):
     assert " 0 absorbed" not in out
 
 
+@pytest.mark.slow
 def test_speculative(output):
     out = output("speculative.py", "--codegen=eager", "--tokens=14")
     assert "the same as the original's, decoded one by one: True" in out

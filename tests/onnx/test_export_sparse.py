@@ -64,7 +64,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.param("deepseek_v32", "eager", "portable", marks=pytest.mark.slow),
         pytest.param("deepseek_v32", "sdpa", "inplace", marks=pytest.mark.slow),
         ("glm_moe_dsa", "sdpa", "portable"),
-        ("glm_moe_dsa", "eager", "inplace"),
+        pytest.param("glm_moe_dsa", "eager", "inplace", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_generate(exported, family, core, profile):
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_generate(exported, family, core, profile):
             assert row == tokens[:last]
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("core", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_no_mask_over_all_keys_is_made(exported, core):
     directory = exported("glm_moe_dsa", core, "portable" if core == "sdpa" else "inplace")[0]
     assert [kind for kind in ours(directory) if kind != "WeighAlike"] == [
@@ -256,8 +256,10 @@ def given(B: int, S: int, P: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("kind", "profile"),
     [
-        *((kind, "portable") for kind in (Sparse, Repeated, Flagged, Added, Soft, First, Moved, PerHead)),
-        *((kind, "inplace") for kind in (Sparse, Repeated)),
+        *((kind, "portable") for kind in (Sparse, Soft, First, PerHead)),
+        *(pytest.param(kind, "portable", marks=pytest.mark.slow) for kind in (Repeated, Flagged, Added, Moved)),
+        (Repeated, "inplace"),
+        pytest.param(Sparse, "inplace", marks=pytest.mark.slow),
     ],
 )
 def test_programs_against_float64(tmp_path, kind, profile):
