@@ -27,7 +27,7 @@ from tests.adversary.scales import KINDS, MUTANTS, PARTICULAR, check_scales
 from tests.support.generator import Case
 
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
-COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "200"))
+COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "100"))
 BASES = int(os.environ.get("MLA_ADVERSARY_BASES", "8"))
 TRIES = 30  # draws for one mutant: many steps do not fit many tensors
 

@@ -21,7 +21,7 @@ from tests.support.generated_sparse import EVERY_KEY, SparseCase, SparseMLA, kee
 from tests.support.generator import Case, check_each
 from tests.test_property import compare, narrow
 
-CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "24"))
+CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "12"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 PARTS = 2
 

@@ -54,7 +54,15 @@ def stored(cache) -> int:
     return sum(r.numel() for r in rows.values())
 
 
-@pytest.mark.parametrize("style", ["plain", "assigned", "bias", "written_out", "heads_last", "copied_first"])
+@pytest.mark.parametrize(
+    "style",
+    [
+        "plain",
+        "bias",
+        "heads_last",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("assigned", "written_out", "copied_first")),
+    ],
+)
 def test_the_cache_holds_rows_and_the_numbers_stay(style):
     model = Model(style)
     fast = compiled(model)
@@ -75,6 +83,7 @@ def test_by_the_backend_too():
     assert all(isinstance(t, LatentTensor) for t in tensors(theirs))
 
 
+@pytest.mark.slow
 def test_through_inductor_and_without_our_op():
     model = Model()
     compare(model, compiled(model, codegen="inductor", lowering="aten"), calls=(5, 1, 1))
