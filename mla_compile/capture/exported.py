@@ -52,6 +52,9 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
         node._rename(origin.name)
         node.target = node.name
         node.meta = {**origin.meta, **node.meta}
+    for node in traced.gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta.setdefault("val", None)  # of asserts, which return nothing, as torch notes it
     count = len(traced.written)
     found = [_write(specs[place], inputs[place], new) for place, new in zip(traced.written, results, strict=False)]
     writes = [spec for spec in found if spec is not None]

@@ -116,6 +116,24 @@ def test_tied_weights_are_told_apart() -> None:
     torch.testing.assert_close(one.module()(torch.arange(3)), two.module()(torch.arange(3)), rtol=0, atol=0)
 
 
+def test_every_value_is_noted() -> None:
+    """Of what returns nothing, too: an assertion about a number that is read from a tensor."""
+
+    class Cut(nn.Module):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:
+            size = n.item()
+            torch._check(size >= 2)
+            torch._check(size <= 6)
+            return x[:, :size]
+
+    one, two = both(torch.export.export(Cut(), (torch.randn(2, 6), torch.tensor(5))))
+    assert one is not None
+    for program in (one, two):
+        assert all("val" in node.meta for node in program.graph.nodes if node.op == "call_function")
+        with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+            program.module()(torch.randn(2, 6), torch.tensor(7))
+
+
 def test_graphs_within_the_graph_are_left_to_torch() -> None:
     exported = torch.export.export(Branches(), (torch.ones(3),))
     one, two = both(exported)
