@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -32,6 +33,13 @@ def _fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """What was there before the tests of a file is not searched for garbage again: that took a quarter of their time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

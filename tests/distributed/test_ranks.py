@@ -19,7 +19,7 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
         (2, "deepseek_v3", "heads", "optimize", STEPS),
         pytest.param(2, "deepseek_v2", "plan", "optimize", STEPS, marks=pytest.mark.slow),
         pytest.param(2, "minicpm3", "plan", "backend", STEPS, marks=pytest.mark.slow),
-        (2, "minicpm3", "fsdp", "optimize", STEPS),
+        pytest.param(2, "minicpm3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
         pytest.param(2, "deepseek_v3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
         (4, "minicpm3", "heads", "optimize", STEPS),  # one head a rank: rows are wider than its K and V
     ],

@@ -44,7 +44,7 @@ def caches(cache: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "batch", "codegen"),
     [
-        ("deepseek_v3", 2, "eager"),
+        pytest.param("deepseek_v3", 2, "eager", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", 1, "inductor", marks=pytest.mark.slow),
         ("minicpm3", 3, "eager"),
         ("kimi_linear", 2, "eager"),
