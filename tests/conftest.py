@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=Tr
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
+ENDS = time.monotonic() + float(os.environ.get("MLA_TEST_SECONDS", "inf"))
+"""When no further test is begun: a machine that is twice as slow reports what it could not run, and ends in time."""
+
+
+def pytest_runtest_setup() -> None:
+    if time.monotonic() > ENDS:
+        pytest.skip(f"the {os.environ['MLA_TEST_SECONDS']} seconds of this run (MLA_TEST_SECONDS) are over")
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # for libraries that look for what they leaked at the end of the process
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
@@ -37,7 +50,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> None:
-    """What was there before the tests of a file is not searched for garbage again: that took a quarter of their time."""
+    """What is there before the tests of a file is not searched for garbage again, which took a quarter of the time."""
     gc.collect()
     gc.freeze()
 

@@ -22,7 +22,7 @@ from tests.support.generated_sparse import ADDED, BOOLEANS, SparseCase, SparseML
 from tests.support.generator import Case, check_each
 from tests.test_property_sparse import run
 
-CASES = int(os.environ.get("MLA_ADVERSARY_LISTS", "12"))
+CASES = int(os.environ.get("MLA_ADVERSARY_LISTS", "8"))
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
 
 

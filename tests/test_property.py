@@ -21,7 +21,7 @@ from tests.support.generated_module import GeneratedMLA
 from tests.support.generated_run import options_of, side_by_side
 from tests.support.generator import Case, cases, check_each, drawn
 
-CASES = int(os.environ.get("MLA_PROPERTY_CASES", "100"))
+CASES = int(os.environ.get("MLA_PROPERTY_CASES", "60"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 PARTS = 4  # tests that share the cases between them, so that processes can
 

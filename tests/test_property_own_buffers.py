@@ -21,7 +21,7 @@ from tests.support.generated_own import OwnCase, OwnMLA, own_cases, visible
 from tests.support.generator import Case, check_each, drawn
 from tests.test_property import compare, narrow
 
-CASES = int(os.environ.get("MLA_PROPERTY_OWN", "12"))
+CASES = int(os.environ.get("MLA_PROPERTY_OWN", "8"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 PARTS = 2
 

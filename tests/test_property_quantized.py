@@ -20,7 +20,7 @@ from tests.support.generated_quantized import Quantized, QuantizedMLA, quantized
 from tests.support.generated_run import options_of, side_by_side
 from tests.support.generator import Case
 
-CASES = int(os.environ.get("MLA_PROPERTY_QUANTIZED", "12"))
+CASES = int(os.environ.get("MLA_PROPERTY_QUANTIZED", "8"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
 ALLOWED, ULP = 1.5, 2  # as in the check of a site: errors of the original, and units in the last place
 OUTLIER = 10  # of the largest error, which is that of a single row
