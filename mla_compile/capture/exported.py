@@ -24,6 +24,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from mla_compile.capture.functional import traced_once
+from mla_compile.capture.inline import levels_restored
 
 
 def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
@@ -35,14 +36,14 @@ def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModul
 
 
 def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram | None:
-    if gm.graph.find_nodes(op="get_attr"):
+    if gm.graph.find_nodes(op="get_attr") or any(_is_transform(node) for node in gm.graph.nodes):
         return None
     specs, given = exported.graph_signature.input_specs, gm.graph.find_nodes(op="placeholder")
     values = [
         node.meta["val"] if "val" in node.meta else exported.constants.get(spec.target or "")
         for node, spec in zip(given, specs, strict=True)
     ]
-    with torch.no_grad():
+    with torch.no_grad(), levels_restored():
         traced = traced_once(gm, values)
     if traced is None or traced.gm.graph.find_nodes(op="get_attr"):
         return None
@@ -72,6 +73,11 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
         example_inputs=exported.example_inputs,
         constants=exported.constants,
     )
+
+
+def _is_transform(node: fx.Node) -> bool:
+    """Whether a node enters or leaves a level of ``torch.func``, on which tensors that record writes are not known."""
+    return "_functorch" in str(getattr(node.target, "__module__", ""))
 
 
 def _write(spec: InputSpec, node: fx.Node, new: fx.Node) -> OutputSpec | None:

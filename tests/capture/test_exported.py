@@ -134,6 +134,16 @@ def test_every_value_is_noted() -> None:
             program.module()(torch.randn(2, 6), torch.tensor(7))
 
 
+def test_levels_of_torch_func_are_left_to_torch() -> None:
+    class Each(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(lambda row: row.cumsum(0) * 2)(x)
+
+    one, two = both(torch.export.export(Each(), (torch.ones(2, 3),)))
+    assert one is None
+    assert torch.equal(two.module()(torch.ones(2, 3)), torch.tensor([[2.0, 4.0, 6.0]] * 2))
+
+
 def test_graphs_within_the_graph_are_left_to_torch() -> None:
     exported = torch.export.export(Branches(), (torch.ones(3),))
     one, two = both(exported)
