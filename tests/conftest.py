@@ -36,6 +36,12 @@ def pytest_runtest_setup() -> None:
         pytest.skip(f"the {os.environ['MLA_TEST_SECONDS']} seconds of this run (MLA_TEST_SECONDS) are over")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shows a wrong rewrite comes first, so that no machine is too slow for it: passes, zoo, drawn cases."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: not (item.path.parent == here or here / "passes" in item.path.parents))
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # for libraries that look for what they leaked at the end of the process
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +56,21 @@ class Functional:
 
 def functionalized(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     """The functional graph of ``gm`` for ``values``, one for each placeholder; raises whatever an operator raises."""
+    return traced_once(gm, values) or _by_aot_export(gm, values)
+
+
+@contextmanager
+def _whole_operators() -> Iterator[None]:
+    """A library's operator without a kernel of its own stays one node, as it should, and torch does not warn of it."""
     with warnings.catch_warnings():
-        # A library's operator without a kernel of its own stays one node, as it should.
         warnings.filterwarnings("ignore", "At pre-dispatch tracing", UserWarning)
-        return traced_once(gm, values) or _by_aot_export(gm, values)
+        yield
 
 
 def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     traced: Any
-    traced, signature = aot_export_module(gm, values, trace_joint=False, pre_dispatch=True)
+    with _whole_operators():
+        traced, signature = aot_export_module(gm, values, trace_joint=False, pre_dispatch=True)
     tokens = len(signature.output_tokens)
     graph: fx.Graph = traced.graph
     placeholders = [node.name for node in graph.find_nodes(op="placeholder")][tokens:]
@@ -102,7 +109,7 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
     run._orig_mod = gm  # type: ignore[attr-defined]  # where make_fx looks for the module of a node
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)
-    with fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode:
+    with _whole_operators(), fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode:
         traced = make_fx(run, decomposition_table={}, record_module_stack=True, pre_dispatch=True)(*fakes)
         if mode._tokens or is_active() != before or _replaced(functionals, fakes) or _share_memory(fakes, written):
             return None
