@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import socket
 import sys
@@ -32,6 +33,9 @@ ENDS = time.monotonic() + float(os.environ.get("MLA_TEST_SECONDS", "inf"))
 
 
 def pytest_runtest_setup() -> None:
+    # pytest 9.2 listens to loggers that do not propagate; to this one torch writes each graph it traces if anybody listens,
+    # which took up to a third of the time.
+    logging.getLogger("torch.__trace").propagate = True
     if time.monotonic() > ENDS:
         pytest.skip(f"the {os.environ['MLA_TEST_SECONDS']} seconds of this run (MLA_TEST_SECONDS) are over")
 
