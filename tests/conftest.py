@@ -33,9 +33,6 @@ ENDS = time.monotonic() + float(os.environ.get("MLA_TEST_SECONDS", "inf"))
 
 
 def pytest_runtest_setup() -> None:
-    # pytest 9.2 listens to loggers that do not propagate; to this one torch writes each graph it traces if anybody listens,
-    # which took up to a third of the time.
-    logging.getLogger("torch.__trace").propagate = True
     if time.monotonic() > ENDS:
         pytest.skip(f"the {os.environ['MLA_TEST_SECONDS']} seconds of this run (MLA_TEST_SECONDS) are over")
 
@@ -44,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shows a wrong rewrite comes first, so that no machine is too slow for it: passes, zoo, drawn cases."""
     here = Path(__file__).parent
     items.sort(key=lambda item: not (item.path.parent == here or here / "passes" in item.path.parents))
+
+
+def pytest_collection_finish() -> None:
+    # pytest 9.2 listens to all loggers that do not propagate. Where anybody listens to this one, torch writes down every
+    # graph and tensor that it traces, with the stack.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_unconfigure() -> None:
