@@ -50,7 +50,7 @@ def test_many_users(served, made, config):
     "name",
     [
         "deepseek_v2",
-        "deepseek_v32",
+        pytest.param("deepseek_v32", marks=pytest.mark.slow),
         pytest.param("minicpm3", marks=pytest.mark.slow),
         pytest.param("mistral4", marks=pytest.mark.slow),
     ],

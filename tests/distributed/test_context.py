@@ -89,7 +89,7 @@ def test_a_static_cache(ranks, family, how, heads):
         assert received.keys() <= {"all_reduce"}, "those of the model"
 
 
-@pytest.mark.parametrize(("static", "calls"), [(False, 23), (True, 25)])
+@pytest.mark.parametrize(("static", "calls"), [pytest.param(False, 23, marks=pytest.mark.slow), (True, 25)])
 @pytest.mark.parametrize("how", HOW)
 def test_what_callers_do_to_a_cache(ranks, how, static, calls):
     for found in ranks(2).run(jobs.cache_operations, how, static):
@@ -98,6 +98,7 @@ def test_what_callers_do_to_a_cache(ranks, how, static, calls):
         assert not found["said"]
 
 
+@pytest.mark.slow
 def test_beams(ranks):
     for found in ranks(2).run(jobs.beams):
         assert found == [True, True]
@@ -127,7 +128,7 @@ def test_steps_that_need_all_rows_of_a_static_cache(ranks):
         assert found["held"] == 6, "of 12 rows"
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("how", HOW)
 def test_several_queries_in_a_call(ranks, how, static):
     for found in ranks(2).run(jobs.several_queries, how, static):

@@ -21,7 +21,8 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
         pytest.param(2, "minicpm3", "plan", "backend", STEPS, marks=pytest.mark.slow),
         pytest.param(2, "minicpm3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
         pytest.param(2, "deepseek_v3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
-        (4, "minicpm3", "heads", "optimize", STEPS),  # one head a rank: rows are wider than its K and V
+        # One head a rank: rows are wider than its K and V.
+        pytest.param(4, "minicpm3", "heads", "optimize", STEPS, marks=pytest.mark.slow),
     ],
 )
 def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, steps):
@@ -36,6 +37,7 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, st
         assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
 
 
+@pytest.mark.slow
 def test_layers_of_one_kind_are_compiled_once_on_every_rank(ranks):
     for found in ranks(2).run(jobs.layers_once):
         assert found["tokens"]

@@ -51,12 +51,12 @@ def tokens(fast: Any, ids: Sequence[Sequence[int]], new: int = 12, **config: Any
 def running(fast: Any, new: int = 12, generation: GenerationConfig | None = None, **config: Any) -> Iterator[Any]:
     """A manager that takes requests."""
     with fast.continuous_batching_context_manager(
-        generation_config=generation or greedy(new), continuous_batching_config=pages(**config), timeout=20
+        generation_config=generation or greedy(new), continuous_batching_config=pages(**config), timeout=60
     ) as manager:
         yield manager
 
 
-def results(manager: Any, count: int, seconds: float = 60.0) -> dict[str, Any]:
+def results(manager: Any, count: int, seconds: float = 300.0) -> dict[str, Any]:
     """So many finished requests by their ids."""
     found: dict[str, Any] = {}
     end = time.monotonic() + seconds
