@@ -44,8 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # pytest 9.2 listens to all loggers that do not propagate. Where anybody listens to this one, torch writes down every
-    # graph and tensor that it traces, with the stack.
+    # pytest 9.2 listens to all loggers that do not propagate. Where anybody listens to this one, torch writes down
+    # every graph and tensor that it traces, with the stack.
     logging.getLogger("torch.__trace").propagate = True
 
 
@@ -55,10 +55,15 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    """Forget compiled code after each test: Dynamo keeps at most 8 entries for a function that all models share."""
+    """Forget compiled code after each test: Dynamo keeps at most 8 entries for a function that all models share.
+
+    And the reports, of which the last 64 are kept.
+    """
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
+    if "mla_compile.backend" in sys.modules:
+        sys.modules["mla_compile.backend"]._recent.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

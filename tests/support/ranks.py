@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mla_compile import backend
+
 PRELOADED = ["torch", "transformers", "mla_compile.dynamo.compiler", "tests.support.models"]
 GROUP_S = 300
 """How long a rank waits for the others in a collective (s)."""
@@ -92,6 +94,7 @@ def _work(rank: int, count: int, store: str, jobs: Connection) -> None:
         except EOFError:  # the tests are over
             os._exit(0)
         torch._dynamo.reset()
+        backend._recent.clear()
         try:
             jobs.send((True, job(rank, *args)))
         except Exception:  # noqa: BLE001  whatever it is, the test shows it
