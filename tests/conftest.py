@@ -37,9 +37,14 @@ def pytest_runtest_setup() -> None:
         pytest.skip(f"the {os.environ['MLA_TEST_SECONDS']} seconds of this run (MLA_TEST_SECONDS) are over")
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What shows a wrong rewrite comes first, so that no machine is too slow for it: passes, zoo, drawn cases."""
+    """Mark what ``slow.txt`` lists, and put first what shows a wrong rewrite, so that no machine is too slow for it."""
     here = Path(__file__).parent
+    slow = set((here / "slow.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
     items.sort(key=lambda item: not (item.path.parent == here or here / "passes" in item.path.parents))
 
 

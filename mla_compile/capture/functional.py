@@ -107,6 +107,8 @@ def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
             return tuple(from_fun(value) for value in (*(functionals[place] for place in written), *returned))
 
     run._orig_mod = gm  # type: ignore[attr-defined]  # where make_fx looks for the module of a node
+    # For each operator torch looks through all that this process ever dispatched, for what it never keeps there.
+    torch._ops.reset_cached_ops()
     mode = FunctionalTensorMode(pre_dispatch=True, export=True, _allow_token_discovery=True)
     before, constants = is_active(), _constants(fake_mode)
     with _whole_operators(), fake_mode, preserve_rng_state(), enable_python_dispatcher(), mode:

@@ -44,7 +44,6 @@ def test_no_graph_is_compiled_for_a_number_of_users(monkeypatch):
     assert "one token of each of B requests over block tables of M pages" in str(graphs[2])
 
 
-@pytest.mark.slow
 def test_compiled_by_inductor():
     model = models.build("deepseek_v3", num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model)
@@ -54,7 +53,6 @@ def test_compiled_by_inductor():
     assert [graph.compilations for graph in fast.mla_batching.graphs] == [2, 1, 1]  # with and without rows before
 
 
-@pytest.mark.slow
 def test_code_for_one_size_is_not_run_for_another():
     """Inductor compiles complex rotations for the number of tokens it sees: few compilations, then the graph itself."""
     model = models.build("deepseek_v2", num_hidden_layers=1)
@@ -153,7 +151,6 @@ class TestFloat8:
             assert off[0] < 1e-4  # a whole prompt is read before its rows are rounded
             assert 0 < off[1:].max() < 0.5
 
-    @pytest.mark.slow
     def test_half_precision(self):
         model = models.build("minicpm3", dtype=torch.bfloat16, tie_word_embeddings=False, num_hidden_layers=1)
         fast = mla_compile.continuous_batching(model, codegen="eager", cache_dtype="fp8")
@@ -162,7 +159,7 @@ class TestFloat8:
 
 
 class TestOtherModels:
-    @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
     def test_without_a_latent_they_are_returned_as_they_are(self, name):
         family = families.FAMILIES[name]
         import transformers

@@ -50,9 +50,9 @@ def test_many_users(served, made, config):
     "name",
     [
         "deepseek_v2",
-        pytest.param("deepseek_v32", marks=pytest.mark.slow),
-        pytest.param("minicpm3", marks=pytest.mark.slow),
-        pytest.param("mistral4", marks=pytest.mark.slow),
+        "deepseek_v32",
+        "minicpm3",
+        "mistral4",
     ],
 )
 def test_no_step_of_a_family_waits(name, made):

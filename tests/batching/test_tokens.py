@@ -33,7 +33,6 @@ def test_many_users_at_once(served, config):
     assert tokens(fast, ids, **config) == [alone(model, one) for one in ids]
 
 
-@pytest.mark.slow
 def test_layers_that_share_an_indexer():
     """Other families: test_replay.py."""
     model, fast = serving("glm_moe_dsa")
@@ -189,7 +188,7 @@ def test_streaming_and_log_probabilities(served):
     torch.testing.assert_close(torch.tensor(parts[-1].logprobs), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dequantize", ["once", pytest.param("step", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dequantize", ["once", "step"])
 def test_quantized_up_projections(dequantize):
     """Weights that are kept dequantized are inputs of the graphs, beside the pools."""
     quantization = pytest.importorskip("torchao.quantization")

@@ -21,10 +21,10 @@ HOW = ["copies", "heads"] if LONG else ["heads"]
 @pytest.mark.parametrize(
     ("count", "family", "how", "steps", "all_heads"),
     [
-        pytest.param(2, "deepseek_v3", "copies", STEPS, 4, marks=pytest.mark.slow),
+        (2, "deepseek_v3", "copies", STEPS, 4),
         (2, "minicpm3", "heads", STEPS, 4),
-        pytest.param(4, "deepseek_v2", "grid", STEPS, 4, marks=pytest.mark.slow),
-        pytest.param(4, "deepseek_v3", "heads", STEPS, 8, marks=pytest.mark.slow),
+        (4, "deepseek_v2", "grid", STEPS, 4),
+        (4, "deepseek_v3", "heads", STEPS, 8),
     ],
 )
 def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
@@ -60,7 +60,7 @@ def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
 @pytest.mark.parametrize(
     ("family", "how", "heads"),
     [
-        pytest.param("deepseek_v3", "copies", 4, marks=pytest.mark.slow),
+        ("deepseek_v3", "copies", 4),
         ("minicpm3", "heads", 2),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_static_cache(ranks, family, how, heads):
         assert received.keys() <= {"all_reduce"}, "those of the model"
 
 
-@pytest.mark.parametrize(("static", "calls"), [pytest.param(False, 23, marks=pytest.mark.slow), (True, 25)])
+@pytest.mark.parametrize(("static", "calls"), [(False, 23), (True, 25)])
 @pytest.mark.parametrize("how", HOW)
 def test_what_callers_do_to_a_cache(ranks, how, static, calls):
     for found in ranks(2).run(jobs.cache_operations, how, static):
@@ -98,7 +98,6 @@ def test_what_callers_do_to_a_cache(ranks, how, static, calls):
         assert not found["said"]
 
 
-@pytest.mark.slow
 def test_beams(ranks):
     for found in ranks(2).run(jobs.beams):
         assert found == [True, True]
@@ -128,7 +127,7 @@ def test_steps_that_need_all_rows_of_a_static_cache(ranks):
         assert found["held"] == 6, "of 12 rows"
 
 
-@pytest.mark.parametrize("static", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("how", HOW)
 def test_several_queries_in_a_call(ranks, how, static):
     for found in ranks(2).run(jobs.several_queries, how, static):

@@ -17,12 +17,12 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
     ("count", "family", "how", "door", "steps"),
     [
         (2, "deepseek_v3", "heads", "optimize", STEPS),
-        pytest.param(2, "deepseek_v2", "plan", "optimize", STEPS, marks=pytest.mark.slow),
-        pytest.param(2, "minicpm3", "plan", "backend", STEPS, marks=pytest.mark.slow),
-        pytest.param(2, "minicpm3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
-        pytest.param(2, "deepseek_v3", "fsdp", "optimize", STEPS, marks=pytest.mark.slow),
+        (2, "deepseek_v2", "plan", "optimize", STEPS),
+        (2, "minicpm3", "plan", "backend", STEPS),
+        (2, "minicpm3", "fsdp", "optimize", STEPS),
+        (2, "deepseek_v3", "fsdp", "optimize", STEPS),
         # One head a rank: rows are wider than its K and V.
-        pytest.param(4, "minicpm3", "heads", "optimize", STEPS, marks=pytest.mark.slow),
+        (4, "minicpm3", "heads", "optimize", STEPS),
     ],
 )
 def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, steps):
@@ -37,7 +37,6 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, st
         assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
 
 
-@pytest.mark.slow
 def test_layers_of_one_kind_are_compiled_once_on_every_rank(ranks):
     for found in ranks(2).run(jobs.layers_once):
         assert found["tokens"]

@@ -15,7 +15,7 @@ CHOSEN, KEY = 8, 96  # of the indexer: rows of a list, bytes of a key
 
 @pytest.mark.parametrize(
     ("family", "how", "verify"),
-    [("deepseek_v3", "heads", False), pytest.param("minicpm3", "plan", True, marks=pytest.mark.slow)],
+    [("deepseek_v3", "heads", False), ("minicpm3", "plan", True)],
 )
 def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
     directory = str(tmp_path) if how == "plan" else None
@@ -36,11 +36,11 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
 @pytest.mark.parametrize(
     ("count", "family", "how"),
     [
-        pytest.param(2, "deepseek_v3", "copies", marks=pytest.mark.slow),
+        (2, "deepseek_v3", "copies"),
         (2, "minicpm3", "copies"),
-        pytest.param(2, "minicpm3", "heads", marks=pytest.mark.slow),
+        (2, "minicpm3", "heads"),
         (2, "deepseek_v32", "heads"),
-        pytest.param(4, "deepseek_v2", "grid", marks=pytest.mark.slow),
+        (4, "deepseek_v2", "grid"),
     ],
 )
 def test_pages_that_ranks_share(ranks, count, family, how):

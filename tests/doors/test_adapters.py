@@ -365,7 +365,7 @@ def in_eight_bits(model: nn.Module) -> None:
 # The 4-bit kernel of a CPU computes in bfloat16 whatever the model does; the absorbed form in the model's float32.
 @pytest.mark.parametrize(
     ("quantize", "close"),
-    [pytest.param(in_four_bits, 3e-2, marks=pytest.mark.slow), (in_eight_bits, 1e-4)],
+    [(in_four_bits, 3e-2), (in_eight_bits, 1e-4)],
 )
 @pytest.mark.usefixtures("quiet")
 def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None], close: float) -> None:

@@ -63,7 +63,7 @@ def test_sizes_beyond_the_limit_are_compiled_once_more():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_groups_run_one_after_the_other(dynamic):
     """Inductor sorts calls by what they wait for: each group waits for the one before it."""
     torch._dynamo.reset()

@@ -99,7 +99,6 @@ class Step(nn.Module):
         return out.logits, *(rows for layer in out.past_key_values.layers for rows in (layer.keys, layer.values))
 
 
-@pytest.mark.slow
 def test_a_whole_model_in_a_package(tmp_path: Path) -> None:
     """One program for all lengths of the cache, through torch.export and AOTInductor."""
     model = build("minicpm3")

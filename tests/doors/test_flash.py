@@ -46,7 +46,7 @@ def with_flash(family: str, **fields: Any) -> Any:
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("family", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "minicpm3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
 def test_decoding_is_absorbed(family: str) -> None:
     """V is padded to the width of K and the result cut, as FlashAttention 2 asks for."""
     model, inputs = with_flash(family), prompt(length=9, pad=0)

@@ -44,8 +44,8 @@ def caches(cache: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "batch", "codegen"),
     [
-        pytest.param("deepseek_v3", 2, "eager", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 1, "inductor", marks=pytest.mark.slow),
+        ("deepseek_v3", 2, "eager"),
+        ("deepseek_v3", 1, "inductor"),
         ("minicpm3", 3, "eager"),
         ("kimi_linear", 2, "eager"),
     ],
@@ -119,8 +119,8 @@ def test_one_prompt_continued_more_than_once():
     "how",
     [
         {"num_return_sequences": 2, "num_beams": 2},
-        pytest.param({"num_beams": 3}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.slow),
+        {"num_beams": 3},
+        {},
     ],
 )
 def test_generate_with_beams_reorders_the_rows(how: dict[str, int]):

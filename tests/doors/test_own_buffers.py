@@ -142,9 +142,9 @@ def test_whoever_reads_a_buffer_finds_k():
         lambda cache: cache.zero_(),
         nn.init.zeros_,
         lambda cache: cache.__setitem__(slice(None), 0),
-        pytest.param(lambda cache: cache.fill_(0.0), marks=pytest.mark.slow),
-        pytest.param(lambda cache: cache.copy_(torch.zeros(cache.shape, dtype=cache.dtype)), marks=pytest.mark.slow),
-        pytest.param(lambda cache: cache.mul_(0), marks=pytest.mark.slow),
+        lambda cache: cache.fill_(0.0),
+        lambda cache: cache.copy_(torch.zeros(cache.shape, dtype=cache.dtype)),
+        lambda cache: cache.mul_(0),
     ],
 )
 def test_a_buffer_that_is_emptied_takes_rows_again(reset):
@@ -254,9 +254,7 @@ def test_a_call_that_writes_to_one_of_two_buffers():
             same([cache + 0 for cache in caches(fast)], caches(model))
 
 
-@pytest.mark.parametrize(
-    "fault", ["later", pytest.param("emptied", marks=pytest.mark.slow), pytest.param("swapped", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fault", ["later", "emptied", "swapped"])
 def test_k_and_v_that_are_no_longer_written_to_alike(fault):
     class Both(Attention):
         """With ``start`` below zero something else becomes of the values than of the keys, whose rows they share."""
@@ -324,7 +322,6 @@ def test_views_of_buffers_that_became_k():
         same([cache + 0 for cache in caches(fast)], caches(model))
 
 
-@pytest.mark.slow
 def test_positions_are_written_again_and_batches_change():
     model, fast = filled()
     session(model, inputs())
@@ -450,7 +447,6 @@ def test_weights_that_change_under_the_rows_are_noticed():
     assert are_rows(fast)
 
 
-@pytest.mark.slow
 def test_two_optimized_models_share_no_rows():
     model = Model()
     one, other = optimized(model), optimized(model)

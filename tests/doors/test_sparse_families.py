@@ -15,11 +15,11 @@ INDEXED = {"deepseek_v32": 2, "glm_moe_dsa": 3, "axk2": 2, "hy_v4": 3, "mistral_
 # Eager attention fills in the lowest finite number, also in rows of padding, which see no key.
 CASES = [
     *((family, "sdpa", "dynamic") for family in ("deepseek_v32", "glm_moe_dsa", "dots3_note")),
-    *(pytest.param(family, "sdpa", "dynamic", marks=pytest.mark.slow) for family in ("axk2", "mistral_large4")),
+    *((family, "sdpa", "dynamic") for family in ("axk2", "mistral_large4")),
     ("deepseek_v32", "sdpa", "static"),
     ("deepseek_v32", "eager", "static"),
-    pytest.param("deepseek_v32", "eager", "dynamic", marks=pytest.mark.slow),
-    pytest.param("glm_moe_dsa", "eager", "dynamic", marks=pytest.mark.slow),
+    ("deepseek_v32", "eager", "dynamic"),
+    ("glm_moe_dsa", "eager", "dynamic"),
     ("hy_v4", "eager", "dynamic"),
 ]
 

@@ -54,10 +54,10 @@ def kinds(family: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "cache"),
     [
-        pytest.param("minicpm3", "dynamic", marks=pytest.mark.slow),  # below, by Inductor
+        ("minicpm3", "dynamic"),  # below, by Inductor
         ("minicpm3", "static"),
         ("deepseek_v3", "static"),
-        pytest.param("deepseek_v2", "static", marks=pytest.mark.slow),
+        ("deepseek_v2", "static"),
     ],
 )
 def test_tokens_of_layers_that_are_compiled_once(family: str, cache: str, made: list[fx.GraphModule]) -> None:
@@ -80,7 +80,6 @@ def attentions(gm: fx.GraphModule) -> int:
     return sum("attention" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.slow
 def test_two_kinds_that_take_turns(made: list[fx.GraphModule]) -> None:
     """Full and shared indexers: every second layer chooses its keys itself."""
     layers = {"num_hidden_layers": 8, "indexer_types": ["full", "shared"] * 4}

@@ -63,7 +63,6 @@ def of_two_processes():
     return run
 
 
-@pytest.mark.slow
 def test_torchrun_generate(of_two_processes):
     first, second = of_two_processes("torchrun_generate.py", "--codegen=eager", "--tokens=5")
     for out in (first, second):
@@ -72,7 +71,6 @@ def test_torchrun_generate(of_two_processes):
     assert first.splitlines()[0] == second.splitlines()[0]
 
 
-@pytest.mark.slow
 def test_torchrun_data_parallel(of_two_processes):
     first, second = of_two_processes("torchrun_data_parallel.py", "--codegen=eager", "--tokens=8")
     for out in (first, second):
@@ -101,19 +99,16 @@ def test_from_scratch(output):
     assert float(difference[1]) < 1e-5
 
 
-@pytest.mark.slow
 def test_aoti_package(output):
     out = output("aoti_package.py", "--context=12")
     assert "1 absorbed" in out
     assert SAME in out
 
 
-@pytest.mark.slow
 def test_onnx_generate(output):
     assert SAME in output("onnx_generate.py")
 
 
-@pytest.mark.slow
 def test_lora(output):
     out = output("lora.py", "--codegen=eager", "--tokens=6", "--steps=10")
     lines = dict(re.findall(r"(.*): (\[.*\]), the same as the original's: True", out))
@@ -122,7 +117,6 @@ def test_lora(output):
     assert " 0 absorbed" not in out
 
 
-@pytest.mark.slow
 def test_speculative(output):
     out = output("speculative.py", "--codegen=eager", "--tokens=14")
     assert "the same as the original's, decoded one by one: True" in out
@@ -135,7 +129,6 @@ def test_speculative(output):
     assert accepted + sum(count for _, _, count in calls) == 14
 
 
-@pytest.mark.slow
 def test_train_tiny(output):
     out = output("train_tiny.py", "--codegen=eager", "--steps=12", "--context=20", "--windows=3")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]

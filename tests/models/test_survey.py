@@ -70,7 +70,6 @@ def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(
     assert (costs["sparse"].bytes[1] - costs["sparse"].bytes[0]) / (32768 - 4096) == 2 * 2 * 24
 
 
-@pytest.mark.slow
 def test_layers_that_draft_are_like_the_last_one(explained_models):
     """A projection from two widths and three norms stand before it; the output projection is the model's."""
     model = survey(write(TINY | {"num_nextn_predict_layers": 2})).facts
@@ -95,7 +94,6 @@ def test_a_layer_that_drafts_has_the_cache_and_the_indexer_of_the_last(explained
     assert (cached.count, cached.rows, cached.besides) == (1, 80, 24)
 
 
-@pytest.mark.slow
 def test_a_last_layer_without_a_cache_that_grows_says_nothing_of_drafting(explained_models):
     """Qwen3-Next's fourth layer attends; its fifth keeps a state."""
     sizes = {

@@ -193,7 +193,6 @@ def test_work_in_place_follows_what_is_used(exported):
     assert np.array_equal(*results)
 
 
-@pytest.mark.slow
 def test_a_model_of_more_than_two_gigabytes(tmp_path):
     """More than one protobuf can hold: exported, checked by path, loaded, run."""
     model = models.build(

@@ -61,10 +61,10 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("family", "core", "profile"),
     [
-        pytest.param("deepseek_v32", "eager", "portable", marks=pytest.mark.slow),
-        pytest.param("deepseek_v32", "sdpa", "inplace", marks=pytest.mark.slow),
+        ("deepseek_v32", "eager", "portable"),
+        ("deepseek_v32", "sdpa", "inplace"),
         ("glm_moe_dsa", "sdpa", "portable"),
-        pytest.param("glm_moe_dsa", "eager", "inplace", marks=pytest.mark.slow),
+        ("glm_moe_dsa", "eager", "inplace"),
     ],
 )
 def test_tokens_are_those_of_generate(exported, family, core, profile):
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_generate(exported, family, core, profile):
             assert row == tokens[:last]
 
 
-@pytest.mark.parametrize("core", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
 def test_no_mask_over_all_keys_is_made(exported, core):
     directory = exported("glm_moe_dsa", core, "portable" if core == "sdpa" else "inplace")[0]
     assert [kind for kind in ours(directory) if kind != "WeighAlike"] == [
@@ -138,7 +138,6 @@ def test_rows_that_no_list_names_are_not_read(tmp_path):
     assert np.isnan(session.run(["logits"], feeds)[0]).any()
 
 
-@pytest.mark.slow
 def test_half_precision(tmp_path):
     model = models.build("deepseek_v32", dtype=torch.float16, num_hidden_layers=1)
     done = mla_compile.export_onnx(model, tmp_path / "m", prefill=False)
@@ -257,9 +256,9 @@ def given(B: int, S: int, P: int) -> tuple[Tensor, ...]:
     ("kind", "profile"),
     [
         *((kind, "portable") for kind in (Sparse, Soft, First, PerHead)),
-        *(pytest.param(kind, "portable", marks=pytest.mark.slow) for kind in (Repeated, Flagged, Added, Moved)),
+        *((kind, "portable") for kind in (Repeated, Flagged, Added, Moved)),
         (Repeated, "inplace"),
-        pytest.param(Sparse, "inplace", marks=pytest.mark.slow),
+        (Sparse, "inplace"),
     ],
 )
 def test_programs_against_float64(tmp_path, kind, profile):

@@ -60,7 +60,7 @@ def stored(cache) -> int:
         "plain",
         "bias",
         "heads_last",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("assigned", "written_out", "copied_first")),
+        *(one for one in ("assigned", "written_out", "copied_first")),
     ],
 )
 def test_the_cache_holds_rows_and_the_numbers_stay(style):
@@ -83,7 +83,6 @@ def test_by_the_backend_too():
     assert all(isinstance(t, LatentTensor) for t in tensors(theirs))
 
 
-@pytest.mark.slow
 def test_through_inductor_and_without_our_op():
     model = Model()
     compare(model, compiled(model, codegen="inductor", lowering="aten"), calls=(5, 1, 1))

@@ -152,7 +152,7 @@ def test_a_program_and_a_cache_that_is_converted_for_it():
         mla_compile.migrate_cache(program, past)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_operator_reads_float8_as_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Where a kernel does, a GPU's or a CPU's; elsewhere it is handed a copy in the model's dtype."""
     read_packed, found = packed_rows.read_packed, []

@@ -98,7 +98,7 @@ def test_rows_bytes_and_what_pays_decide():
 
 @pytest.mark.parametrize(
     ("family", "codegen"),
-    [("deepseek_v3", "eager"), ("minicpm3", "eager"), pytest.param("minicpm3", "inductor", marks=pytest.mark.slow)],
+    [("deepseek_v3", "eager"), ("minicpm3", "eager"), ("minicpm3", "inductor")],
 )
 def test_models_decode_alike(family: str, codegen: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear, "LEAST_BYTES", 0)
