@@ -13,10 +13,7 @@ ROWS, RESULT = 80, 65  # L+R, L+1
 CHOSEN, KEY = 8, 96  # of the indexer: rows of a list, bytes of a key
 
 
-@pytest.mark.parametrize(
-    ("family", "how", "verify"),
-    [("deepseek_v3", "heads", False), ("minicpm3", "plan", True)],
-)
+@pytest.mark.parametrize(("family", "how", "verify"), [("deepseek_v3", "heads", False), ("minicpm3", "plan", True)])
 def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
     directory = str(tmp_path) if how == "plan" else None
     if directory is not None:

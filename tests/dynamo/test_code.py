@@ -54,7 +54,7 @@ def kinds(family: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "cache"),
     [
-        ("minicpm3", "dynamic"),  # below, by Inductor
+        ("minicpm3", "dynamic"),
         ("minicpm3", "static"),
         ("deepseek_v3", "static"),
         ("deepseek_v2", "static"),

@@ -54,15 +54,7 @@ def stored(cache) -> int:
     return sum(r.numel() for r in rows.values())
 
 
-@pytest.mark.parametrize(
-    "style",
-    [
-        "plain",
-        "bias",
-        "heads_last",
-        *(one for one in ("assigned", "written_out", "copied_first")),
-    ],
-)
+@pytest.mark.parametrize("style", ["plain", "bias", "heads_last", "assigned", "written_out", "copied_first"])
 def test_the_cache_holds_rows_and_the_numbers_stay(style):
     model = Model(style)
     fast = compiled(model)
