@@ -94,11 +94,15 @@ def _last_uses(steps: Steps) -> list[int]:
 
 
 def _label(node: fx.Node) -> Hashable:
-    """A call without the tensors that it is given."""
+    """A call without the tensors that it is given.
+
+    Where its result begins in memory follows from those, and torch tells it otherwise the first time that it traces a
+    call: of a copy, fake tensors of the cache begin elsewhere.
+    """
     given = tuple(
         _each(value, lambda v: None if isinstance(v, fx.Node) else _constant(v)) for value in (node.args, node.kwargs)
     )
-    return node.target, given, _value(node.meta.get("val"))
+    return node.target, given, _value(node.meta.get("val"), begins=False)
 
 
 def _each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
@@ -120,14 +124,16 @@ def _constant(value: Any) -> Hashable:
     return "object", id(value)
 
 
-def _value(value: Any) -> Hashable:
-    """What is known of a value: expressions of its sizes, and how it lies in memory."""
+def _value(value: Any, *, begins: bool = True) -> Hashable:
+    """What is known of a value: expressions of its sizes, and how it lies in memory, where it ``begins`` included."""
     if isinstance(value, torch.Tensor):
-        numbers = (*value.shape, None, *value.stride(), value.storage_offset()) if value.layout is torch.strided else ()
+        strided = value.layout is torch.strided
+        numbers = (*value.shape, None, *value.stride()) if strided else ()
+        offset = (value.storage_offset(),) if strided and begins else ()
         lies = (value.device, value.layout, value.requires_grad, value.is_conj(), value.is_neg())
-        return type(value), value.dtype, lies, tuple(map(_number, numbers))
+        return type(value), value.dtype, lies, tuple(map(_number, (*numbers, *offset)))
     if isinstance(value, (tuple, list)):
-        return tuple(_value(one) for one in value)
+        return tuple(_value(one, begins=begins) for one in value)
     return _number(value)
 
 

@@ -152,7 +152,6 @@ def test_weights_that_are_subclasses_are_given_to_the_parts_as_plain_tensors(mad
         want = model(ids).logits
         got = torch.compile(model, backend="mla", options={"strict": True})(ids).logits
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    # The first trace of a process may have other strides at a copy in the first layer, which then is in front alone.
-    assert [attentions(gm) for gm in made] in ([0, 1, 0], [1, 1, 0])
+    assert [attentions(gm) for gm in made] == [0, 1, 0]
     handed = [value for gm in made for value in gm.graph.output_node().args[0]]
-    assert len(handed) <= 9, "what the layers are given is not returned by what is in front of them"
+    assert len(handed) <= 8, "what the layers are given is not returned by what is in front of them"
