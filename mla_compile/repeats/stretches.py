@@ -1,0 +1,137 @@
+"""A graph cut into stretches of calls, of which those of one kind compute the same of their inputs."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mla_compile.core.program import view_source
+from mla_compile.repeats.find import LEAST_TIMES, Steps, cut, form
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Calls in a row, what they read of others, and what others read of them (as places among the calls).
+
+    Stretches of one ``kind`` compute the same of their inputs.
+    """
+
+    steps: Steps
+    inputs: list[fx.Node]
+    outputs: list[int]
+    kind: Hashable
+
+
+def stretches(graph: fx.Graph) -> list[Stretch] | None:
+    """The graph cut into calls of few kinds; None where there are as many kinds as calls.
+
+    Its nodes have ``meta["val"]``, and those that belong together are moved into one place.
+    """
+    _gather(graph)
+    found: list[tuple[Steps, list[fx.Node], Hashable]] = []
+    rest: list[fx.Node] = []
+
+    def close() -> None:
+        if rest:
+            found.append((tuple(rest), form(rest)[1], len(found)))
+            rest.clear()
+
+    for repeated in cut([node for node in graph.nodes if node.op != "output" and not is_given(node)]):
+        forms = [form(steps) for steps in repeated]
+        kinds = Counter(kind for kind, _ in forms)
+        for steps, (kind, inputs) in zip(repeated, forms, strict=True):
+            if kinds[kind] < LEAST_TIMES:
+                rest += steps
+            else:
+                close()
+                found.append((steps, inputs, kind))
+    close()
+    outputs: dict[Hashable, set[int]] = {}
+    for steps, _, kind in found:
+        own = set(steps)
+        outputs.setdefault(kind, set()).update(i for i, node in enumerate(steps) if not own.issuperset(node.users))
+    if len(outputs) == len(found):
+        return None
+    return [Stretch(steps, inputs, sorted(outputs[kind]), kind) for steps, inputs, kind in found]
+
+
+def _gather(graph: fx.Graph) -> None:
+    """Moves what belongs together into one place: items to their tuple, writes to the last reader of what they replace.
+
+    A graph writes the new rows of all its caches at its end. A write moves up to where nothing reads the old values
+    any more, through whatever view.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    shown: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (root := root_of(node)) is not node:
+            shown.setdefault(root, []).append(node)
+    for node in list(graph.nodes):
+        if node.target is operator.getitem and node.args[0].op == "call_function":
+            node.args[0].append(node)
+        elif node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
+            target, new = node.args[:2]
+            views = [target, *shown.get(target, ())]
+            readers = {user for view in views for user in view.users if user.op != "output"} - {node}
+            last = max((*readers, new), key=order.__getitem__)
+            if last.op == "call_function" and order[last] < order[node]:
+                last.append(node)
+
+
+def is_given(node: fx.Node) -> bool:
+    """Whether a node is there before anything is computed: inputs, constants, and the plain tensors of a subclass."""
+    return node.op in ("placeholder", "get_attr") or node.target is getattr
+
+
+def is_closed(one: Stretch) -> bool:
+    """Whether a stretch takes and returns plain tensors and numbers, of sizes that follow from those of its inputs."""
+    handed = [node.meta.get("val") for node in (*one.inputs, *(one.steps[place] for place in one.outputs))]
+    plain = all(
+        isinstance(v, (torch.Tensor, torch.SymInt, int)) and not is_traceable_wrapper_subclass(v) for v in handed
+    )
+    return plain and not any(free_unbacked_symbols(value) for value in values_of((*one.inputs, *one.steps)))
+
+
+def values_of(nodes: Sequence[fx.Node]) -> Iterator[Any]:
+    """Tensors and symbolic numbers among the values of nodes."""
+    for value in pytree.tree_leaves([node.meta.get("val") for node in nodes]):
+        if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            yield value
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The tensor whose memory a node shows."""
+    while (source := view_source(node)) is not None:
+        node = source
+    return node
+
+
+def memory_of(value: torch.Tensor) -> int:
+    """What tells apart the memory of two tensors that are both alive."""
+    try:
+        return int(StorageWeakRef(value.untyped_storage()).cdata)
+    except NotImplementedError:  # a subclass without memory of its own
+        return id(value)
+
+
+def graph_module(one: Stretch, given: Sequence[fx.Node]) -> fx.GraphModule:
+    """A stretch as a graph of its own."""
+    graph = fx.Graph()
+    inside: dict[fx.Node, fx.Node] = {}
+    for node in given:
+        inside[node] = placeholder = graph.placeholder(node.name)
+        placeholder.meta["val"] = node.meta["val"]
+    for node in one.steps:
+        inside[node] = graph.node_copy(node, inside.__getitem__)
+    graph.output(tuple(inside[one.steps[place]] for place in one.outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
