@@ -26,6 +26,7 @@ from mla_compile.capture.dtensors import localize, put_back
 from mla_compile.capture.exported import functional_program
 from mla_compile.capture.functional import functionalized
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
+from mla_compile.capture.repeated import traced_by_kind
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
 from mla_compile.core.program import Program, copy_graph, view_source
@@ -156,7 +157,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
     state = [*flat.named_parameters(remove_duplicate=False), *flat.named_buffers(remove_duplicate=False)]
     try:
         with torch.no_grad(), levels_restored(), acting(flat):
-            traced = functionalized(flat, values)
+            traced = traced_by_kind(flat, values) or functionalized(flat, values)
         if autocast:
             write_casts(traced.gm)
     except CaptureError:

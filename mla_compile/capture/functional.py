@@ -83,15 +83,33 @@ def _by_aot_export(gm: fx.GraphModule, values: Sequence[Any]) -> Functional:
     return Functional(traced, tuple(places[owners[value.name]] for value in new), tokens)
 
 
-def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
-    """The functional graph, traced once; None where it might not be the one that torch makes. Raises as above."""
+@dataclass(frozen=True)
+class FakeInputs:
+    """What a graph is traced with: a value for each parameter, buffer and placeholder, and their mode."""
+
+    state: tuple[str, ...]
+    fakes: list[Any]
+    mode: FakeTensorMode
+
+
+def fake_inputs(gm: fx.GraphModule, values: Sequence[Any]) -> FakeInputs | None:
+    """The inputs of a trace of ``gm`` for ``values``; None for a graph or values that only torch's own trace knows."""
     state = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
     given = [*state.values(), *values]
-    fake_mode = detect_fake_mode(given)
-    if fake_mode is None or not all(_is_plain(value) for value in given) or _has_streams(gm.graph):
+    mode = detect_fake_mode(given)
+    if mode is None or not all(_is_plain(value) for value in given) or _has_streams(gm.graph):
         return None
-    with fake_mode:
-        fakes = _apart([_fake(fake_mode, value, of_module=place < len(state)) for place, value in enumerate(given)])
+    with mode:
+        fakes = _apart([_fake(mode, value, of_module=place < len(state)) for place, value in enumerate(given)])
+    return FakeInputs(tuple(state), fakes, mode)
+
+
+def traced_once(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+    """The functional graph, traced once; None where it might not be the one that torch makes. Raises as above."""
+    given = fake_inputs(gm, values)
+    if given is None:
+        return None
+    state, fakes, fake_mode = given.state, given.fakes, given.mode
     functionals: list[Any] = []
     written: list[int] = []
 

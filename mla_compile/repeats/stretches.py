@@ -77,7 +77,7 @@ def _gather(graph: fx.Graph) -> None:
         if (root := root_of(node)) is not node:
             shown.setdefault(root, []).append(node)
     for node in list(graph.nodes):
-        if node.target is operator.getitem and node.args[0].op == "call_function":
+        if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
             node.args[0].append(node)
         elif node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
             target, new = node.args[:2]
