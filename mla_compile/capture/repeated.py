@@ -1,0 +1,184 @@
+"""A graph made functional layer by layer: a stretch that repeats itself is traced once, and copied for each repetition.
+
+A trace takes milliseconds for every operator, and the layers of a model are two or three kinds of the same code. Equal
+calls of equal inputs (:func:`mla_compile.repeats.find.form`: dtypes, sizes with their symbols, places in memory) make
+equal traces, with equal guards. Stretches are traced apart, so a write shows in the graph only where it is seen in the
+stretch that writes: what is written has to be an input of the graph whose memory nothing else shows that is handed on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.proxy import _COPY_META_FIELDS
+
+from mla_compile.capture.functional import Functional, fake_inputs, traced_once
+from mla_compile.core.program import copy_graph
+from mla_compile.repeats.stretches import Stretch, graph_module, is_closed, is_given, memory_of, stretches
+
+_LABELS = ("stack_trace", *_COPY_META_FIELDS)
+"""What a trace takes over from the node that it runs."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The trace of a kind of stretch, and which of its calls each node came from."""
+
+    traced: Functional
+    origins: dict[fx.Node, int]
+
+
+def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
+    """The functional graph of ``gm`` for ``values``, one for each placeholder, every kind of stretch traced once.
+
+    ``gm``: as Dynamo makes it, with ``meta["example_value"]`` on every call. None where nothing repeats itself and
+    where the graph might not be that of one trace. Raises whatever an operator raises.
+    """
+    given = fake_inputs(gm, values)
+    if given is None or any(node.op == "call_module" or node.target is getattr for node in gm.graph.nodes):
+        return None
+    graph = copy_graph(gm.graph)
+    places = {name: place for place, name in enumerate(given.state)}
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), range(len(places), len(given.fakes)), strict=True))
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target not in places:
+            return None  # a graph within the graph
+        inputs[node] = places[str(node.target)]
+    for node in graph.nodes:
+        node.meta["val"] = given.fakes[inputs[node]] if node in inputs else node.meta.get("example_value")
+    found = stretches(graph)
+    if found is None or not all(is_closed(one) for one in found):
+        return None
+    copied = _Copies(given.fakes, inputs, found)
+    pieces: dict[Hashable, _Piece] = {}
+    for one in found:
+        if one.kind not in pieces:
+            try:
+                piece = _traced(one)
+            except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
+                piece = None  # the value may be known where it was made, in another stretch
+            if piece is None:
+                return None
+            pieces[one.kind] = piece
+        if not copied.add(one, pieces[one.kind]):
+            return None
+    return copied.functional(graph.output_node())
+
+
+def _traced(one: Stretch) -> _Piece | None:
+    """The trace of a stretch; None where it might not be what a trace of the whole has there."""
+    module = graph_module(one, one.inputs)
+    calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    places = {node.name: place for place, node in enumerate(calls)}
+    before = torch.is_grad_enabled()
+    traced = traced_once(module, [node.meta["val"] for node in one.inputs])
+    if traced is None or torch.is_grad_enabled() != before:
+        return None
+    origins: dict[fx.Node, int] = {}
+    for node in traced.gm.graph.nodes:
+        if "nn_module_stack" in node.meta or "stack_trace" in node.meta:
+            if not (sources := node.meta.get("from_node")) or sources[-1].name not in places:
+                return None  # whose module and line it is could not be told
+            origins[node] = places[sources[-1].name]
+    return _Piece(traced, origins)
+
+
+class _Copies:
+    """The graph of all stretches, in order, as it is made."""
+
+    def __init__(self, fakes: Sequence[Any], inputs: dict[fx.Node, int], found: Sequence[Stretch]) -> None:
+        self.graph = fx.Graph()
+        self.inputs = inputs
+        self.placeholders: list[fx.Node] = []
+        for place, fake in enumerate(fakes):
+            self.placeholders.append(self.graph.placeholder(f"arg{place}_1"))
+            self.placeholders[-1].meta["val"] = fake
+        self.values: dict[fx.Node, Any] = {node: self.placeholders[place] for node, place in inputs.items()}
+        self.sizes: dict[Any, fx.Node] = {}
+        for node in self.placeholders:
+            if isinstance(fake := node.meta["val"], torch.SymInt):
+                self.sizes.setdefault(fake.node.expr, node)
+        self.constants: dict[str, Any] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.written: dict[int, Any] = {}
+        handed = {one.steps[place] for one in found for place in one.outputs} | inputs.keys()
+        self.memories = Counter(map(_memory, handed))
+
+    def add(self, one: Stretch, piece: _Piece) -> bool:
+        """Copies what a stretch does; False where others would not see what it writes."""
+        source = piece.traced.gm.graph
+        inside = dict(zip(source.find_nodes(op="placeholder"), (self.values[node] for node in one.inputs), strict=True))
+        for node in source.nodes:
+            if node.op == "call_function":
+                inside[node] = self._call(node, one, piece, inside)
+            elif node.op == "get_attr":
+                inside[node] = self._attribute(node, one, piece)
+        results: Any = source.output_node().args[0]
+        new = [inside.get(value, value) if isinstance(value, fx.Node) else value for value in results]
+        returned = Counter(_memory(one.steps[place]) for place in one.outputs)
+        for place, value in zip(piece.traced.written, new, strict=False):
+            node = one.inputs[place]
+            memory = _memory(node)
+            # What this stretch returns shows what it wrote; what others are given of that memory does not.
+            if not is_given(node) or memory is None or self.memories[memory] - returned[memory] > 1:
+                return False
+            self.values[node] = self.written[self.inputs[node]] = value
+        for place, value in zip(one.outputs, new[len(piece.traced.written) :], strict=True):
+            self.values[one.steps[place]] = value
+        return True
+
+    def _call(self, node: fx.Node, one: Stretch, piece: _Piece, inside: dict[fx.Node, Any]) -> fx.Node:
+        value = node.meta.get("val")
+        size = value.node.expr if isinstance(value, torch.SymInt) else None
+        if size in self.sizes:
+            return self.sizes[size]  # as in one trace, which names a size once
+        copied = self.graph.node_copy(node, inside.__getitem__)
+        if size is not None:
+            self.sizes[size] = copied
+        self._label(copied, node, one, piece)
+        return copied
+
+    def _attribute(self, node: fx.Node, one: Stretch, piece: _Piece) -> fx.Node:
+        name = self.names.setdefault(node, f"_constant_{len(self.names)}")
+        self.constants[name] = getattr(piece.traced.gm, str(node.target))
+        copied = self.graph.create_node("get_attr", name)
+        copied.meta = dict(node.meta)
+        self._label(copied, node, one, piece)
+        return copied
+
+    def _label(self, copied: fx.Node, node: fx.Node, one: Stretch, piece: _Piece) -> None:
+        if node in piece.origins:
+            origin = one.steps[piece.origins[node]].meta
+            copied.meta.update((name, _as_traced(name, origin[name])) for name in _LABELS if name in origin)
+
+    def functional(self, output: fx.Node) -> Functional:
+        places = sorted(self.written)
+        returned: Any = fx.map_arg(output.args[0], self.values.__getitem__)
+        self.graph.output((*(self.written[place] for place in places), *returned))
+        gm = fx.GraphModule(self.constants, self.graph)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        return Functional(gm, tuple(places), 0)
+
+
+def _memory(node: fx.Node) -> int | None:
+    """What tells apart the memory of the tensors that Dynamo saw, of which views share that of what they show."""
+    seen = node.meta.get("example_value")
+    return memory_of(seen) if isinstance(seen, Tensor) else None
+
+
+def _as_traced(name: str, value: Any) -> Any:
+    """A label of a node as a trace writes it: the classes of modules by name."""
+    if name != "nn_module_stack":
+        return value
+    return {
+        key: (path, f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind)
+        for key, (path, kind) in value.items()
+    }
