@@ -21,7 +21,7 @@ from torch.fx.proxy import _COPY_META_FIELDS
 
 from mla_compile.capture.functional import Functional, fake_inputs, traced_once
 from mla_compile.core.program import copy_graph
-from mla_compile.repeats.stretches import Stretch, graph_module, is_closed, is_given, memory_of, stretches
+from mla_compile.repeats.stretches import Stretch, graph_module, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)
 """What a trace takes over from the node that it runs."""
@@ -42,7 +42,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
     where the graph might not be that of one trace. Raises whatever an operator raises.
     """
     given = fake_inputs(gm, values)
-    if given is None or any(node.op == "call_module" or node.target is getattr for node in gm.graph.nodes):
+    if given is None or gm.graph.find_nodes(op="call_module"):
         return None
     graph = copy_graph(gm.graph)
     places = {name: place for place, name in enumerate(given.state)}
@@ -53,7 +53,7 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
         inputs[node] = places[str(node.target)]
     for node in graph.nodes:
         node.meta["val"] = given.fakes[inputs[node]] if node in inputs else node.meta.get("example_value")
-    found = stretches(graph)
+    found = stretches(graph, inputs)
     if found is None or not all(is_closed(one) for one in found):
         return None
     copied = _Copies(given.fakes, inputs, found)
@@ -77,13 +77,12 @@ def _traced(one: Stretch) -> _Piece | None:
     module = graph_module(one, one.inputs)
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     places = {node.name: place for place, node in enumerate(calls)}
-    before = torch.is_grad_enabled()
     traced = traced_once(module, [node.meta["val"] for node in one.inputs])
-    if traced is None or torch.is_grad_enabled() != before:
+    if traced is None:
         return None
     origins: dict[fx.Node, int] = {}
     for node in traced.gm.graph.nodes:
-        if "nn_module_stack" in node.meta or "stack_trace" in node.meta:
+        if node.meta.get("nn_module_stack") or "stack_trace" in node.meta:
             if not (sources := node.meta.get("from_node")) or sources[-1].name not in places:
                 return None  # whose module and line it is could not be told
             origins[node] = places[sources[-1].name]
@@ -101,10 +100,8 @@ class _Copies:
             self.placeholders.append(self.graph.placeholder(f"arg{place}_1"))
             self.placeholders[-1].meta["val"] = fake
         self.values: dict[fx.Node, Any] = {node: self.placeholders[place] for node, place in inputs.items()}
+        self.known = {node for node in self.placeholders if isinstance(node.meta["val"], torch.SymInt)}
         self.sizes: dict[Any, fx.Node] = {}
-        for node in self.placeholders:
-            if isinstance(fake := node.meta["val"], torch.SymInt):
-                self.sizes.setdefault(fake.node.expr, node)
         self.constants: dict[str, Any] = {}
         self.names: dict[fx.Node, str] = {}
         self.written: dict[int, Any] = {}
@@ -127,7 +124,7 @@ class _Copies:
             node = one.inputs[place]
             memory = _memory(node)
             # What this stretch returns shows what it wrote; what others are given of that memory does not.
-            if not is_given(node) or memory is None or self.memories[memory] - returned[memory] > 1:
+            if node not in self.inputs or memory is None or self.memories[memory] - returned[memory] > 1:
                 return False
             self.values[node] = self.written[self.inputs[node]] = value
         for place, value in zip(one.outputs, new[len(piece.traced.written) :], strict=True):
@@ -137,11 +134,14 @@ class _Copies:
     def _call(self, node: fx.Node, one: Stretch, piece: _Piece, inside: dict[fx.Node, Any]) -> fx.Node:
         value = node.meta.get("val")
         size = value.node.expr if isinstance(value, torch.SymInt) else None
-        if size in self.sizes:
-            return self.sizes[size]  # as in one trace, which names a size once
+        # As in one trace, which writes down once what follows from the sizes that come in.
+        known = size is not None and all(inside[given] in self.known for given in node.all_input_nodes)
+        if known and size in self.sizes:
+            return self.sizes[size]
         copied = self.graph.node_copy(node, inside.__getitem__)
-        if size is not None:
+        if known:
             self.sizes[size] = copied
+            self.known.add(copied)
         self._label(copied, node, one, piece)
         return copied
 

@@ -17,7 +17,6 @@ from mla_compile.repeats.stretches import (
     Stretch,
     graph_module,
     is_closed,
-    is_given,
     memory_of,
     root_of,
     stretches,
@@ -35,7 +34,8 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     also reads as another input, or sizes depend on data.
     """
     source = fx.GraphModule(gm, copy_graph(gm.graph))
-    found = stretches(source.graph)
+    inputs = [node for node in source.graph.nodes if _is_given(node)]
+    found = stretches(source.graph, set(inputs))
     if found is None:
         return None
     examples = dict(zip(source.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
@@ -43,9 +43,8 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
         return None
     symbols = {_symbol(node): node for node in examples if _symbol(node) is not None}
     graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in source.graph.nodes:
-        if is_given(node):
-            copied[node] = graph.node_copy(node, copied.__getitem__)
+    for node in inputs:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
     names: dict[Hashable, str] = {}
     modules: dict[str, fx.GraphModule] = {}
     examples_of: dict[str, list[Any]] = {}
@@ -67,6 +66,11 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
     return fx.GraphModule({**constants, **modules}, graph), examples_of
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a node is there before anything is computed: inputs, constants, and the plain tensors of a subclass."""
+    return node.op in ("placeholder", "get_attr") or node.target is getattr
 
 
 def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,11 @@ class Stretch:
     kind: Hashable
 
 
-def stretches(graph: fx.Graph) -> list[Stretch] | None:
+def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | None:
     """The graph cut into calls of few kinds; None where there are as many kinds as calls.
 
-    Its nodes have ``meta["val"]``, and those that belong together are moved into one place.
+    ``graph``: ``meta["val"]`` is on every node. Nodes that belong together are moved into one place. ``given``: those
+    that are there before anything is computed, and belong to no stretch.
     """
     _gather(graph)
     found: list[tuple[Steps, list[fx.Node], Hashable]] = []
@@ -46,7 +47,7 @@ def stretches(graph: fx.Graph) -> list[Stretch] | None:
             found.append((tuple(rest), form(rest)[1], len(found)))
             rest.clear()
 
-    for repeated in cut([node for node in graph.nodes if node.op != "output" and not is_given(node)]):
+    for repeated in cut([node for node in graph.nodes if node.op != "output" and node not in given]):
         forms = [form(steps) for steps in repeated]
         kinds = Counter(kind for kind, _ in forms)
         for steps, (kind, inputs) in zip(repeated, forms, strict=True):
@@ -86,11 +87,6 @@ def _gather(graph: fx.Graph) -> None:
             last = max((*readers, new), key=order.__getitem__)
             if last.op == "call_function" and order[last] < order[node]:
                 last.append(node)
-
-
-def is_given(node: fx.Node) -> bool:
-    """Whether a node is there before anything is computed: inputs, constants, and the plain tensors of a subclass."""
-    return node.op in ("placeholder", "get_attr") or node.target is getattr
 
 
 def is_closed(one: Stretch) -> bool:
