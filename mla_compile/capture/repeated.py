@@ -21,6 +21,7 @@ from torch.fx.proxy import _COPY_META_FIELDS
 
 from mla_compile.capture.functional import Functional, fake_inputs, traced_once
 from mla_compile.core.program import copy_graph
+from mla_compile.repeats.find import known_of
 from mla_compile.repeats.stretches import Stretch, graph_module, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)
@@ -80,6 +81,11 @@ def _traced(one: Stretch) -> _Piece | None:
     traced = traced_once(module, [node.meta["val"] for node in one.inputs])
     if traced is None:
         return None
+    results: Any = traced.gm.graph.output_node().args[0]
+    for place, result in zip(one.outputs, results[len(traced.written) :], strict=True):
+        made = result.meta["val"] if isinstance(result, fx.Node) else result
+        if known_of(made, begins=False) != known_of(one.steps[place].meta["val"], begins=False):
+            return None  # the next stretch would be traced for something else
     origins: dict[fx.Node, int] = {}
     for node in traced.gm.graph.nodes:
         if node.meta.get("nn_module_stack") or "stack_trace" in node.meta:

@@ -39,7 +39,20 @@ def form(steps: Steps) -> tuple[Hashable, list[fx.Node]]:
         return places[value] if value in places else ("input", inputs.setdefault(value, len(inputs)))
 
     calls = tuple((_label(node), _each(node.args, read), _each(node.kwargs, read)) for node in steps)
-    return (calls, tuple(_value(node.meta.get("val")) for node in inputs)), list(inputs)
+    return (calls, tuple(known_of(node.meta.get("val")) for node in inputs)), list(inputs)
+
+
+def known_of(value: Any, *, begins: bool = True) -> Hashable:
+    """What is known of a value: expressions of its sizes, and how it lies in memory, where it ``begins`` included."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        numbers = (*value.shape, None, *value.stride()) if strided else ()
+        offset = (value.storage_offset(),) if strided and begins else ()
+        lies = (value.device, value.layout, value.requires_grad, value.is_conj(), value.is_neg())
+        return type(value), value.dtype, lies, tuple(map(_number, (*numbers, *offset)))
+    if isinstance(value, (tuple, list)):
+        return tuple(known_of(one, begins=begins) for one in value)
+    return _number(value)
 
 
 def _cut(steps: Steps, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[Steps]]:
@@ -102,7 +115,7 @@ def _label(node: fx.Node) -> Hashable:
     given = tuple(
         _each(value, lambda v: None if isinstance(v, fx.Node) else _constant(v)) for value in (node.args, node.kwargs)
     )
-    return node.target, given, _value(node.meta.get("val"), begins=False)
+    return node.target, given, known_of(node.meta.get("val"), begins=False)
 
 
 def _each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
@@ -122,19 +135,6 @@ def _constant(value: Any) -> Hashable:
     if isinstance(value, torch.memory_format):
         return "memory_format", str(value)
     return "object", id(value)
-
-
-def _value(value: Any, *, begins: bool = True) -> Hashable:
-    """What is known of a value: expressions of its sizes, and how it lies in memory, where it ``begins`` included."""
-    if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        numbers = (*value.shape, None, *value.stride()) if strided else ()
-        offset = (value.storage_offset(),) if strided and begins else ()
-        lies = (value.device, value.layout, value.requires_grad, value.is_conj(), value.is_neg())
-        return type(value), value.dtype, lies, tuple(map(_number, (*numbers, *offset)))
-    if isinstance(value, (tuple, list)):
-        return tuple(_value(one, begins=begins) for one in value)
-    return _number(value)
 
 
 def _number(value: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -235,6 +236,20 @@ def test_inputs_of_one_memory_are_left_to_one_trace() -> None:
     with torch.no_grad():
         torch.compile(function, backend=backend, fullgraph=True)(torch.randn(5), table[:2], table[1:])
     assert found == [None]
+
+
+def test_what_a_graph_says_wrongly_of_a_value_is_not_believed() -> None:
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        with torch.no_grad():
+            assert traced_by_kind(gm, examples) is not None
+            for node in gm.graph.find_nodes(op="call_function", target=operator.add):
+                node.meta["example_value"] = node.meta["example_value"].double()
+            assert traced_by_kind(gm, examples) is None
+        return gm
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(Stack(), backend=backend, fullgraph=True)(torch.randn(2, 3, 6), torch.arange(3))
 
 
 def test_a_graph_without_layers_is_left_to_one_trace() -> None:
