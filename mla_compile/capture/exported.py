@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from mla_compile.capture.functional import traced_once
 from mla_compile.capture.inline import levels_restored
+from mla_compile.capture.repeated import traced_by_kind
 
 
 def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram:
@@ -44,7 +45,7 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
         for node, spec in zip(given, specs, strict=True)
     ]
     with torch.no_grad(), levels_restored():
-        traced = traced_once(gm, values)
+        traced = traced_by_kind(gm, values) or traced_once(gm, values)
     if traced is None or traced.gm.graph.find_nodes(op="get_attr"):
         return None
     inputs = traced.gm.graph.find_nodes(op="placeholder")

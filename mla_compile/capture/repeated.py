@@ -39,8 +39,9 @@ class _Piece:
 def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | None:
     """The functional graph of ``gm`` for ``values``, one for each placeholder, every kind of stretch traced once.
 
-    ``gm``: as Dynamo makes it, with ``meta["example_value"]`` on every call. None where nothing repeats itself and
-    where the graph might not be that of one trace. Raises whatever an operator raises.
+    ``gm``: as Dynamo or ``torch.export`` makes it, with ``meta["example_value"]`` or ``meta["val"]`` on every call.
+    None where nothing repeats itself and where the graph might not be that of one trace. Raises whatever an operator
+    raises.
     """
     given = fake_inputs(gm, values)
     if given is None or gm.graph.find_nodes(op="call_module"):
@@ -53,7 +54,8 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
             return None  # a graph within the graph
         inputs[node] = places[str(node.target)]
     for node in graph.nodes:
-        node.meta["val"] = given.fakes[inputs[node]] if node in inputs else node.meta.get("example_value")
+        seen = node.meta.get("example_value", node.meta.get("val"))
+        node.meta["val"] = given.fakes[inputs[node]] if node in inputs else seen
     found = stretches(graph, inputs)
     if found is None or not all(is_closed(one) for one in found):
         return None
@@ -106,8 +108,11 @@ class _Copies:
             self.placeholders.append(self.graph.placeholder(f"arg{place}_1"))
             self.placeholders[-1].meta["val"] = fake
         self.values: dict[fx.Node, Any] = {node: self.placeholders[place] for node, place in inputs.items()}
-        self.known = {node for node in self.placeholders if isinstance(node.meta["val"], torch.SymInt)}
-        self.sizes: dict[Any, fx.Node] = {}
+        self.sizes: dict[Any, fx.Node] = {}  # by their expressions
+        for node in self.placeholders:
+            if isinstance(fake := node.meta["val"], torch.SymInt):
+                self.sizes.setdefault(fake.node.expr, node)
+        self.known = set(self.sizes.values())
         self.constants: dict[str, Any] = {}
         self.names: dict[fx.Node, str] = {}
         self.written: dict[int, Any] = {}
@@ -139,15 +144,17 @@ class _Copies:
 
     def _call(self, node: fx.Node, one: Stretch, piece: _Piece, inside: dict[fx.Node, Any]) -> fx.Node:
         value = node.meta.get("val")
-        size = value.node.expr if isinstance(value, torch.SymInt) else None
-        # As in one trace, which writes down once what follows from the sizes that come in.
-        known = size is not None and all(inside[given] in self.known for given in node.all_input_nodes)
-        if known and size in self.sizes:
-            return self.sizes[size]
-        copied = self.graph.node_copy(node, inside.__getitem__)
-        if known:
-            self.sizes[size] = copied
-            self.known.add(copied)
+        if not isinstance(value, torch.SymInt):
+            copied = self.graph.node_copy(node, inside.__getitem__)
+        else:  # as in one trace, which writes down once what follows from the sizes that come in
+            size = value.node.expr
+            known = all(inside[given] in self.known for given in node.all_input_nodes)
+            if known and size in self.sizes:
+                return self.sizes[size]
+            copied = self.graph.node_copy(node, inside.__getitem__)
+            if known:
+                self.sizes[size] = copied
+                self.known.add(copied)
         self._label(copied, node, one, piece)
         return copied
 
@@ -175,7 +182,10 @@ class _Copies:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """What tells apart the memory of the tensors that Dynamo saw, of which views share that of what they show."""
+    """What tells apart the memory of the tensors that Dynamo saw, of which views share that of what they show.
+
+    Of an exported program nobody knows: its values may have been written down and read again.
+    """
     seen = node.meta.get("example_value")
     return memory_of(seen) if isinstance(seen, Tensor) else None
 
