@@ -9,7 +9,7 @@ stretch that writes: what is written has to be an input of the graph whose memor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,11 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
     for node in graph.nodes:
         seen = node.meta.get("example_value", node.meta.get("val"))
         node.meta["val"] = given.fakes[inputs[node]] if node in inputs else seen
-    found = stretches(graph, inputs)
+    sizes = _sizes(graph, inputs)
+    found = stretches(graph, {*inputs, *sizes})
     if found is None or not all(is_closed(one) for one in found):
         return None
-    copied = _Copies(given.fakes, inputs, found)
+    copied = _Copies(given.fakes, inputs, sizes, found)
     pieces: dict[Hashable, _Piece] = {}
     for one in found:
         if one.kind not in pieces:
@@ -73,6 +74,18 @@ def traced_by_kind(gm: fx.GraphModule, values: Sequence[Any]) -> Functional | No
         if not copied.add(one, pieces[one.kind]):
             return None
     return copied.functional(graph.output_node())
+
+
+def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
+    """The calls that compute sizes from sizes that come in: Dynamo has some in the first layer that needs them."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        of_sizes = all(
+            isinstance(n.meta["val"], torch.SymInt) and (n in inputs or n in found) for n in node.all_input_nodes
+        )
+        if node.op == "call_function" and isinstance(node.meta["val"], torch.SymInt) and of_sizes:
+            found[node] = None
+    return list(found)
 
 
 def _traced(one: Stretch) -> _Piece | None:
@@ -100,7 +113,9 @@ def _traced(one: Stretch) -> _Piece | None:
 class _Copies:
     """The graph of all stretches, in order, as it is made."""
 
-    def __init__(self, fakes: Sequence[Any], inputs: dict[fx.Node, int], found: Sequence[Stretch]) -> None:
+    def __init__(
+        self, fakes: Sequence[Any], inputs: dict[fx.Node, int], sizes: Sequence[fx.Node], found: Sequence[Stretch]
+    ) -> None:
         self.graph = fx.Graph()
         self.inputs = inputs
         self.placeholders: list[fx.Node] = []
@@ -108,11 +123,10 @@ class _Copies:
             self.placeholders.append(self.graph.placeholder(f"arg{place}_1"))
             self.placeholders[-1].meta["val"] = fake
         self.values: dict[fx.Node, Any] = {node: self.placeholders[place] for node, place in inputs.items()}
-        self.sizes: dict[Any, fx.Node] = {}  # by their expressions
-        for node in self.placeholders:
-            if isinstance(fake := node.meta["val"], torch.SymInt):
-                self.sizes.setdefault(fake.node.expr, node)
-        self.known = set(self.sizes.values())
+        self.known = {node for node in self.placeholders if isinstance(node.meta["val"], torch.SymInt)}
+        self.sizes: dict[Any, fx.Node] = {}  # what is known, by its expression
+        for node in sizes:
+            self.values[node] = self._size(node, self.values)
         self.constants: dict[str, Any] = {}
         self.names: dict[fx.Node, str] = {}
         self.written: dict[int, Any] = {}
@@ -143,19 +157,23 @@ class _Copies:
         return True
 
     def _call(self, node: fx.Node, one: Stretch, piece: _Piece, inside: dict[fx.Node, Any]) -> fx.Node:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.SymInt):
-            copied = self.graph.node_copy(node, inside.__getitem__)
-        else:  # as in one trace, which writes down once what follows from the sizes that come in
-            size = value.node.expr
-            known = all(inside[given] in self.known for given in node.all_input_nodes)
-            if known and size in self.sizes:
-                return self.sizes[size]
-            copied = self.graph.node_copy(node, inside.__getitem__)
-            if known:
-                self.sizes[size] = copied
-                self.known.add(copied)
-        self._label(copied, node, one, piece)
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            return self._size(node, inside)
+        return self._labelled(self.graph.node_copy(node, inside.__getitem__), node, one, piece)
+
+    def _size(self, node: fx.Node, inside: dict[fx.Node, Any]) -> fx.Node:
+        """A size, written down once where it follows from the sizes that come in, as one trace does."""
+        size = node.meta["val"].node.expr
+        known = all(inside[given] in self.known for given in node.all_input_nodes)
+        if known and size in self.sizes:
+            return self.sizes[size]
+        copied = self.graph.create_node(
+            "call_function", node.target, *fx.map_arg((node.args, node.kwargs), inside.__getitem__)
+        )
+        copied.meta["val"] = node.meta["val"]
+        if known:
+            self.sizes[size] = copied
+            self.known.add(copied)
         return copied
 
     def _attribute(self, node: fx.Node, one: Stretch, piece: _Piece) -> fx.Node:
@@ -163,13 +181,13 @@ class _Copies:
         self.constants[name] = getattr(piece.traced.gm, str(node.target))
         copied = self.graph.create_node("get_attr", name)
         copied.meta = dict(node.meta)
-        self._label(copied, node, one, piece)
-        return copied
+        return self._labelled(copied, node, one, piece)
 
-    def _label(self, copied: fx.Node, node: fx.Node, one: Stretch, piece: _Piece) -> None:
+    def _labelled(self, copied: fx.Node, node: fx.Node, one: Stretch, piece: _Piece) -> fx.Node:
         if node in piece.origins:
             origin = one.steps[piece.origins[node]].meta
             copied.meta.update((name, _as_traced(name, origin[name])) for name in _LABELS if name in origin)
+        return copied
 
     def functional(self, output: fx.Node) -> Functional:
         places = sorted(self.written)
