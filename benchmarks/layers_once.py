@@ -78,9 +78,10 @@ def compiled(form: str, layers: int, structure: str) -> dict[str, Any]:
 def in_a_process(form: str, layers: int, dense: int, folder: str) -> list[float]:
     """:func:`compile_here` in a process of its own, with Inductor's caches in ``folder``."""
     command = [sys.executable, "-m", "benchmarks.layers_once", "--one", form, str(layers), str(dense)]
-    done = subprocess.run(
-        command, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
+    # pip compiles what it installs to bytecode; a checkout is compiled in each process where that may not be kept.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{form}, {layers} layers: {done.stderr[-2000:]}")
     return [float(seconds) for seconds in json.loads(done.stdout.splitlines()[-1])]
