@@ -130,8 +130,11 @@ class _Copies:
         self.constants: dict[str, Any] = {}
         self.names: dict[fx.Node, str] = {}
         self.written: dict[int, Any] = {}
-        handed = {one.steps[place] for one in found for place in one.outputs} | inputs.keys()
-        self.memories = Counter(map(_memory, handed))
+        handed = {one.steps[place] for one in found for place in one.outputs}
+        tensors = [node for node in handed if isinstance(node.meta["val"], Tensor)]
+        self.memories = Counter(map(_memory, (*tensors, *inputs)))
+        self.told = all(_memory(node) is not None for node in tensors)
+        self.given = Counter(memory_of(fake) for fake in fakes if isinstance(fake, Tensor))
 
     def add(self, one: Stretch, piece: _Piece) -> bool:
         """Copies what a stretch does; False where others would not see what it writes."""
@@ -147,14 +150,20 @@ class _Copies:
         returned = Counter(_memory(one.steps[place]) for place in one.outputs)
         for place, value in zip(piece.traced.written, new, strict=False):
             node = one.inputs[place]
-            memory = _memory(node)
             # What this stretch returns shows what it wrote; what others are given of that memory does not.
-            if node not in self.inputs or memory is None or self.memories[memory] - returned[memory] > 1:
+            if not self._is_alone(node, returned):
                 return False
             self.values[node] = self.written[self.inputs[node]] = value
         for place, value in zip(one.outputs, new[len(piece.traced.written) :], strict=True):
             self.values[one.steps[place]] = value
         return True
+
+    def _is_alone(self, node: fx.Node, returned: Counter[int | None]) -> bool:
+        """Whether nothing but an input of the graph, and what a stretch has ``returned``, shows a memory."""
+        memory = _memory(node)
+        if node not in self.inputs or memory is None or not self.told:
+            return False
+        return self.given[memory_of(node.meta["val"])] == 1 and self.memories[memory] - returned[memory] == 1
 
     def _call(self, node: fx.Node, one: Stretch, piece: _Piece, inside: dict[fx.Node, Any]) -> fx.Node:
         if isinstance(node.meta.get("val"), torch.SymInt):

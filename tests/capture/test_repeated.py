@@ -231,18 +231,40 @@ def test_what_a_layer_writes_is_seen_by_all(parts: Any) -> None:
     assert (ours is None) == (parts is not WRITES["an input"])
 
 
-def test_inputs_of_one_memory_are_left_to_one_trace() -> None:
-    table = torch.randn(4, 2)
+def test_a_view_that_dynamo_did_not_make_may_show_what_is_written() -> None:
     found: list[Any] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        for node in gm.graph.find_nodes(op="call_method", target="view"):
+            node.meta["val"] = node.meta.pop("example_value")
         found.append(traced_by_kind(gm, examples))
         return gm
 
     torch._dynamo.reset()
-    function = layers_of(same, lambda x, one, other: one.add_(x), lambda one, other: other * 2)
     with torch.no_grad():
-        torch.compile(function, backend=backend, fullgraph=True)(torch.randn(5), table[:2], table[1:])
+        function = layers_of(*WRITES["a view that was shown before"])
+        torch.compile(function, backend=backend, fullgraph=True)(torch.randn(5), torch.randn(2, 2))
+    assert found == [None]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_inputs_of_one_memory_are_left_to_one_trace(told: bool) -> None:
+    table = torch.randn(4, 2)
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if not told and "table" not in node.name:
+                del node.meta["example_value"]  # as of an input that Dynamo did not make
+        found.append(traced_by_kind(gm, examples))
+        return gm
+
+    def run(x: Tensor, table: Tensor, shown: Tensor) -> Any:
+        return layers_of(same, lambda x, one, other: one.add_(x), lambda one, other: other * 2)(x, table, shown)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(run, backend=backend, fullgraph=True)(torch.randn(5), table[:2], table[1:])
     assert found == [None]
 
 
