@@ -219,7 +219,7 @@ ROOMS = {
     "pass_table": """analysis by_heads codes core errors kernels.cpu kernels.linear pass_state passes.attention
         passes.cache passes.decide passes.ir passes.linear passes.report passes.rewrite passes.verify""",
     "pipeline": "caching codes core errors options pass_state pass_table passes.ir stand_ins",
-    "capture": "core errors passes.cache passes.ir",
+    "capture": "core errors passes.cache passes.ir repeats",
     "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
     "repeats": "core",
     "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir pipeline repeats report runtime
