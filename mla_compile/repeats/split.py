@@ -18,7 +18,6 @@ from mla_compile.repeats.stretches import (
     graph_module,
     is_closed,
     memory_of,
-    root_of,
     stretches,
     values_of,
 )
@@ -35,6 +34,7 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     """
     source = fx.GraphModule(gm, copy_graph(gm.graph))
     inputs = [node for node in source.graph.nodes if _is_given(node)]
+    _write_early(source.graph)
     found = stretches(source.graph, set(inputs))
     if found is None:
         return None
@@ -68,6 +68,27 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     return fx.GraphModule({**constants, **modules}, graph), examples_of
 
 
+def _write_early(graph: fx.Graph) -> None:
+    """Moves writes to the last reader of what they replace.
+
+    A graph of ours writes the new rows of all its caches at its end, and nowhere else. A write moves up to where
+    nothing reads the old values any more, through whatever view.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    shown: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (root := _root(node)) is not node:
+            shown.setdefault(root, []).append(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, new = node.args[:2]
+        if target.op == "placeholder":
+            views = [target, *shown.get(target, ())]
+            readers = {user for view in views for user in view.users if user.op != "output"} - {node}
+            last = max((*readers, new), key=order.__getitem__)
+            if last.op == "call_function" and order[last] < order[node]:
+                last.append(node)
+
+
 def _is_given(node: fx.Node) -> bool:
     """Whether a node is there before anything is computed: inputs, constants, and the plain tensors of a subclass."""
     return node.op in ("placeholder", "get_attr") or node.target is getattr
@@ -80,7 +101,7 @@ def _writes_to_shared(found: Sequence[Stretch], examples: dict[fx.Node, Any]) ->
     """
     storages = Counter(memory_of(value) for value in examples.values() if isinstance(value, torch.Tensor))
     for one in found:
-        own, roots = set(one.steps), Counter(root_of(node) for node in one.inputs)
+        own, roots = set(one.steps), Counter(_root(node) for node in one.inputs)
         for node in one.steps:
             for written in _written(node):
                 inside = written
@@ -102,6 +123,13 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
             yield from (one for one in pytree.tree_leaves(value) if isinstance(one, fx.Node))
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor whose memory a node shows."""
+    while (source := view_source(node)) is not None:
+        node = source
+    return node
 
 
 def _sizes(one: Stretch, known: dict[Any, fx.Node]) -> list[fx.Node] | None:

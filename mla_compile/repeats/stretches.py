@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.core.program import view_source
 from mla_compile.repeats.find import LEAST_TIMES, Steps, cut, form
 
 
@@ -35,10 +34,12 @@ class Stretch:
 def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | None:
     """The graph cut into calls of few kinds; None where there are as many kinds as calls.
 
-    ``graph``: ``meta["val"]`` is on every node. Nodes that belong together are moved into one place. ``given``: those
-    that are there before anything is computed, and belong to no stretch.
+    ``graph``: ``meta["val"]`` is on every node; items are moved to the tuple that they are of. ``given``: nodes that
+    are there before anything is computed, and belong to no stretch.
     """
-    _gather(graph)
+    for node in list(graph.nodes):
+        if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
+            node.args[0].append(node)
     found: list[tuple[Steps, list[fx.Node], Hashable]] = []
     rest: list[fx.Node] = []
 
@@ -66,29 +67,6 @@ def stretches(graph: fx.Graph, given: Container[fx.Node]) -> list[Stretch] | Non
     return [Stretch(steps, inputs, sorted(outputs[kind]), kind) for steps, inputs, kind in found]
 
 
-def _gather(graph: fx.Graph) -> None:
-    """Moves what belongs together into one place: items to their tuple, writes to the last reader of what they replace.
-
-    A graph writes the new rows of all its caches at its end. A write moves up to where nothing reads the old values
-    any more, through whatever view.
-    """
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    shown: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if (root := root_of(node)) is not node:
-            shown.setdefault(root, []).append(node)
-    for node in list(graph.nodes):
-        if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), (tuple, list)):
-            node.args[0].append(node)
-        elif node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder":
-            target, new = node.args[:2]
-            views = [target, *shown.get(target, ())]
-            readers = {user for view in views for user in view.users if user.op != "output"} - {node}
-            last = max((*readers, new), key=order.__getitem__)
-            if last.op == "call_function" and order[last] < order[node]:
-                last.append(node)
-
-
 def is_closed(one: Stretch) -> bool:
     """Whether a stretch takes and returns plain tensors and numbers, of sizes that follow from those of its inputs."""
     handed = [node.meta.get("val") for node in (*one.inputs, *(one.steps[place] for place in one.outputs))]
@@ -103,13 +81,6 @@ def values_of(nodes: Sequence[fx.Node]) -> Iterator[Any]:
     for value in pytree.tree_leaves([node.meta.get("val") for node in nodes]):
         if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
             yield value
-
-
-def root_of(node: fx.Node) -> fx.Node:
-    """The tensor whose memory a node shows."""
-    while (source := view_source(node)) is not None:
-        node = source
-    return node
 
 
 def memory_of(value: torch.Tensor) -> int:

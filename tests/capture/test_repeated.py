@@ -219,6 +219,10 @@ WRITES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
         lambda table: (table, table.view(-1)), lambda x, table, shown: table.add_(x), lambda table, shown: shown * 2),
     "through a view": (
         lambda table: (table, table.view(-1)), lambda x, table, shown: shown.add_(x), lambda table, shown: table * 2),
+    "an operator of ATen behind a read through a view": (
+        lambda table: (table, table.view(-1)),
+        lambda x, table, shown: torch.ops.aten.copy_.default(table, shown.sum() + x + table),
+        lambda table, shown: shown * 2),
     "a value": (lambda table: (table * 2,), lambda x, sums: sums.add_(x), lambda sums: sums * 2),
     "an input": (lambda table: (table,), lambda x, table: table.add_(x), lambda table: table * 2),
 }  # fmt: skip
