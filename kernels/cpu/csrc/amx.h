@@ -28,8 +28,8 @@ class Amx {
   static constexpr int64_t TILE = PLANES == 3 ? 64 : 128;  // keys; a multiple of 64
 
   Amx(const Call& call, Cursor& memory, int64_t panels) : c(call) {
-    latent_chunks = (c.L + CHUNK - 1) / CHUNK;
-    chunks = latent_chunks + (c.R + CHUNK - 1) / CHUNK;
+    latent_chunks = ceil_div(c.L, CHUNK);
+    chunks = latent_chunks + ceil_div(c.R, CHUNK);
     wide = round_up(c.Lv, COLUMNS);
     query_plane = panels * chunks * BLOCK;
     key_plane = chunks * TILE * CHUNK;

@@ -70,7 +70,7 @@ struct Piece {
   int64_t part, parts;     // its place among the pieces of the same query rows, which lie one after the other
   const uint8_t* seen;     // [T], 0 where no query of the batch entry sees the key; null where all are seen
   const int32_t* picks;    // the keys that the one query of this piece sees; null: each key is in its own place
-  int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
+  int64_t panels() const { return ceil_div(rows, PANEL); }
   int64_t key(int64_t i) const { return picks ? picks[i] : i; }
   // Where the row of the i-th key is, in elements, and how many rows from there on lie one behind the other.
   int64_t at(const Call& c, const Rows& of, int64_t i) const { return c.at(of, b, key(i)); }
@@ -127,6 +127,7 @@ struct Ahead {
     if (p.picks) return {first, bytes, c.L * bytes, most, 0, &c, &p, i};
     return {first, c.latent.t * bytes, c.L * bytes, std::min(c.adjacent(i), most)};
   }
+  int64_t lines() const { return left * ceil_div(width, 64); }
   void step(int lines) {
     for (int i = 0; i < lines && left > 0; ++i) {
       __builtin_prefetch(row + at, 0, 2);

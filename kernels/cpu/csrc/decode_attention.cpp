@@ -114,8 +114,8 @@ Sight look(const Call& c) {
 
 std::vector<Piece> cut_call(const Call& c, const Sight& sight, int64_t& threads) {
   // Rows that walk together look at the same keys: all of a batch entry, or with picks those of one query.
-  const int64_t M = c.S * c.H, span = c.picks() ? c.H : M, groups = (span + MAX_ROWS - 1) / MAX_ROWS;
-  const int64_t rows = std::min(span, round_up((span + groups - 1) / groups, PANEL));
+  const int64_t M = c.S * c.H, span = c.picks() ? c.H : M, groups = ceil_div(span, MAX_ROWS);
+  const int64_t rows = std::min(span, round_up(ceil_div(span, groups), PANEL));
   std::vector<Piece> whole;
   int64_t keys = 0;
   for (int64_t b = 0; b < c.B; ++b)
@@ -141,8 +141,8 @@ std::vector<Piece> cut_call(const Call& c, const Sight& sight, int64_t& threads)
   std::vector<Piece> pieces;
   for (Piece piece : whole) {
     const int64_t lo = piece.lo, hi = piece.hi;
-    piece.parts = std::max<int64_t>(1, (hi - lo + each - 1) / each);
-    const int64_t length = round_up((hi - lo + piece.parts - 1) / piece.parts, 32);
+    piece.parts = std::max<int64_t>(1, ceil_div(hi - lo, each));
+    const int64_t length = round_up(ceil_div(hi - lo, piece.parts), 32);
     for (piece.part = 0; piece.part < piece.parts; ++piece.part) {
       piece.lo = std::min(hi, lo + piece.part * length);
       piece.hi = std::min(hi, piece.lo + length);

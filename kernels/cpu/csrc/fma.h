@@ -12,7 +12,8 @@ namespace mla {
 
 class Fma {
  public:
-  static constexpr int64_t TILE = 96;  // keys: 216 KiB at L + R = 576, in the second-level cache while they serve twice
+  // Keys: 216 KiB at L + R = 576, or 149, in the second-level cache while they serve twice.
+  static constexpr int64_t TILE = VL == 16 ? 96 : 66;
 
   Fma(const Call& call, Cursor& memory, int64_t panels) : c(call), K(call.L + call.R) {
     wide_latent = round_up(c.L, VL);
@@ -52,6 +53,9 @@ class Fma {
     if (c.values.data)
       values = rows_of(c.values, c.row_kind, c.Lv, wide_values, start, seen, values_copy, c.Lv % VL);
     ahead = Ahead::of(c, piece, start + n, TILE, size_of(c.row_kind));
+    // Evenly over the scores: more at a time than there are buffers for what is on its way would have to wait.
+    const int64_t steps = ceil_div(n, KEYS) * ceil_div(piece.panels(), PAIR) * (ceil_div(c.L, STEP) + ceil_div(c.R, STEP));
+    pace = int(ceil_div(ahead.lines(), steps));
   }
 
   void scores(float* to) {  // some columns of a few panels stay in the first-level cache while all keys pass by
@@ -73,6 +77,7 @@ class Fma {
   static constexpr int VALUES = 3;
   static constexpr int64_t MANY = 64;    // query rows that pay for columns of values side by side
   static constexpr int64_t CHAIN = 128;  // products added one after the other before they join the rest
+  static constexpr int64_t STEP = 8;     // columns between two looks ahead
 
   struct Tile {
     const float* data = nullptr;
@@ -127,9 +132,9 @@ class Fma {
     const float* x_row = q + begin * PANEL;
     const int64_t stride = rows.stride, panel_stride = K * PANEL;
     vf sum[ROWS][N] = {};
-    for (int64_t k = begin; k < end; k += 8) {
-      ahead.step(8);
-      const int64_t some = std::min<int64_t>(8, end - k);
+    for (int64_t k = begin; k < end; k += STEP) {
+      ahead.step(pace);
+      const int64_t some = std::min(STEP, end - k);
       const float *row_3 = row + 3 * stride, *row_6 = row + 6 * stride, *row_9 = row + 9 * stride;
       for (int64_t i = 0; i < some; ++i, ++row, ++row_3, ++row_6, ++row_9, x_row += PANEL) {
         vf x[N];
@@ -198,6 +203,7 @@ class Fma {
   float *query, *latent_copy, *rope_copy, *values_copy, *columns_copy;
   Tile latent, rope, values;
   Ahead ahead;
+  int pace = 0;  // lines that it takes a step
 };
 
 }  // namespace mla

@@ -60,10 +60,10 @@ bool index_scores(const IndexCall& given) {
   int64_t threads = std::max<int64_t>(1, given.threads);
   if (queries * c.T * c.H * c.L <= ALONE) threads = 1;
   // Each query's keys in as many runs as keep all threads busy to the end.
-  const int64_t tiles = (c.T + Product::TILE - 1) / Product::TILE;
-  const int64_t parts = threads == 1 ? 1 : std::min(tiles, std::max<int64_t>(1, (4 * threads + queries - 1) / queries));
-  const int64_t length = (tiles + parts - 1) / parts * Product::TILE;
-  const int64_t groups = (c.H + MAX_ROWS - 1) / MAX_ROWS, panels = (std::min(c.H, MAX_ROWS) + PANEL - 1) / PANEL;
+  const int64_t tiles = ceil_div(c.T, Product::TILE);
+  const int64_t parts = threads == 1 ? 1 : std::min(tiles, std::max<int64_t>(1, ceil_div(4 * threads, queries)));
+  const int64_t length = ceil_div(tiles, parts) * Product::TILE;
+  const int64_t groups = ceil_div(c.H, MAX_ROWS), panels = ceil_div(std::min(c.H, MAX_ROWS), PANEL);
   threads = std::min(threads, queries * parts);
 
   Cursor count{nullptr};

@@ -97,7 +97,8 @@ class RowsProduct {
   using Sum = typename F::Sum;
   static constexpr int64_t STEP = F::STEP;
   static constexpr int SIDE = VL == 16 ? 4 : 2;  // long rows of the weight side by side: x is read once for all of them
-  static constexpr int64_t LONG = 8192;         // bytes; shorter ones are read faster one after the other
+  static constexpr int64_t LONG = VL == 16 ? 8192 : 0;  // bytes; shorter ones are read faster one after the other
+  static constexpr int64_t AHEAD = VL == 16 ? 0 : 8192;  // bytes that are asked for before they are read
   static constexpr int64_t GROUP = 64;          // rows of the weight that a thread takes at a time
 
  public:
@@ -109,7 +110,7 @@ class RowsProduct {
     for (int64_t k = 0; k < c.K; k += STEP)  // step by step, and not row by row: rows would share cache sets
       for (int m = 0; m < M; ++m)
         F::pack(reinterpret_cast<const T*>(c.x) + m * c.x_m + k, std::min(STEP, c.K - k), x + k * M + m * STEP);
-    const int64_t groups = (c.O + GROUP - 1) / GROUP;
+    const int64_t groups = ceil_div(c.O, GROUP);
     const int64_t threads = M * c.O * c.K <= ALONE ? 1 : std::clamp<int64_t>(c.threads, 1, groups);
 #pragma omp parallel for schedule(static) num_threads(int(threads)) if (threads > 1)
     for (int64_t group = 0; group < groups; ++group) multiply(c, x, group * GROUP, std::min(c.O, (group + 1) * GROUP));
@@ -150,6 +151,7 @@ class RowsProduct {
   static void step(const T* row, int64_t stride, const Element* x, Sum (&sum)[ROWS][M]) {
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
+      if constexpr (AHEAD > 0) __builtin_prefetch(reinterpret_cast<const char*>(row + r * stride) + AHEAD);
       const typename F::Weight w(row + r * stride);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) sum[r][m] = F::add(sum[r][m], x + m * STEP, w);

@@ -121,6 +121,7 @@ inline float to_float(fp8 x) {  // without branches and subnormal floats, so tha
   return x.bits & 0x80 ? -y : y;
 }
 
-constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+constexpr int64_t ceil_div(int64_t n, int64_t by) { return (n + by - 1) / by; }
+constexpr int64_t round_up(int64_t n, int64_t step) { return ceil_div(n, step) * step; }
 
 }  // namespace mla
