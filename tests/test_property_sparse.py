@@ -85,11 +85,7 @@ def check_lists(sparse: SparseCase, report: Report) -> None:
     case = sparse.case
     # Two caches of the same length, each with a symbol of its own, are not known to be equal before a guard says so.
     two_lengths = case.door == "symbolic" and not sparse.given
-    # Nor is an open length known to be that of its blocks, which a guard of torch's makes it where no block is cut.
-    lengths = (case.T + case.chunk * step for step in range(1, case.steps + 1))
-    whole = sparse.block > 1 and any(length % sparse.block == 0 for length in lengths)
-    rounded = case.door in ("dynamo", "optimize") and whole
-    if case.forms == "absorbed" and narrow(case) and not (two_lengths or rounded):
+    if case.forms == "absorbed" and narrow(case) and not two_lengths:
         assert len(absorbed) == sparse.layers, said
     assert all(site.chosen is not None for site in absorbed if must_list(sparse, site)), said
     if sparse.case.mask == "visible_fill":

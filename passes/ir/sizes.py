@@ -2,65 +2,108 @@
 
 Torch replaces a symbol where a guard says outright what it is. A guard such as ``s10 + s22 == s22 + s31`` (two caches
 of one length, each grown by the same tokens) stays a guard, and two equal axes keep two names. Here the linear ones
-are solved, once for every new guard of a shape environment.
+are solved, once for every new guard of a shape environment: for a symbol, or for a length rounded to whole blocks, as
+in ``2*Max(1, -(-s0//2)) == s0``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv, Min, Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.value_ranges import bound_sympy
 
 
-@dataclass
 class _Solved:
-    """The guards read so far, and what they say of each symbol they determine."""
+    """The guards of a shape environment read so far, and what they say of symbols and of sizes rounded to blocks."""
 
-    read: int = 0
-    values: dict[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
+    def __init__(self, shape_env: ShapeEnv) -> None:
+        self._ranges = shape_env.var_to_range  # kept up to date by torch; the environment itself would never be freed
+        self._read = 0
+        self._values: dict[sympy.Symbol, sympy.Expr] = {}
+        self._multiples: dict[sympy.Expr, tuple[sympy.Integer, sympy.Expr]] = {}
+
+    def read(self, guards: Sequence[Any]) -> None:
+        # Guards are only ever appended, so reading on from the last one misses none.
+        new = guards[self._read :]
+        self._read = len(guards)
+        for guard in new:
+            if isinstance(guard.expr, sympy.Eq):
+                self._add(guard.expr)
+
+    def canonical(self, expr: sympy.Expr) -> sympy.Expr:
+        expr = self._plain(expr.xreplace(self._values))
+        for term, (times, value) in self._multiples.items():
+            if expr.has(term):
+                expr = _with_multiples(expr, term, times, value)
+        return expr
+
+    def _plain(self, expr: sympy.Expr) -> sympy.Expr:
+        """``expr`` without remainders, and without maxima of which the largest is known."""
+        new: dict[sympy.Expr, sympy.Expr] = {one: self._largest(one) for one in expr.atoms(Max)}
+        new |= {one: one.args[0] - one.args[1] * FloorDiv(*one.args) for one in expr.atoms(PythonMod)}
+        return expr.xreplace(new) if new else expr
+
+    def _largest(self, maximum: sympy.Expr) -> sympy.Expr:
+        for one in maximum.args:
+            if all(one is other or bound_sympy(one - other, self._ranges).lower >= 0 for other in maximum.args):
+                return one
+        return maximum
+
+    def _add(self, equation: sympy.Eq) -> None:
+        # The common factor goes first: in `2*s0 == 2*s1` no coefficient would be 1 otherwise.
+        _, zero = sympy.expand(self.canonical(equation.lhs - equation.rhs)).as_content_primitive()
+        zero = sympy.expand(zero)
+        for symbol in sorted(zero.free_symbols, key=_age, reverse=True):
+            factor = zero.coeff(symbol, 1)
+            rest = sympy.expand(zero - factor * symbol)
+            # Only with a coefficient of 1 or -1 is the solution a whole number for all values of the other symbols.
+            if abs(factor) == 1 and symbol not in rest.free_symbols:
+                self._replace(symbol, -rest * factor)
+                return
+        for term in sorted(zero.atoms(FloorDiv, Max), key=str):
+            factor = zero.coeff(term, 1)
+            rest = sympy.expand(zero - factor * term)
+            if factor.is_Integer and factor != 0 and not rest.has(term):
+                self._multiples[term] = (abs(factor), -rest * sympy.sign(factor))
+                return
+
+    def _replace(self, symbol: sympy.Symbol, value: sympy.Expr) -> None:
+        # So that no value ever mentions a symbol that is itself replaced: one `xreplace` is then enough.
+        new = {symbol: value}
+        self._values = {known: old.xreplace(new) for known, old in self._values.items()} | new
+        multiples = {term.xreplace(new): (n, old.xreplace(new)) for term, (n, old) in self._multiples.items()}
+        self._multiples = {term: multiple for term, multiple in multiples.items() if isinstance(term, (FloorDiv, Max))}
+
+
+def _with_multiples(expr: sympy.Expr, term: sympy.Expr, times: sympy.Integer, value: sympy.Expr) -> sympy.Expr:
+    """``expr`` where ``value`` stands for ``times`` of a term, whose own value is known no better."""
+    expanded = sympy.expand(expr)
+    factor = expanded.coeff(term, 1)
+    each = sympy.expand(factor / times)
+    whole = all(number.is_Integer for number in each.as_coefficients_dict().values())
+    return sympy.expand(expanded - factor * term + each * value) if factor != 0 and whole else expr
 
 
 _solved: WeakKeyDictionary[ShapeEnv, _Solved] = WeakKeyDictionary()
 
 
 def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
-    """``expr`` with every symbol replaced that the guards express by earlier ones.
+    """``expr`` with symbols that the guards express by earlier ones replaced, and sizes of whole blocks by lengths.
 
     A guard holds whenever the graph runs, so this changes no value.
     """
     if shape_env is None or expr.is_Integer:
         return expr
-    solved = _solved.setdefault(shape_env, _Solved())
-    # Guards are only ever appended, so reading on from the last one misses none.
-    guards = shape_env.guards[solved.read :]
-    solved.read += len(guards)
-    for guard in guards:
-        if isinstance(guard.expr, sympy.Eq):
-            _add(guard.expr, solved.values)
-    return expr.xreplace(solved.values) if solved.values else expr
-
-
-def _add(equation: sympy.Eq, values: dict[sympy.Symbol, sympy.Expr]) -> None:
-    # The common factor goes first: in `2*s0 == 2*s1` no coefficient would be 1 otherwise.
-    _, zero = sympy.expand((equation.lhs - equation.rhs).xreplace(values)).as_content_primitive()
-    zero = sympy.expand(zero)
-    for symbol in sorted(zero.free_symbols, key=_age, reverse=True):
-        factor = zero.coeff(symbol, 1)
-        rest = sympy.expand(zero - factor * symbol)
-        # Only with a coefficient of 1 or -1 is the solution a whole number for all values of the other symbols.
-        if abs(factor) == 1 and symbol not in rest.free_symbols:
-            value = -rest * factor
-            # So that no value ever mentions a symbol that is itself replaced: one `xreplace` is then enough.
-            for known, old in values.items():
-                values[known] = old.xreplace({symbol: value})
-            values[symbol] = value
-            return
+    if (solved := _solved.get(shape_env)) is None:
+        solved = _solved[shape_env] = _Solved(shape_env)
+    solved.read(shape_env.guards)
+    return solved.canonical(expr)
 
 
 def _age(symbol: sympy.Symbol) -> tuple[int, str]:

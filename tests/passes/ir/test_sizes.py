@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sympy
+import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Mod
@@ -46,6 +47,33 @@ def test_inequalities_and_products_say_nothing(sizes):
     assert a > b
     assert a * b == b * c
     assert not same(size(a), size(b))
+
+
+def test_whole_blocks_are_as_long_as_what_a_guard_says_they_cover(sizes):
+    a, b, _ = sizes
+    blocks = torch.sym_max(1, -(-(a + b) // 2))
+    assert not same(size(2 * blocks), size(a + b))
+    assert 2 * blocks == a + b
+    assert same(size(2 * blocks), size(a + b))
+    assert same(size(6 * blocks * b - 1), size(3 * (a + b) * b - 1))
+    assert same(size(a + b + (-(a + b)) % 2), size(a + b)), "nothing is left over, of which a remainder is known"
+    assert size(blocks) == -FloorDiv(-size(a + b), 2), "half of the length would be no whole number for all lengths"
+
+
+def test_what_is_said_of_blocks_follows_a_symbol_that_is_replaced_later(sizes):
+    a, b, c = sizes
+    blocks = -(-(c + 1) // 3)
+    assert 3 * blocks == c + 1
+    assert a + b == b + c
+    assert same(size(3 * blocks), size(a + 1))
+    assert same(size(-3 * (-(a + 1) // 3)), size(c + 1))
+
+
+def test_a_maximum_is_the_largest_only_where_it_is_for_all_lengths(sizes):
+    a, b, _ = sizes
+    assert same(size(torch.sym_max(1, a + 1)), size(a + 1))
+    assert not same(size(torch.sym_max(a, b)), size(a))
+    assert not same(size(torch.sym_max(4, a)), size(a))
 
 
 def test_quotients_and_alternatives_that_hold_for_all_sizes():
