@@ -29,7 +29,7 @@ from mla_compile.capture.inline import calls_written_out, levels_restored, writt
 from mla_compile.capture.repeated import traced_by_kind
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
 from mla_compile.capture.subclasses import close_subclasses, open_subclasses
-from mla_compile.core.program import Program, copy_graph, view_source
+from mla_compile.core.program import Program, copy_graph, graph_module, view_source
 from mla_compile.errors import CaptureError, InputError, brief
 
 _Given = ParamSpec("_Given")
@@ -136,7 +136,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> Program:
         for target, name in by_target.items()
         if isinstance(tensors.get(target), torch.Tensor) and name not in mutated
     }
-    traced = fx.GraphModule(functional.graph_module, graph)
+    traced = graph_module(functional.graph_module, graph)
     return _finish(Program(traced, tuple(mutated), weights, original=functional, autocast=autocast))
 
 
@@ -211,7 +211,7 @@ def _functionalize(gm: fx.GraphModule, values: list[Any]) -> Program:
         if node.target not in used:
             weights.pop(node.name, None)
             graph.erase_node(node)
-    traced_gm = fx.GraphModule({target: attributes[target] for target in used}, graph)
+    traced_gm = graph_module({target: attributes[target] for target in used}, graph)
     program = _finish(Program(traced_gm, mutations, weights, original=gm, autocast=autocast))
     program.parts = parts
     return program
@@ -240,7 +240,7 @@ def _flat(gm: fx.GraphModule) -> fx.GraphModule:
     graph = copy_graph(gm.graph)
     output = graph.output_node()
     output.args = (tuple(pytree.tree_leaves(output.args[0])),)
-    return fx.GraphModule(gm, graph)
+    return graph_module(gm, graph)
 
 
 def _drop_idle_tokens(graph: fx.Graph, count: int) -> bool:

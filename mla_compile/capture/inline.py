@@ -18,7 +18,7 @@ from torch._higher_order_ops.wrap import wrap_with_autocast
 
 from mla_compile.capture import autocast
 from mla_compile.capture.regions import write_out
-from mla_compile.core.program import copy_graph
+from mla_compile.core.program import copy_graph, graph_module
 from mla_compile.errors import CaptureError
 
 # Operator -> the positions of its nested graph and of its first operand among its arguments.
@@ -31,13 +31,15 @@ _CALLERS["wrap_with_set_grad_enabled"] = (1, 2)  # before it: the mode, which me
 def written_out(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm`` itself, or a copy of it without nested calls and without levels of ``torch.func``."""
     gm = calls_written_out(gm)
+    if not any(map(_is_level, gm.graph.nodes)):
+        return gm
     graph = copy_graph(gm.graph)
     regions = list(_regions(graph))
     if not regions:
         return gm
     if autocast.is_active() or autocast.has_regions(gm):
         raise CaptureError("autocast is active, and its casts of the batched tensors of torch.func cannot be seen")
-    owner = fx.GraphModule(gm, graph)
+    owner = graph_module(gm, graph)
     for region in regions:
         write_out(owner, region)
     graph.lint()
@@ -47,14 +49,12 @@ def written_out(gm: fx.GraphModule) -> fx.GraphModule:
 
 def calls_written_out(gm: fx.GraphModule) -> fx.GraphModule:
     """``gm`` itself, or a copy of it without nested calls."""
+    if next(_calls(gm, gm.graph), None) is None:
+        return gm
     graph = copy_graph(gm.graph)
-    owner = fx.GraphModule(gm, graph)
-    calls = 0
+    owner = graph_module(gm, graph)
     while (call := next(_calls(owner, graph), None)) is not None:
         _write_out_call(graph, *call)
-        calls += 1
-    if not calls:
-        return gm
     graph.lint()
     owner.recompile()
     return owner

@@ -20,9 +20,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.proxy import _COPY_META_FIELDS
 
 from mla_compile.capture.functional import Functional, fake_inputs, traced_once
-from mla_compile.core.program import copy_graph
+from mla_compile.core.program import copy_graph, graph_module
 from mla_compile.repeats.find import known_of
-from mla_compile.repeats.stretches import Stretch, graph_module, is_closed, memory_of, stretches
+from mla_compile.repeats.stretches import Stretch, alone, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)
 """What a trace takes over from the node that it runs."""
@@ -90,7 +90,7 @@ def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
 
 def _traced(one: Stretch) -> _Piece | None:
     """The trace of a stretch; None where it might not be what a trace of the whole has there."""
-    module = graph_module(one, one.inputs)
+    module = alone(one, one.inputs)
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     places = {node.name: place for place, node in enumerate(calls)}
     traced = traced_once(module, [node.meta["val"] for node in one.inputs])
@@ -202,10 +202,8 @@ class _Copies:
         places = sorted(self.written)
         returned: Any = fx.map_arg(output.args[0], self.values.__getitem__)
         self.graph.output((*(self.written[place] for place in places), *returned))
-        gm = fx.GraphModule(self.constants, self.graph)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        return Functional(gm, tuple(places), 0)
+        self.graph.eliminate_dead_code()
+        return Functional(graph_module(self.constants, self.graph), tuple(places), 0)
 
 
 def _memory(node: fx.Node) -> int | None:

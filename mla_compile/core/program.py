@@ -110,8 +110,7 @@ class Program:
     def copy(self) -> Program:
         """A copy whose graph may be rewritten freely: nodes and their ``meta`` dicts are new, tensors are shared."""
         return Program(
-            # Python is generated when the copy is first run: most copies are read, rewritten and never run.
-            gm=_LazyGraphModule(self.gm, copy_graph(self.gm.graph)),
+            gm=graph_module(self.gm, copy_graph(self.gm.graph)),
             mutations=self.mutations,
             weights=dict(self.weights),
             folds=list(self.folds),
@@ -158,6 +157,11 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     returned = copied.graph_copy(graph, nodes)
     copied.output(returned).meta = dict(graph.output_node().meta)
     return copied
+
+
+def graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph, whose Python is generated when it is first run: most are traced or rewritten, never run."""
+    return _LazyGraphModule(root, graph)
 
 
 def view_source(node: object) -> fx.Node | None:

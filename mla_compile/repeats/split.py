@@ -12,10 +12,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from mla_compile.core.program import copy_graph, view_source
+from mla_compile.core.program import copy_graph, graph_module, view_source
 from mla_compile.repeats.stretches import (
     Stretch,
-    graph_module,
+    alone,
     is_closed,
     memory_of,
     stretches,
@@ -32,13 +32,13 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     None where nothing repeats itself, and where parts cannot be compiled one by one: one writes to a tensor that it
     also reads as another input, or sizes depend on data.
     """
-    source = fx.GraphModule(gm, copy_graph(gm.graph))
-    inputs = [node for node in source.graph.nodes if _is_given(node)]
-    _write_early(source.graph)
-    found = stretches(source.graph, set(inputs))
+    source = copy_graph(gm.graph)
+    inputs = [node for node in source.nodes if _is_given(node)]
+    _write_early(source)
+    found = stretches(source, set(inputs))
     if found is None:
         return None
-    examples = dict(zip(source.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    examples = dict(zip(source.find_nodes(op="placeholder"), example_inputs, strict=True))
     if not all(is_closed(one) for one in found) or _writes_to_shared(found, examples):
         return None
     symbols = {_symbol(node): node for node in examples if _symbol(node) is not None}
@@ -56,16 +56,16 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
         if one.kind not in names:
             names[one.kind] = name = f"part_{len(names)}"
             values = [examples[node] if node in examples else node.meta["val"] for node in given]
-            modules[name], examples_of[name] = graph_module(one, given), values
+            modules[name], examples_of[name] = alone(one, given), values
         call = graph.call_module(names[one.kind], tuple(copied[node] for node in given))
         for index, place in enumerate(one.outputs):
             copied[one.steps[place]] = graph.call_function(operator.getitem, (call, index))
-    output = source.graph.output_node()
+    output = source.output_node()
     graph.output(fx.node.map_arg(output.args[0], copied.__getitem__))
     constants = {
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
-    return fx.GraphModule({**constants, **modules}, graph), examples_of
+    return graph_module({**constants, **modules}, graph), examples_of
 
 
 def _write_early(graph: fx.Graph) -> None:
