@@ -94,9 +94,9 @@ def decode_some() -> str:
     return _decode((r for r in _growing() if r["dtype"] == "bfloat16"), (512, 8192))
 
 
-def decode_static() -> str:
+def decode_static(file: str = "decode_cpu_static_32k") -> str:
     """Steps with a cache of fixed size, beside the time in which their bytes can be read and their FLOPs done."""
-    about = data("decode_cpu_static_32k")
+    about = data(file)
     rows = (
         (
             NAMES[r["model"]], r["dtype"], r["context"],
@@ -565,6 +565,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "decode": decode_all,
     "decode short": decode_some,
     "decode static": decode_static,
+    "decode static_avx2": lambda: decode_static("decode_cpu_static_32k_avx2"),
     "op": op_alone,
     "index_scores": index_scores,
     "sparse_steps": sparse_steps,

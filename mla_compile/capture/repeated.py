@@ -90,7 +90,7 @@ def _sizes(graph: fx.Graph, inputs: Container[fx.Node]) -> list[fx.Node]:
 
 def _traced(one: Stretch) -> _Piece | None:
     """The trace of a stretch; None where it might not be what a trace of the whole has there."""
-    module = alone(one, one.inputs)
+    module = graph_module({}, alone(one, one.inputs))
     calls = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     places = {node.name: place for place, node in enumerate(calls)}
     traced = traced_once(module, [node.meta["val"] for node in one.inputs])

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
-from mla_compile.core.program import copy_graph, graph_module, view_source
+from mla_compile.core.program import copy_graph, view_source
 from mla_compile.repeats.stretches import (
     Stretch,
     alone,
@@ -56,7 +56,7 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
         if one.kind not in names:
             names[one.kind] = name = f"part_{len(names)}"
             values = [examples[node] if node in examples else node.meta["val"] for node in given]
-            modules[name], examples_of[name] = alone(one, given), values
+            modules[name], examples_of[name] = fx.GraphModule({}, alone(one, given)), values
         call = graph.call_module(names[one.kind], tuple(copied[node] for node in given))
         for index, place in enumerate(one.outputs):
             copied[one.steps[place]] = graph.call_function(operator.getitem, (call, index))
@@ -65,7 +65,8 @@ def split(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphMo
     constants = {
         str(node.target): operator.attrgetter(str(node.target))(gm) for node in graph.find_nodes(op="get_attr")
     }
-    return graph_module({**constants, **modules}, graph), examples_of
+    # Ordinary modules: they may be run, and lazy ones call themselves then, where a user's global hooks see it.
+    return fx.GraphModule({**constants, **modules}, graph), examples_of
 
 
 def _write_early(graph: fx.Graph) -> None:
