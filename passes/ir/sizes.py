@@ -16,14 +16,14 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+from torch.utils._sympy.value_ranges import bound_sympy
 
 
 class _Solved:
     """The guards of a shape environment read so far, and what they say of symbols and of sizes rounded to blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape_env: ShapeEnv) -> None:
+        self._ranges = shape_env.var_to_range  # kept up to date by torch; the environment itself would never be freed
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
         self._multiples: dict[sympy.Expr, tuple[sympy.Integer, sympy.Expr]] = {}
@@ -45,9 +45,15 @@ class _Solved:
 
     def _plain(self, expr: sympy.Expr) -> sympy.Expr:
         """``expr`` without remainders, and without maxima of which the largest is known."""
-        new: dict[sympy.Expr, sympy.Expr] = {one: _largest(one) for one in expr.atoms(Max)}
+        new: dict[sympy.Expr, sympy.Expr] = {one: self._largest(one) for one in expr.atoms(Max)}
         new |= {one: one.args[0] - one.args[1] * FloorDiv(*one.args) for one in expr.atoms(PythonMod)}
         return expr.xreplace(new) if new else expr
+
+    def _largest(self, maximum: sympy.Expr) -> sympy.Expr:
+        for one in maximum.args:
+            if all(one is other or bound_sympy(one - other, self._ranges).lower >= 0 for other in maximum.args):
+                return one
+        return maximum
 
     def _add(self, equation: sympy.Eq) -> None:
         # The common factor goes first: in `2*s0 == 2*s1` no coefficient would be 1 otherwise.
@@ -75,16 +81,6 @@ class _Solved:
         self._multiples = {term: multiple for term, multiple in multiples.items() if isinstance(term, (FloorDiv, Max))}
 
 
-def _largest(maximum: sympy.Expr) -> sympy.Expr:
-    """The largest for all sizes, which are never negative; itself where there is none."""
-    # Not torch's own ranges: an exported program assumes two or more, and runs with none.
-    sizes = {one: ValueRanges(0, int_oo) for one in maximum.free_symbols if one.is_nonnegative}
-    for one in maximum.args:
-        if all(one is other or bound_sympy(one - other, sizes).lower >= 0 for other in maximum.args):
-            return one
-    return maximum
-
-
 def _with_multiples(expr: sympy.Expr, term: sympy.Expr, times: sympy.Integer, value: sympy.Expr) -> sympy.Expr:
     """``expr`` where ``value`` stands for ``times`` of a term, whose own value is known no better."""
     expanded = sympy.expand(expr)
@@ -104,7 +100,8 @@ def canonical(expr: sympy.Expr, shape_env: ShapeEnv | None) -> sympy.Expr:
     """
     if shape_env is None or expr.is_Integer:
         return expr
-    solved = _solved.setdefault(shape_env, _Solved())
+    if (solved := _solved.get(shape_env)) is None:
+        solved = _solved[shape_env] = _Solved(shape_env)
     solved.read(shape_env.guards)
     return solved.canonical(expr)
 

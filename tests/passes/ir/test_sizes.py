@@ -51,14 +51,13 @@ def test_inequalities_and_products_say_nothing(sizes):
 
 def test_whole_blocks_are_as_long_as_what_a_guard_says_they_cover(sizes):
     a, b, _ = sizes
-    length = a + 3
-    blocks = torch.sym_max(1, -(-length // 2))
-    assert not same(size(2 * blocks), size(length))
-    assert 2 * blocks == length
-    assert same(size(2 * blocks), size(length))
-    assert same(size(6 * blocks * b - 1), size(3 * length * b - 1))
-    assert same(size(length + -length % 2), size(length)), "nothing is left over, of which a remainder is known"
-    assert size(blocks) == -FloorDiv(-size(length), 2), "half of the length would be no whole number for all lengths"
+    blocks = torch.sym_max(1, -(-(a + b) // 2))
+    assert not same(size(2 * blocks), size(a + b))
+    assert 2 * blocks == a + b
+    assert same(size(2 * blocks), size(a + b))
+    assert same(size(6 * blocks * b - 1), size(3 * (a + b) * b - 1))
+    assert same(size(a + b + (-(a + b)) % 2), size(a + b)), "nothing is left over, of which a remainder is known"
+    assert size(blocks) == -FloorDiv(-size(a + b), 2), "half of the length would be no whole number for all lengths"
 
 
 def test_what_is_said_of_blocks_follows_a_symbol_that_is_replaced_later(sizes):
