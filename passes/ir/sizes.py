@@ -14,16 +14,24 @@ from weakref import WeakKeyDictionary
 
 import sympy
 import torch
+from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
-from torch.utils._sympy.value_ranges import bound_sympy
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 
 class _Solved:
     """The guards of a shape environment read so far, and what they say of symbols and of sizes rounded to blocks."""
 
     def __init__(self, shape_env: ShapeEnv) -> None:
-        self._ranges = shape_env.var_to_range  # kept up to date by torch; the environment itself would never be freed
+        # Dynamo guards torch's ranges of its symbols. An exported program assumes lengths of two or more, and runs with
+        # one: there only what torch's symbols say of themselves is sure.
+        context = TracingContext.try_get()
+        mode = context.fake_mode if context is not None else None
+        guarded = mode is not None and mode.shape_env is shape_env
+        # Torch keeps the dict up to date. The environment itself would never be freed.
+        self._ranges = shape_env.var_to_range if guarded else None
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
         self._multiples: dict[sympy.Expr, tuple[sympy.Integer, sympy.Expr]] = {}
@@ -50,8 +58,12 @@ class _Solved:
         return expr.xreplace(new) if new else expr
 
     def _largest(self, maximum: sympy.Expr) -> sympy.Expr:
+        ranges = self._ranges
+        if ranges is None:
+            sizes = (one for one in maximum.free_symbols if one.is_nonnegative)
+            ranges = {one: ValueRanges(int(bool(one.is_positive)), int_oo) for one in sizes}
         for one in maximum.args:
-            if all(one is other or bound_sympy(one - other, self._ranges).lower >= 0 for other in maximum.args):
+            if all(one is other or bound_sympy(one - other, ranges).lower >= 0 for other in maximum.args):
                 return one
         return maximum
 

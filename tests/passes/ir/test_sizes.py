@@ -6,8 +6,10 @@ import pytest
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.functions import FloorDiv, Mod
+from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 from mla_compile.passes.ir.sizes import holds, same, size
 
@@ -58,6 +60,25 @@ def test_whole_blocks_are_as_long_as_what_a_guard_says_they_cover(sizes):
     assert same(size(6 * blocks * b - 1), size(3 * (a + b) * b - 1))
     assert same(size(a + b + (-(a + b)) % 2), size(a + b)), "nothing is left over, of which a remainder is known"
     assert size(blocks) == -FloorDiv(-size(a + b), 2), "half of the length would be no whole number for all lengths"
+
+
+def test_the_larger_of_two_sizes_is_known_for_all_that_are_not_nothing(sizes):
+    a, b, _ = sizes
+    assert size(torch.sym_max(2, a)).has(Max), "an exported program may be run with a length of one"
+    assert same(size(torch.sym_max(2, a + b)), size(a + b)), "two sizes, of which none is nothing"
+
+
+def test_the_ranges_of_another_graph_say_nothing(sizes):
+    a, _, _ = sizes
+    with tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv()))):
+        assert size(torch.sym_max(2, a)).has(Max), "its symbols may have the same names"
+
+
+def test_dynamo_guards_that_a_length_is_two_or_more(sizes):
+    a, _, _ = sizes
+    with tracing(TracingContext(FakeTensorMode(shape_env=a.node.shape_env))):
+        assert same(size(torch.sym_max(2, a)), size(a))
+        assert size(torch.sym_max(3, a)).has(Max)
 
 
 def test_what_is_said_of_blocks_follows_a_symbol_that_is_replaced_later(sizes):
