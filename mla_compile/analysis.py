@@ -6,7 +6,7 @@ The caches kept as rows, an attention split by heads and the pipeline itself all
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.decide.row_slices import with_row_slices
 from mla_compile.passes.decide.shared_rows import find_shared_rows
+from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.linear.records import Maps, VirtualSources
@@ -41,11 +42,18 @@ def weights_of(program: Program) -> set[fx.Node]:
     return weight_nodes(program.gm.graph, program.weights)
 
 
-def canonicalize(program: Program) -> Program:
-    """``program`` itself, rewritten to one spelling."""
-    for change in CANONICAL.values():
-        change(program)
-    return program
+def copy_with_origins(program: Program) -> Program:
+    """A copy, each of whose nodes knows what it is in ``program``."""
+    copied = program.copy()
+    for node in copied.gm.graph.nodes:
+        # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
+        node.meta[ORIGIN] = node.name
+    return copied
+
+
+def canonicalize(program: Program) -> dict[str, int]:
+    """Rewrites ``program`` itself to one spelling; the number of changes of each pass."""
+    return {name: change(program) for name, change in CANONICAL.items()}
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,10 @@ class Analysis:
     program: Program
     sites: list[AttentionSite]
     maps: Maps
+
+    def with_slices(self) -> Analysis:
+        """The same, where a slice along the tokens of K or V may be what the same slice of its rows makes."""
+        return replace(self, maps=with_row_slices(self.sites, self.maps))
 
     @property
     def weights(self) -> Collection[fx.Node]:
@@ -71,16 +83,25 @@ class Analysis:
         return judge(gm.graph, self.sites, self.maps, on, forms, fold, sparse=sparse)
 
 
+@dataclass(frozen=True)
+class Read:
+    """A canonical copy of a program as it was read, unchanged since: ``changes`` of each canonical pass, no slices."""
+
+    changes: dict[str, int]
+    analysis: Analysis
+
+
 def analyse(program: Program, *, slices: bool = True) -> Analysis:
     """The attentions of a canonical program, and the analysis of its linear maps.
 
-    ``slices``: whether a slice along the tokens of K or V may be taken for what the same slice of its rows makes.
+    ``slices``: as :meth:`Analysis.with_slices`.
     """
     weights = weights_of(program)
     sites = find_attention(program.gm.graph, weights)
     shared = find_shared_rows(sites, weights, program.fake_mode)
     maps = LinearMaps(weights, program.fake_mode, virtual=VirtualSources(shared=shared))
-    return Analysis(program, sites, with_row_slices(sites, maps) if slices else maps)
+    found = Analysis(program, sites, maps)
+    return found.with_slices() if slices else found
 
 
 def device_type(gm: fx.GraphModule) -> str:

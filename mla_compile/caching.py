@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from mla_compile.analysis import analyse, canonicalize
+from mla_compile.analysis import Analysis, Read, analyse, canonicalize, copy_with_origins
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.packed import error_of
@@ -16,18 +16,22 @@ from mla_compile.passes.decide.cost import default_device, saves_cache
 from mla_compile.passes.ir.walk import remove_dead_code
 
 
-def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> Program:
-    """The program with the K and V that its caller keeps replaced by their rows; itself where there are none.
+def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> tuple[Program, Read | None]:
+    """The program with the K and V that its caller keeps replaced by their rows.
+
+    Where there are none, the program itself, and what was read off a copy to find that out.
 
     Only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in every
     call. ``assume``: inputs that hold a cache may be taken to come from this program. ``packs``: in float8.
     """
     refused: set[str] = set()
     while True:
-        program = canonicalize(captured.copy())
-        sites, torn = _keep_rows(program, assume, refused, packs)
+        program = copy_with_origins(captured)
+        changes = canonicalize(program)
+        found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
+        sites, torn = _keep_rows(found, assume, refused, packs)
         if not sites:
-            return captured
+            return captured, Read(changes, found)
         if torn:
             refused |= torn
             continue
@@ -42,17 +46,16 @@ def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = 
         wrong = sites - {v.site.node.name for v in read}
         if not wrong:
             program.gm.recompile()
-            return program
+            return program, None
         refused |= wrong
 
 
-def _keep_rows(program: Program, assume: bool, refused: set[str], packs: bool) -> tuple[set[str], set[str]]:
+def _keep_rows(found: Analysis, assume: bool, refused: set[str], packs: bool) -> tuple[set[str], set[str]]:
     """Rewrites the caches of all attentions but ``refused``.
 
     Returns the attentions whose cache was rewritten, and those for which that is wrong: the program is of no use then.
     """
-    graph = program.gm.graph
-    found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
+    program, graph = found.program, found.program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
     written = _own_buffers(program, assume)
     handed_back = _handed_back(program)

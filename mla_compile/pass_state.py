@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import sympy
 from torch import fx
 
-from mla_compile.analysis import Analysis, analyse
+from mla_compile.analysis import CANONICAL, Analysis, Read, analyse, copy_with_origins
 from mla_compile.caching import packed_notes
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
@@ -19,7 +19,6 @@ from mla_compile.options import Options
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.collectives import received_bytes
-from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import names_of, reports_of, shown
@@ -94,6 +93,7 @@ class State:
         failed: Mapping[str, tuple[Code, str]],
         draw: bool,
         recompiles: bool = False,
+        read: Read | None = None,
     ) -> None:
         self.base = base
         self.options = options
@@ -103,8 +103,8 @@ class State:
         # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
         # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
-        self.program = self.with_origins(base.copy())
-        self.untouched = self.program.copy() if options.verify else None
+        self.program = copy_with_origins(base) if read is None else read.analysis.program
+        self.untouched = copy_with_origins(base) if options.verify else None
         self.verdicts: list[Verdict] = []
         self.splits: list[SplitSite] = []
         self.lost: list[tuple[fx.Node, Stop]] = []
@@ -119,15 +119,12 @@ class State:
         self.head_notes: dict[str, str] = {}
         self.warnings: tuple[str, ...] = ()
         self.shared: set[fx.Node] = set()
+        self._read = read
         self._analysis: Analysis | None = None
 
-    @staticmethod
-    def with_origins(program: Program) -> Program:
-        """The program itself, each of whose nodes knows what it is in the untouched graph."""
-        for node in program.gm.graph.nodes:
-            # Names survive copies of a graph and nodes do not: the check looks up its inputs by name.
-            node.meta[ORIGIN] = node.name
-        return program
+    def canonicalize(self, name: str) -> int:
+        """Runs a canonical pass; the number of its changes, also where the program was read before."""
+        return CANONICAL[name](self.program) if self._read is None else self._read.changes[name]
 
     @property
     def graph(self) -> fx.Graph:
@@ -138,7 +135,7 @@ class State:
     def analysis(self) -> Analysis:
         """The analysis of the program as it stands after the canonical passes, and after heads were split."""
         if self._analysis is None:
-            self._analysis = analyse(self.program)
+            self._analysis = analyse(self.program) if self._read is None else self._read.analysis.with_slices()
         return self._analysis
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mla_compile.analysis import CANONICAL, analyse, canonicalize, weights_of
+from mla_compile.analysis import analyse, canonicalize, copy_with_origins, weights_of
 from mla_compile.by_heads import ByHeads, group_heads, is_large
 from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Program, copy_graph
@@ -66,7 +66,7 @@ class Pass:
 
 
 def _canonical(name: str) -> Callable[[State], int]:
-    return lambda state: CANONICAL[name](state.program)
+    return lambda state: state.canonicalize(name)
 
 
 def _analyse(state: State) -> int:
@@ -220,7 +220,7 @@ def _by_heads(state: State) -> int:
     done = _grouped(state, state.program, kept)
     state.by_heads, state.head_notes = done.done, done.notes
     if any(v.by_call and is_large(v.site, limit, guard=state.recompiles) for v in state.chosen):
-        expanded = state.with_origins(state.base.copy())
+        expanded = copy_with_origins(state.base)
         canonicalize(expanded)
         settle(expanded.gm.graph)
         remove_dead_code(expanded.gm.graph)

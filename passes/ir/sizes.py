@@ -35,16 +35,24 @@ class _Solved:
         self._read = 0
         self._values: dict[sympy.Symbol, sympy.Expr] = {}
         self._multiples: dict[sympy.Expr, tuple[sympy.Integer, sympy.Expr]] = {}
+        self._canonical: dict[sympy.Expr, sympy.Expr] = {}  # since the last guard
 
     def read(self, guards: Sequence[Any]) -> None:
         # Guards are only ever appended, so reading on from the last one misses none.
         new = guards[self._read :]
         self._read = len(guards)
+        if new:
+            self._canonical.clear()
         for guard in new:
             if isinstance(guard.expr, sympy.Eq):
                 self._add(guard.expr)
 
     def canonical(self, expr: sympy.Expr) -> sympy.Expr:
+        if (found := self._canonical.get(expr)) is None:
+            found = self._canonical[expr] = self._reduced(expr)
+        return found
+
+    def _reduced(self, expr: sympy.Expr) -> sympy.Expr:
         expr = self._plain(expr.xreplace(self._values))
         for term, (times, value) in self._multiples.items():
             if expr.has(term):
@@ -69,7 +77,7 @@ class _Solved:
 
     def _add(self, equation: sympy.Eq) -> None:
         # The common factor goes first: in `2*s0 == 2*s1` no coefficient would be 1 otherwise.
-        _, zero = sympy.expand(self.canonical(equation.lhs - equation.rhs)).as_content_primitive()
+        _, zero = sympy.expand(self._reduced(equation.lhs - equation.rhs)).as_content_primitive()
         zero = sympy.expand(zero)
         for symbol in sorted(zero.free_symbols, key=_age, reverse=True):
             factor = zero.coeff(symbol, 1)

@@ -56,7 +56,8 @@ def step(attend: Callable[..., Any], past: int = 5) -> tuple[Program, Model]:
     exported = torch.export.export(
         model, given, dynamic_shapes=shapes, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
-    program = canonicalize(capture.from_exported(exported))
+    program = capture.from_exported(exported)
+    canonicalize(program)
     _drop_asserts(program)
     read_batch_from(program, "input_ids")
     return program, model
