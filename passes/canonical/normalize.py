@@ -78,7 +78,7 @@ def _stacked_part(node: fx.Node) -> fx.Node | None:
     """What ``node`` selects of several tensors that were stacked; None where it does something else."""
     how = decode(node)
     stacked = decode(how.x) if isinstance(how, Select) else None
-    if not isinstance(how, Select) or not isinstance(stacked, Stack) or any(user.op == "output" for user in node.users):
+    if not isinstance(how, Select) or not isinstance(stacked, Stack) or _is_returned(node):
         return None
     if how.index is None or how.dim != stacked.dim:
         return None
@@ -149,10 +149,16 @@ def _writes(x: fx.Node, user: object) -> bool:
     return isinstance(user, (Write, WriteOne)) and user.x is x and user.base is not x
 
 
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
 def _is_empty(node: fx.Node) -> bool:
     """Whether the operator returns its input unchanged and its users only compute with the result."""
+    if packet(node) is aten.alias and (x := args_of(node)[0]).op == "call_function" and not _is_returned(x):
+        return True  # nobody else has what is shown
     # What the caller gets must stay a tensor of its own: without the operator it would be the input itself.
-    if any(user.op == "output" for user in node.users):
+    if _is_returned(node):
         return False
     if packet(node) in (aten.detach, aten.alias):
         return True

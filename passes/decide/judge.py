@@ -150,14 +150,13 @@ class _Judge:
     def _narrowed(self, verdict: Verdict, alive: _Alive) -> tuple[tuple[fx.Node, fx.Node], ...] | None:
         """The nodes to make alone so that no expanded column is computed in vain; None where that cannot be done."""
         assert verdict.plan is not None
-        if not verdict.plan.part:
-            return None
         paths = {v.node for t in verdict.plan.terms for v in (*t.piece.path, *t.piece.before)}
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
                 found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths)
-                if found is None:
+                # Of what is absorbed on both sides nothing but a length may still be read.
+                if found is None or (not verdict.plan.part and any(map(is_tensor, found))):
                     return None
                 made.update(((f, source), None) for f in found)
         return tuple(made)

@@ -13,7 +13,8 @@ from torch import fx
 
 from mla_compile.core.program import view_source
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import bytes_hint, is_tensor, is_tuple, packet, val
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
+from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.linear.records import Maps, Piece
 
@@ -30,9 +31,9 @@ def narrower_readers(
 ) -> tuple[fx.Node, ...] | None:
     """The narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
 
-    None where some reader needs all of it, or needs columns that were ``absorbed`` (nodes on their way to the site):
-    then nothing is saved. ``reads`` says what a node reads, and ``alive`` which nodes are needed, once all sites are
-    rewritten.
+    Its lengths are among them, where the rows have them, too (:func:`length_of`). None where some reader needs all of
+    it, or needs columns that were ``absorbed`` (nodes on their way to the site): then nothing is saved. ``reads`` says
+    what a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
     """
     at_source = maps.with_sources([source])
     whole = bytes_hint(expansion)
@@ -48,8 +49,10 @@ def narrower_readers(
         if node is expansion or is_tuple(node):
             continue
         if not is_tensor(node):
-            return None
-        if bytes_hint(node) >= whole:
+            if length_of(node, source) is None:
+                return None
+            found.append(node)
+        elif bytes_hint(node) >= whole:
             if projection_of(node, source, at_source) is None:
                 return None
         elif node in absorbed or not _can_be_made_alone(node, source, at_source):
@@ -57,6 +60,14 @@ def narrower_readers(
         else:
             found.append(node)
     return tuple(found)
+
+
+def length_of(node: fx.Node, source: fx.Node) -> int | None:
+    """The axis of ``source`` that has the length ``node`` is; None where it is no length of a tensor, or of no axis."""
+    if packet(node) is not aten.sym_size:
+        return None
+    x, dim = args_of(node)
+    return next((k for k, length in enumerate(shape(source)) if same(length, shape(x)[dim])), None)
 
 
 def projection_of(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:

@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 
 from mla_compile.passes.dependence.steps import Blind, Joined, Step, step
 from mla_compile.passes.ir.graph import ORIGIN, SPELLED, Builder, args_of, evaluate_fake, shape, val
-from mla_compile.passes.ir.operators import Assign, Broadcast, Regroup, decode
+from mla_compile.passes.ir.operators import Assign, Broadcast, Regroup, Stack, decode
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.ir.walk import REACH, reachable
 
@@ -48,10 +48,24 @@ class AxisParts:
     made_of: Callable[[fx.Node], Made]
 
     def __post_init__(self) -> None:
+        self._cut: set[fx.Node] = set()
         self._runs: dict[tuple[fx.Node, int], tuple[Interval, ...]] = {}
 
+    def is_weight(self, node: fx.Node) -> bool:
+        return node in self.weights or node in self._cut
+
+    def cut(self, weight: fx.Node, part: fx.Node) -> None:
+        """Notes ``part``, new in the graph, as a part of ``weight``."""
+        if self.is_weight(weight):
+            self._cut.add(part)
+
     def step(self, node: fx.Node, dim: int) -> Step | None:
-        return None if node in self.ends or node in self.weights else step(node, dim)
+        return None if node in self.ends or self.is_weight(node) else step(node, dim)
+
+    def stacked(self, node: fx.Node, dim: int) -> tuple[fx.Node, ...] | None:
+        """What has a position each of axis ``dim`` of ``node``, and no such axis itself; None: it is no such stack."""
+        how = None if node in self.ends or self.is_weight(node) else decode(node)
+        return how.parts if isinstance(how, Stack) and how.dim == dim else None
 
     def runs(self, node: fx.Node, dim: int, depth: int = 0) -> tuple[Interval, ...]:
         """Axis ``dim`` of ``node``, whose length is a number, cut wherever its dependences change."""
@@ -70,9 +84,10 @@ class AxisParts:
         # Recursion, so its depth is bounded: what is farther away counts as one thing, and an attention may stay whole.
         how = self.step(node, dim) if depth < REACH else None
         if how is None:
-            # What the caller chose as ends, and weights, tell no two positions apart.
-            made: Made = frozenset() if node in self.ends or node in self.weights else self.made_of(node)
-            return [Interval(0, length, made)]
+            stacked = self.stacked(node, dim)
+            if stacked is not None:
+                return [Interval(k, k + 1, self._made(one)) for k, one in enumerate(stacked)]
+            return [Interval(0, length, self._made(node))]
         if isinstance(how, Joined):
             found: list[Interval] = []
             for part in how.parts:
@@ -83,9 +98,9 @@ class AxisParts:
                         found.append(Interval(low, high, run.made))
             return found
         # A weight for each position (heads in a batched product): no two positions are made of the same.
-        if how.own_rows and any(n in self.weights for n in how.reads):
+        if how.own_rows and any(map(self.is_weight, how.reads)):
             return [Interval(k, k + 1, frozenset([(node, k)])) for k in range(length)]
-        if how.reads and all(n in self.weights for n in how.reads):  # its columns: rows by a weight
+        if how.reads and all(map(self.is_weight, how.reads)):  # its columns: rows by a weight
             return [Interval(0, length, self.made_of(node))]
         # So that the axis is covered even where no operand has it.
         layers = [[Interval(0, length, frozenset())]]
@@ -93,6 +108,10 @@ class AxisParts:
             runs = self.runs(operand, place.dim, depth + 1)
             layers.append([_scaled(r, how.unit, place.inner) for r in _on_whole(runs, place.inner)])
         return _overlaid(layers)
+
+    def _made(self, node: fx.Node) -> Made:
+        # What the caller chose as ends, and weights, tell no two positions apart.
+        return frozenset() if node in self.ends or self.is_weight(node) else self.made_of(node)
 
     def core(self, node: fx.Node, dim: int, products: Collection[fx.Node]) -> dict[tuple[fx.Node, int], Blind] | None:
         """The operators from ``products`` to ``node`` with the axis of each; None where one of them mixes it."""
@@ -198,6 +217,8 @@ class PartMaker:
         how = self.parts.step(node, dim)
         # Where all of it is made of one thing, going back gains nothing: a slice is cheaper than its operators again.
         further = (node, dim) in self.core or len(self.parts.runs(node, dim)) > 1
+        if further and (stacked := self.parts.stacked(node, dim)) is not None:
+            return self.builder.call(aten.stack.default, list(stacked[start:stop]), dim)
         if how is None or not further:
             return self._slice(node, dim, start, stop)
         if isinstance(how, Joined):
@@ -224,7 +245,9 @@ class PartMaker:
         return self._again(node, node.target, *replaced)
 
     def _slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        return self.builder.call(aten.slice.Tensor, node, dim, start, stop)
+        part = self.builder.call(aten.slice.Tensor, node, dim, start, stop)
+        self.parts.cut(node, part)
+        return part
 
     def _in_shape(self, node: fx.Node, dim: int, length: int, part: fx.Node | None) -> fx.Node:
         """``node``, which is told its shape, with another length of one axis."""

@@ -201,6 +201,11 @@ def _joined(node: fx.Node, how: operators.Join, dim: int, length: int) -> Step |
     return Joined(tuple(p for p in parts if p.start < p.stop))
 
 
+def _stacked(node: fx.Node, how: operators.Stack, dim: int, length: int) -> Step | None:
+    # Along the new axis no operand has positions to name; `parts.py` tells these apart.
+    return None if how.dim == dim else _reads([(x, dim - (dim > how.dim)) for x in how.parts], length)
+
+
 def _written(node: fx.Node, how: operators.Write, dim: int, length: int) -> Step | None:
     base, x = how.base, how.x
     if how.dim != dim:
@@ -270,6 +275,7 @@ _MOVES: dict[type, Callable[[fx.Node, Any, int, int], Step | None]] = {
     operators.Slice: _sliced,
     operators.Select: _selected,
     operators.Join: _joined,
+    operators.Stack: _stacked,
     operators.Write: _written,
 }
 _RULES: dict[object, Callable[[fx.Node, int, int], Step | None]] = {

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.decide.readers import projection_of
+from mla_compile.passes.decide.readers import length_of, projection_of
 from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, fixed_size
 from mla_compile.passes.ir.expr import Expr, Factor
@@ -33,9 +33,12 @@ def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
         # Nothing reads it any more since other sites were rewritten.
         if not node.users:
             continue
-        piece = projection_of(node, source, maps.with_sources([source]))
-        assert piece is not None
-        node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
+        if (dim := length_of(node, source)) is not None:
+            node.replace_all_uses_with(Builder(node, maps.fake_mode).call(aten.sym_size.int, source, dim))
+        else:
+            piece = projection_of(node, source, maps.with_sources([source]))
+            assert piece is not None
+            node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
         done += 1
     return done
 

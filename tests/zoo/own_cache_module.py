@@ -18,7 +18,7 @@ class Cache(nn.Module):
     def forward(self, positions, k, v):
         self.k, self.v = self.k.to(k.dtype), self.v.to(v.dtype)
         B = k.shape[0]
-        return self.k[:B].index_copy_(-2, positions, k), self.v[:B].index_copy_(-2, positions, v)
+        return self.k[:B].index_copy_(-2, positions, k), self.v[:B, ...].index_copy_(-2, positions, v)
 
 
 class Attention(Buffered):
