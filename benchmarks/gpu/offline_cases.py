@@ -55,13 +55,12 @@ class Case:
         """Bytes of spill stores that are put up with, each for its reason."""
         if self.kernel == "attend" and self.rows == 32 and self.page:
             return 16  # 3.6 keeps three scalars of the block table outside the registers
-        if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.cache == "float8":
-            return 384  # the converted tile beside 64 x 512 sums; 32 rows would not, and read twice
+        if self.arch == "sm_100" and self.rows > 32 and self.kernel == "attend" and self.cache == "half":
+            return 4 if self.page and not self.listed else 0  # the same tile: one of them
         if self.arch == "sm_80" and self.rows > 32 and self.listed and self.cache == "half" and not self.page:
             return 120 if self.query else 8  # a list's entries beside 64 x 512 sums, in 3.6 twice as many as in 3.7
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
-            # A listed tile's bits beside 64 x 512 sums (the Hopper kernel takes such calls), an added mask's place.
-            return 20 if self.mask == torch.bool else 64
+            return 12  # a listed tile's bits, or an added mask's place, beside 64 x 512 sums; in 3.9 up to 4
         return 0
 
     @property

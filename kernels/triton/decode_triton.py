@@ -20,6 +20,11 @@ One load of the tile c serves both products. The flags below are compile-time co
 * Hopper's products take a computed left factor from registers, 144 of each thread for a query, and a loaded one from
   shared memory. A converted query is therefore written to scratch and loaded again (``staged``): every block that
   writes a row writes the same bits, and reads only what it wrote itself.
+* They find it by descriptors, one for each 16 columns: 36 of the query that no trip changes. LLVM would compute them
+  before the loop and keep them in registers beside the sums; there nothing is moved out of it (``disable_licm``). Where
+  warps multiply, the query's own fragments are to be moved out, and are.
+* A base and its columns are added up before a row's offset: they are the same in every trip, or for a page. Of rope's
+  few columns the offsets are added up first: that takes less registers where a page is looked up.
 * fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``.
 """
 
@@ -120,6 +125,7 @@ def attend(
     WIDE: tl.constexpr,  # offsets inside a request (or a page) need 64 bits
     DTYPE: tl.constexpr,  # of the products
     PRECISION: tl.constexpr,  # of float32 products
+    WARPGROUPS: tl.constexpr,  # Hopper's products
     NORMALIZE: tl.constexpr,  # float32 query beside float16 rows
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -258,7 +264,7 @@ def attend(
         next_n = entries_of(indices, first, entries, BLOCK_N, -1)
         if bias is not None:
             next_bias = entries_of(bias, first, entries, BLOCK_N, 0.0)
-    for i in tl.range(first, last):
+    for i in tl.range(first, last, disable_licm=WARPGROUPS):
         if work is not None:
             tile = next_tile.to(tl.int32)
             word = next_word
@@ -290,7 +296,7 @@ def attend(
         m_k = seen[:, None]
         if BLOCK_L != L:
             m_k = m_k & (c_l < L)[None, :]
-        b_k = tl.load(p_k + o_k[:, None] + c_l[None, :] * latent_c, mask=m_k, other=0.0)  # [BLOCK_N,BLOCK_L]
+        b_k = tl.load((p_k + c_l * latent_c)[None, :] + o_k[:, None], mask=m_k, other=0.0)  # [BLOCK_N,BLOCK_L]
         b_k = to_dot(b_k, DTYPE)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M,BLOCK_N]
         if TOKEN_SCALE:
@@ -304,7 +310,7 @@ def attend(
             m_r = seen[:, None]
             if BLOCK_R != R:
                 m_r = m_r & (c_r < R)[None, :]
-            b_r = tl.load(p_r + o_r[:, None] + c_r[None, :] * rope_c, mask=m_r, other=0.0)  # [BLOCK_N,BLOCK_R]
+            b_r = tl.load(p_r + (o_r[:, None] + c_r[None, :] * rope_c), mask=m_r, other=0.0)  # [BLOCK_N,BLOCK_R]
             b_r = to_dot(b_r, DTYPE)
             b_s = tl.dot(b_qr, b_r.T, b_s, input_precision=PRECISION)
         if kv_scale is not None:
@@ -356,7 +362,7 @@ def attend(
             m_v = seen[:, None]
             if BLOCK_V != V:
                 m_v = m_v & (c_v < V)[None, :]
-            b_v = to_dot(tl.load(p_v + o_v[:, None] + c_v[None, :] * values_c, mask=m_v, other=0.0), DTYPE)
+            b_v = to_dot(tl.load((p_v + c_v * values_c)[None, :] + o_v[:, None], mask=m_v, other=0.0), DTYPE)
             acc = tl.dot(b_p.to(DTYPE), b_v, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(b_p.to(DTYPE), b_k, acc, input_precision=PRECISION)

@@ -243,6 +243,7 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         "DTYPE": languages[dot],
         # tf32x3 keeps both halves of the split query in registers: 3 to 13 KB of spills, where FMA has none.
         "PRECISION": "ieee" if dot == torch.float32 else "tf32",
+        "WARPGROUPS": device.capability == (9, 0) and plan.block_m >= 64 and plan.num_warps >= 4,  # wgmma
         "NORMALIZE": call.query.dtype == torch.float32 and dot == torch.float16,
         "CAUSAL": call.causal and z.S > 1,
         "WINDOW": call.window > 0,

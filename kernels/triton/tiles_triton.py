@@ -70,7 +70,7 @@ def tile_rows(
         return x, n * stride_row
     elif not LISTED and PAGE % BLOCK_N == 0:  # one page holds the tile: one scalar look-up
         page = tl.load(table + start // PAGE).to(tl.int64)
-        slot = start % PAGE + tl.arange(0, BLOCK_N)
+        slot = n % PAGE
         if WIDE:
             slot = slot.to(tl.int64)
         return x + page * stride_page, slot * stride_row

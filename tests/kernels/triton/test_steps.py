@@ -46,6 +46,7 @@ def test_steps_of_a_plain_call():
         "ROPE_SCALED",
         "DIRECT",
         "PDL",
+        "WARPGROUPS",
     )
     assert not any(attend.constants[name] for name in off)
     for absent in ("values", "table", "lengths", "work", "mask", "sinks", "kv_scale"):
@@ -80,6 +81,16 @@ def test_steps_tell_calls_apart():
     ):
         got = attend(**changed)
         assert {name for name in got if got[name] != plain[name]} == differs, changed
+
+
+def test_products_of_warpgroups_are_hoppers():
+    """sm_80 and sm_120 have none, sm_100 others; less than 64 rows or 4 warps are multiplied by warps."""
+    pytest.importorskip("triton")
+    tile = replace(PLAN, block_m=64, num_warps=8)
+    plans = [(tile, arch) for arch in ("sm_80", "sm_90", "sm_100", "sm_120")]
+    plans += [(replace(tile, block_m=32), "sm_90"), (replace(tile, num_warps=2), "sm_90")]
+    found = [steps(call(), plan, PRESETS[arch])[0].constants["WARPGROUPS"] for plan, arch in plans]
+    assert found == [False, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("far", ["rows", "columns", "near"])
