@@ -13,6 +13,7 @@ from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.decide.cost import default_device, saves_cache
+from mla_compile.passes.decide.records import Side, Verdict
 from mla_compile.passes.ir.walk import remove_dead_code
 
 
@@ -29,31 +30,38 @@ def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = 
         program = copy_with_origins(captured)
         changes = canonicalize(program)
         found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
-        sites, torn = _keep_rows(found, assume, refused, packs)
-        if not sites:
+        kept, torn = _keep_rows(found, assume, refused, packs)
+        if not kept:
             return captured, Read(changes, found)
         if torn:
             refused |= torn
             continue
         # Only what is legal is asked for, not what is cheaper.
         verdicts = analyse(program, slices=False).judged("absorbed", "never", default_device("cpu"))
-        # A side that stays would be expanded from its rows in every call, and rows may be wider than K and V.
-        read = (
-            v
-            for v in verdicts
-            if v.absorb and v.plan is not None and v.plan.keys and v.plan.vals and saves_cache(v.plan.dims)
-        )
-        wrong = sites - {v.site.node.name for v in read}
+        wrong = kept.keys() - {v.site.node.name for v in verdicts if _reads_rows(v, kept.get(v.site.node.name))}
         if not wrong:
             program.gm.recompile()
             return program, None
         refused |= wrong
 
 
-def _keep_rows(found: Analysis, assume: bool, refused: set[str], packs: bool) -> tuple[set[str], set[str]]:
+def _reads_rows(verdict: Verdict, sides: frozenset[Side] | None) -> bool:
+    """Whether an attention reads the rows of ``sides`` as they are: one that stays would be expanded in every call."""
+    plan = verdict.plan if verdict.absorb else None
+    if sides is None or plan is None:
+        return False
+    absorbed = {side for side, terms in plan.sides if terms}
+    # Rows may be wider than K and V; where one side stays, they were compared with the other.
+    return sides <= absorbed and (len(absorbed) < 2 or saves_cache(plan.dims))
+
+
+def _keep_rows(
+    found: Analysis, assume: bool, refused: set[str], packs: bool
+) -> tuple[dict[str, frozenset[Side]], set[str]]:
     """Rewrites the caches of all attentions but ``refused``.
 
-    Returns the attentions whose cache was rewritten, and those for which that is wrong: the program is of no use then.
+    Returns the sides of each attention whose cache was rewritten, and those for which that is wrong: the program is of
+    no use then.
     """
     program, graph = found.program, found.program.gm.graph
     returned: dict[fx.Node, tuple[int, ...]] = {}
@@ -84,7 +92,10 @@ def _keep_rows(found: Analysis, assume: bool, refused: set[str], packs: bool) ->
         torn = _torn(program, program.cache, caches)
         if not torn:
             _write_rows(program, program.cache, handed_back)
-    return {kept.site.name for kept in caches}, torn
+    sides: dict[str, frozenset[Side]] = {}
+    for kept in caches:
+        sides[kept.site.name] = sides.get(kept.site.name, frozenset()) | kept.sides
+    return sides, torn
 
 
 def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -> set[str]:

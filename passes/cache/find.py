@@ -33,7 +33,7 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.cache.recipe import Ingredient, Recipe, make_recipe
 from mla_compile.passes.cache.writes import Write, is_zeros, seen_through_views, write_of
-from mla_compile.passes.decide.records import pieces_of
+from mla_compile.passes.decide.records import Side, pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import shape, val
 from mla_compile.passes.ir.operators import Join, Permute, Slice, decode
@@ -58,8 +58,9 @@ class Past:
 class CacheOfRows:
     """One K or V of a cache, as it may be kept: the tensor, its parts in order of time, and how rows make it.
 
-    ``site`` is the output of the attention that reads it. ``write``: how the new part gets into a buffer of full
-    length, where it is not joined to the past. ``emptied``: the input that holds it, where nothing of that is left.
+    ``site`` is the output of the attention that reads it, as which ``sides``. ``write``: how the new part gets into a
+    buffer of full length, where it is not joined to the past. ``emptied``: the input that holds it, where nothing of
+    that is left.
     """
 
     node: fx.Node
@@ -68,6 +69,7 @@ class CacheOfRows:
     leaves: tuple[fx.Node, ...]
     parts: tuple[fx.Node | tuple[Ingredient, ...], ...]
     outputs: tuple[int, ...]
+    sides: frozenset[Side]
     write: Write | None = None
     emptied: fx.Node | None = None
 
@@ -89,7 +91,7 @@ def find_caches(
     *,
     packs: bool = False,
 ) -> list[CacheOfRows]:
-    """The K and V of ``sites`` that can be kept as rows.
+    """The K and V of ``sites`` that can be kept as rows, or one of both where the other cannot.
 
     ``returned``: the values that the caller gets, and at which indices of the output. ``assume``: inputs taken to hold
     what this graph itself returned. ``overwritten``: what is written to an input in place, and the input. ``packs``:
@@ -98,15 +100,28 @@ def find_caches(
     search = _Search(maps, pasts, returned, frozenset(assume), overwritten or {}, packs)
     found: dict[fx.Node, CacheOfRows] = {}
     for site in sites:
-        tensors: dict[fx.Node, int] = {}
-        for operand in (*(p.k for p in site.products), site.v):
-            tensors.update(search.cached(operand, site))
-        if tensors and not any(t in found for t in tensors):
-            kept = search.keep(tensors, site.node)
-            if kept and _saves(kept):
+        read: dict[Side, dict[fx.Node, int]] = {"keys": {}, "values": search.cached(site.v, site)}
+        for product in site.products:
+            read["keys"].update(search.cached(product.k, site))
+        tensors = read["keys"] | read["values"]
+        if any(t in found for t in tensors):
+            continue
+        # Values first: what is done to keys alone (a rotation, a norm) is what mostly stands in the way.
+        for chosen in (tensors, _alone(read, "values"), _alone(read, "keys")):
+            sides = {t: frozenset(side for side in read if t in read[side]) for t in chosen}
+            kept = search.keep(chosen, site.node, sides) if chosen else None
+            if kept and _saves(kept, alone=chosen is not tensors):
                 found.update((k.node, k) for k in kept)
+                break
     shown = seen_through_views(graph)
     return [k for k in found.values() if not k.outputs or k.node not in shown]
+
+
+def _alone(read: Mapping[Side, Mapping[fx.Node, int]], side: Side) -> dict[fx.Node, int]:
+    """What is read as one side only, where something else is read as the other."""
+    (other,) = (read[one] for one in read if one != side)
+    alone = {node: tokens for node, tokens in read[side].items() if node not in other}
+    return alone if other else {}
 
 
 @dataclass(frozen=True)
@@ -190,7 +205,9 @@ class _Search:
     def _grows(self, node: fx.Node) -> bool:
         return any(map(self._is_past, _joined(node)))
 
-    def keep(self, tensors: Mapping[fx.Node, int], site: fx.Node) -> list[CacheOfRows] | None:
+    def keep(
+        self, tensors: Mapping[fx.Node, int], site: fx.Node, sides: Mapping[fx.Node, frozenset[Side]]
+    ) -> list[CacheOfRows] | None:
         """All cached tensors of one attention, their rows chosen together; None where one of them cannot be kept."""
         writes = {n: write for n, tokens in tensors.items() if (write := self._token_write(n, tokens)) is not None}
         parts = {n: self._parts(n, writes.get(n)) for n in tensors}
@@ -201,13 +218,13 @@ class _Search:
         kept: list[CacheOfRows] = []
         for node, tokens in tensors.items():
             made = {p: at_cuts.map(p) for p in parts[node] if p in new}
-            one = self._keep_one(node, site, tokens, parts[node], made, writes.get(node))
+            one = self._keep_one(node, site, sides[node], tokens, parts[node], made, writes.get(node))
             if one is None:
                 return None
             kept.append(one)
             for part, lmap in made.items():  # kept call by call, and joined when it is read
                 if part in self.returned and part is not node:
-                    own = self._keep_one(part, site, tokens, [part], {part: lmap})
+                    own = self._keep_one(part, site, sides[node], tokens, [part], {part: lmap})
                     kept += [] if own is None else [own]
         return kept
 
@@ -221,6 +238,7 @@ class _Search:
         self,
         node: fx.Node,
         site: fx.Node,
+        sides: frozenset[Side],
         tokens: int,
         parts: Sequence[fx.Node],
         new: Mapping[fx.Node, LinearMap],
@@ -252,7 +270,8 @@ class _Search:
         if len(known) != 1 or len(dtypes) != 1:
             return None
         ((recipe, leaves),) = known
-        return CacheOfRows(node, site, recipe, leaves, tuple(taken), self.returned.get(node, ()), write, emptied)
+        outputs = self.returned.get(node, ())
+        return CacheOfRows(node, site, recipe, leaves, tuple(taken), outputs, sides, write, emptied)
 
 
 def _may_hold_rows(write: Write, recipe: Recipe) -> bool:
@@ -274,13 +293,14 @@ def _likely_token_axis(node: fx.Node) -> int:
     return rank - 2 if rank - 2 in ones or not ones else ones[-1]
 
 
-def _saves(kept: Sequence[CacheOfRows]) -> bool:
-    """Whether the rows hold fewer values per token than the tensors they make."""
+def _saves(kept: Sequence[CacheOfRows], alone: bool) -> bool:
+    """Whether the rows hold fewer values per token than the tensors they make; ``alone``: fewer than half as many."""
     # By node: K and V made of the same rows keep them once.
     rows: dict[Hashable, int] = {}
     for k in kept:
         ingredients = next((p for p in k.parts if not isinstance(p, fx.Node)), None)
         for index, width in enumerate(k.recipe.widths):
             rows[(k.node, index) if ingredients is None else ingredients[index].node] = width
-    values = sum(k.recipe.values for k in kept)
-    return sum(rows.values()) < values or all(k.node in k.parts for k in kept)
+    # Every head multiplies whole rows: beside a side that stays, a few values less are not worth that.
+    held, values = sum(rows.values()) * (2 if alone else 1), sum(k.recipe.values for k in kept)
+    return held < values or all(k.node in k.parts for k in kept)
