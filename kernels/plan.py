@@ -132,8 +132,8 @@ def _hopper_suits(
 ) -> bool:
     """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, no mask to read.
 
-    What else it needs (strides, no soft-cap, no window, beside lists a mask of bits) the launch checks; it then asks
-    again with ``gluon=False``.
+    What else it needs (strides, beside lists a mask of bits) the launch checks; it then asks again
+    with ``gluon=False``.
     """
     return (
         device.capability == (9, 0)
@@ -220,6 +220,7 @@ def plan(
     deterministic: bool = False,
     gluon: bool = True,
     listed: bool = False,
+    window: int = 0,
 ) -> Plan:
     """The launch for B requests of S query tokens and H heads over at most T tokens of L+R columns.
 
@@ -229,7 +230,8 @@ def plan(
     loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None or 0: chosen here.
     ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not compile). ``listed``:
     a list says which T tokens; B counts query tokens then, of which a grid takes any number. A row's place is
-    looked up before it is needed: the loop is that of a cache in one piece without a mask.
+    looked up before it is needed: the loop is that of a cache in one piece without a mask. ``window``: the tiles of a
+    request are those that some of its query tokens see (not of a list, whose entries all have to be looked at).
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
     or together with ``deterministic``; :class:`NoPlanError`, one of them, for rows too wide for shared memory.
@@ -260,6 +262,8 @@ def plan(
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
         row, smem = fitted(starting_row(kind, rows, layout, device, "triton", listed=listed), layout, device)
+    if window and not listed:
+        T = min(T, window + S - 1 + row.block_n - 1)  # the first and the last tile are seen in part
     if deterministic:
         wanted = max(1, -(-T // CHUNK))
         _require(wanted <= GRID_LIMIT, f"T is {T}, more than {GRID_LIMIT} chunks of {CHUNK} tokens")

@@ -27,6 +27,7 @@ DEVICES = {name: PRESETS[name] for name in ("sm_80", "sm_90", "sm_100", "sm_120"
 CACHES = {"half": torch.bfloat16, "float8": torch.float8_e4m3fn, "float32": torch.float32}
 NAMES = {"half": "bf16", "float8": "fp8", "float32": "fp32"}
 B, T = 4, 4096
+WINDOW = 512
 CHOSEN = 2048  # keys of a list: DeepSeek-V3.2's
 POOL = 1 << 17  # pages of a server's cache: more than 2^31 elements, so that places of listed rows take 64 bits
 
@@ -49,6 +50,8 @@ class Case:
     layers: int = 1  # whose pages lie side by side
     tokens: int = 1  # of a query
     sinks: bool = False
+    softcap: float = 0.0
+    window: int = 0
 
     @property
     def tolerated(self) -> int:
@@ -97,6 +100,8 @@ class Case:
             indices=empty(B, self.tokens, self.listed) if self.listed else None,
             scale=0.1,
             causal=True,
+            softcap=self.softcap,
+            window=self.window,
             num_splits=self.splits,
         )
 
@@ -158,6 +163,12 @@ def cases() -> Iterator[Case]:
     for page in (16, 32, 64):
         yield replace(hopper, label=f"Hopper, bf16, page {page}", page=page)
         yield replace(hopper, label=f"Hopper, bf16, page {page}, scheduled", page=page, splits=0)
+    yield replace(hopper, label="Hopper, bf16, soft-cap", softcap=50.0)
+    seen = replace(hopper, window=WINDOW, tokens=2)
+    yield replace(seen, label="Hopper, bf16, window")
+    yield replace(seen, label="Hopper, bf16, window, soft-cap, mask", softcap=50.0, mask=torch.bool)
+    yield replace(seen, label="Hopper, bf16, page 16, window", page=16)
+    yield replace(seen, label="Hopper, bf16, page 64, window, soft-cap, scheduled", softcap=50.0, page=64, splits=0)
     lists = replace(hopper, kernel="mla_seesaw_lists", listed=CHOSEN)
     for page in (0, 64):
         where = f", page {page}" if page else ""
@@ -168,5 +179,6 @@ def cases() -> Iterator[Case]:
     yield replace(lists, label="Hopper, bf16, list, fp32 query", query="float32")
     yield replace(lists, label="Hopper, bf16, list, two tokens", tokens=2)
     yield replace(lists, label="Hopper, bf16, list, sinks, 1 split", sinks=True, splits=1)
+    yield replace(lists, label="Hopper, bf16, list, window, soft-cap", window=WINDOW, softcap=50.0, tokens=2)
     yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
     yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)

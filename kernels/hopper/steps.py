@@ -7,7 +7,6 @@ calls the kernel takes; the others go to the portable one. What lists of keys ha
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import Device
 from mla_compile.kernels.hopper import lists
-from mla_compile.kernels.hopper.step import Box, GluonStep
+from mla_compile.kernels.hopper.step import Box, GluonStep, numbers, reach
 from mla_compile.kernels.plan import (
     GRID_LIMIT,
     HOPPER_BLOCK,
@@ -74,8 +73,6 @@ def takes(call: DecodeCall, device: Device) -> bool:
         and device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and (z.L, z.R) == (LATENT, ROPE)
-        and call.softcap == 0
-        and call.window == 0
         and dtype in _HALF
         and rope.dtype == dtype
         and query
@@ -196,13 +193,15 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> Gluo
     }
     types |= {"q": TYPES[call.query.dtype]} | {name: of for name, of in optional.items() if of is not None}
     strides = dict(zip(("stride_qb", "stride_qs", "stride_qh"), call.query.stride(), strict=False))
+    told = numbers(call)
     scalars: dict[str, int | float] = {
-        "scale_log2": float(call.scale * math.log2(math.e)),
+        **{name: x for name, x in told.items() if x is not None},
         **strides,
         "table_stride": 0 if call.block_table is None else call.block_table.stride(0),
         "T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least,
     }  # fmt: skip
     constants: dict[str, Any] = {name: None for name, of in optional.items() if of is None}
+    constants |= {name: None for name, x in told.items() if x is None}
     if call.mask is None:
         constants |= {"work_b": 0, "plane": 0}
     else:
@@ -231,15 +230,16 @@ def _cut(call: DecodeCall, device: Device) -> Step:
     import mla_compile.kernels.triton.schedule_triton as kernels
 
     z = call.sizes
-    parts = schedule.partitions(device.sms, z.S * z.H)
+    parts, seen = schedule.partitions(device.sms, z.S * z.H), reach(call)
     names = ("items", "shift", "first", "count")
     return Step(
         "cut",
         kernels.cut,
         (-(-(parts + 1) // kernels.PARTS), 1, 1),
         {"seq_lens": "lengths"} | {name: name for name in names},
-        {"B": z.B, "T": z.T, "partitions": parts},
+        {"B": z.B, "T": z.T, "partitions": parts, **({} if seen is None else {"reach": seen})},
         {
+            **({"reach": None} if seen is None else {}),
             "BLOCK_B": max(16, 1 << (z.B - 1).bit_length()),
             "PARTS": kernels.PARTS,
             "BLOCK": BLOCK,

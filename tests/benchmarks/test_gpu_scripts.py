@@ -580,7 +580,9 @@ def test_lists_for_many_heads_are_checked_and_timed_in_both_kernels(monkeypatch)
     keys = [case.key for case in correctness.cases(run)]  # type: ignore[arg-type]
     for what in ("graph replay, lists", "repeated, lists", "lists h128", "lists, mask h128"):
         assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
-    for what in ("softcap", "added mask", "mask of heads"):  # which the Hopper kernel leaves to the other one
+    for what in ("softcap h128", "window h128", "lists, sinks, softcap, window h128"):
+        assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
+    for what in ("added mask", "mask of heads"):  # which the Hopper kernel leaves to the other one
         assert not [key for key in keys if key.startswith("gluon: lists") and what in key]
     listed = [key for key in keys if key.startswith("gluon: lists of")]
     assert len(listed) == len(correctness.LISTED["k"]) * 2 * 4

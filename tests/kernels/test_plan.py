@@ -227,6 +227,16 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         assert make(**{**suits, **change}).kernel == "triton", change
 
 
+@pytest.mark.parametrize("gluon", [False, True])
+def test_splits_are_of_what_a_window_shows(gluon: bool):
+    for T in (2048, 131072):
+        got = make(gluon=gluon, T=T, window=500, S=3, splits=None)
+        assert got.splits == make(gluon=gluon, T=500 + 2 + got.block_n - 1, S=3).splits
+    assert make(T=131072, window=2000, deterministic=True).splits == 3  # it lies in up to 33 tiles of 64
+    assert make(T=100, window=2000) == make(T=100)
+    assert make(T=2048, window=9, listed=True).splits == make(T=2048, listed=True).splits
+
+
 def test_the_plan_reads_no_tensor(monkeypatch):
     """Neither tensors nor the device are touched: what would wait for the device fails here."""
 

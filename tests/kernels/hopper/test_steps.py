@@ -48,6 +48,9 @@ def call(
         {"query": FP32},
         {"B": 1, "pages": 7},  # a stride that is never used
         {"sinks": torch.zeros(20)},
+        {"softcap": 1.0, "window": 5},
+        {"page": 64, "window": 500},
+        {"indices": LIST, "softcap": 1.0, "window": 5},
         {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
         {"mask": torch.ones(3, 1, 1, 200, dtype=torch.bool), "lengths": False},
         {"indices": LIST},
@@ -76,15 +79,11 @@ def test_takes(given):
         {"pages": 0},  # one cache expanded over the batch
         {"dtype": FP32},
         {"dtype": FP16, "query": FP32},
-        {"softcap": 1.0},
-        {"window": 5},
         {"mask": torch.ones(1, 1, 2, 200, dtype=torch.bool)},  # a query token each
         {"mask": torch.ones(1, 20, 1, 200, dtype=torch.bool)},
         {"mask": torch.zeros(1, 1, 1, 200)},  # additive
         {"kv_scale": torch.ones(())},
         {"B": 1 << 16},
-        {"indices": LIST, "softcap": 1.0},
-        {"indices": LIST, "window": 5},
         {"indices": LIST, "row": 580},
         {"indices": LIST, "pages": 0},
         {"indices": LIST, "dtype": FP16, "query": FP32},
@@ -134,6 +133,7 @@ def test_steps_name_only_buffers_that_exist():
         call(H=64, sinks=torch.zeros(64)),
         call(H=64, mask=mask),
         call(H=64, mask=mask[:1], lengths=False),
+        call(H=64, page=64, softcap=2.0, window=9),
     ):
         for scheduled in (False, True):
             chosen = replace(planned(given), scheduled=scheduled)
