@@ -129,21 +129,23 @@ def _hopper_suits(
     page: int | None,
     mask_bytes: int,
     device: Device,
+    listed: bool,
 ) -> bool:
-    """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, no mask to read.
+    """Whether the Hopper kernel is for calls of these sizes: enough rows of its widths, no mask to read.
 
-    What else it needs (strides, beside lists a mask of bits) the launch checks; it then asks again
-    with ``gluon=False``.
+    What else it needs (strides, beside lists a mask of bits, for float8 a query of the products' dtype) the launch
+    checks; it then asks again with ``gluon=False``.
     """
+    converted = dtypes[1] == torch.float8_e4m3fn and not listed  # row by row, from pages of any size
+    known = (r for r in table() if (r.kernel, r.cache) == ("gluon", _cache_kind(dtypes[1])))
     return (
         device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and widths == (*HOPPER_WIDTHS, None)
-        and dtypes[1] in _HALF
-        and (dtypes[0] == dtypes[1] or dtypes == (torch.float32, torch.bfloat16))
-        and any(r.min_rows <= rows for r in table() if r.kernel == "gluon")  # enough to pad them to a block
+        and (converted or (dtypes[1] in _HALF and dtypes[0] == dtypes[1]) or dtypes == (torch.float32, torch.bfloat16))
+        and any(r.min_rows <= rows for r in known)  # enough to pad them to a block
         and mask_bytes == 0
-        and (page or HOPPER_PAGE) % HOPPER_PAGE == 0
+        and ((page or HOPPER_PAGE) % HOPPER_PAGE == 0 or converted)
     )
 
 
@@ -258,7 +260,7 @@ def plan(
     page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(masked, mask_bytes))
     layout = _layout(L, R, Lv, cache_dtype, page is not None, mask_bytes)
     dtypes = (query_dtype, cache_dtype)
-    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
+    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device, listed):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
         row, smem = fitted(starting_row(kind, rows, layout, device, "triton", listed=listed), layout, device)

@@ -52,6 +52,7 @@ class Case:
     sinks: bool = False
     softcap: float = 0.0
     window: int = 0
+    scales: str = "one"  # of a float8 cache: one, or one for each token
 
     @property
     def tolerated(self) -> int:
@@ -88,6 +89,7 @@ class Case:
             return torch.empty(shape, dtype=of, device="meta")
 
         cache = empty(outer, self.layers, inner, 576, of=dtype)[:, -1]
+        of_rows = () if self.scales == "one" else (outer, inner)
         return DecodeCall(
             empty(B, self.tokens, self.rows, 576, of=query),
             cache[..., :512],
@@ -95,7 +97,7 @@ class Case:
             mask=empty(B, 1, 1, T, of=self.mask) if self.mask else None,
             block_table=empty(B, T // self.page) if self.page else None,
             seq_lens=empty(B) if self.page else None,
-            kv_scale=empty(of=torch.float32) if self.cache == "float8" else None,
+            kv_scale=empty(*of_rows, of=torch.float32) if self.cache == "float8" else None,
             sinks=empty(self.rows, of=torch.float32) if self.sinks else None,
             indices=empty(B, self.tokens, self.listed) if self.listed else None,
             scale=0.1,
@@ -180,5 +182,14 @@ def cases() -> Iterator[Case]:
     yield replace(lists, label="Hopper, bf16, list, two tokens", tokens=2)
     yield replace(lists, label="Hopper, bf16, list, sinks, 1 split", sinks=True, splits=1)
     yield replace(lists, label="Hopper, bf16, list, window, soft-cap", window=WINDOW, softcap=50.0, tokens=2)
+    fp8 = replace(hopper, kernel="mla_seesaw_fp8", cache="float8")
+    yield replace(fp8, label="Hopper, fp8")
+    yield replace(fp8, label="Hopper, fp8, 1 split", splits=1)
+    yield replace(fp8, label="Hopper, fp8, page 1", page=1)
+    yield replace(fp8, label="Hopper, fp8, page 64, scheduled", page=64, splits=0)
+    yield replace(fp8, label="Hopper, fp8, page 64, scale per token, scheduled", page=64, splits=0, scales="token")
+    yield replace(fp8, label="Hopper, fp8, mask, scale per token", mask=torch.bool, scales="token")
+    yield replace(fp8, label="Hopper, fp8, page 64, window, soft-cap, scale per token", page=64, window=WINDOW,
+                  softcap=50.0, tokens=2, scales="token")  # fmt: skip
     yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
     yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)

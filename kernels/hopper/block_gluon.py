@@ -35,34 +35,44 @@ def first_key(work, plane, i, LISTED: gl.constexpr):
 
 
 @gluon.jit
-def _bits(low, high, n):
+def bits(low, high, n):
     """Which of the keys n of a block are visible."""
     return (gl.where(n < 32, low, high) >> (n & 31)) & 1 != 0
 
 
 @gluon.jit
-def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, MASKED: gl.constexpr, LISTED: gl.constexpr,
-            S_L: gl.constexpr):  # fmt: skip
+def softmax(s, m_before, limit, lower, n0, low, high, scale, softcap, factor, MASKED: gl.constexpr,
+            LISTED: gl.constexpr, S_L: gl.constexpr):  # fmt: skip
     """P (unnormalised, base 2) of a block from row n0 on, the rescaling of what was summed before, the maximum.
 
-    MASKED: a mask says what is visible beside the limits.
+    MASKED: a mask says what is visible beside the limits. ``factor``: where the keys' scales lie, or None.
     """
     column = gl.arange(0, BN, gl.SliceLayout(0, S_L))
     if LISTED:
-        visible = gl.expand_dims(_bits(low, high, column), 0)
+        visible = gl.expand_dims(bits(low, high, column), 0)
     else:
         n = gl.expand_dims(n0 + column, 0)
         visible = n < gl.expand_dims(limit, 1)
         if lower is not None:
             visible = visible & (n >= gl.expand_dims(lower, 1))
         if MASKED:
-            visible = visible & gl.expand_dims(_bits(low, high, column), 0)
+            visible = visible & gl.expand_dims(bits(low, high, column), 0)
     s = s * scale
+    if factor is not None:
+        s = s * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
     if softcap is not None:  # scale has 1 / softcap in it; tanh x = 2 / (1 + e^-2x) - 1
         s = (2.0 / (1.0 + gl.exp2(s * (-2.0 * LOG2E))) - 1.0) * softcap
     s = gl.where(visible, s, float("-inf"))
     m = gl.maximum(m_before, gl.max(s, 1))
     return gl.exp2(s - gl.expand_dims(m, 1)), gl.exp2(m_before - m), m
+
+
+@gluon.jit
+def weights(p, factor, DTYPE: gl.constexpr, S_L: gl.constexpr):
+    """P as the values are multiplied by it."""
+    if factor is not None:
+        p = p * gl.expand_dims(factor.load(gl.SliceLayout(0, S_L)), 0)
+    return p.to(DTYPE)
 
 
 @gluon.jit
@@ -74,7 +84,7 @@ def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
     if MASKED:
-        keep = _bits(low, high, r)
+        keep = bits(low, high, r)
     elif begin is None:
         keep = r < length % BN
     else:
@@ -87,9 +97,9 @@ def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def ragged(is_last, n, begin, low, high, MASKED: gl.constexpr, LISTED: gl.constexpr):
-    """Whether the block from row n on has some that are not to be read as values. In lists they are zeros already."""
-    if LISTED:
+def ragged(is_last, n, begin, low, high, MASKED: gl.constexpr, CLEAN: gl.constexpr):
+    """Whether the block from row n on has some that are not to be read as values, and that are not zeros already."""
+    if CLEAN:
         return False
     elif MASKED:
         return (low & high) != -1

@@ -31,7 +31,8 @@ With a window, an item's first block is the first that some query token sees. It
 masked, and zeroed, as those past the length are.
 
 Lists of keys have an entry and a producer of their own (list_gluon.py), and these consumers: LISTED. Their rows come by
-cp.async, and there is nothing to be zeroed.
+cp.async, and there is nothing to be zeroed (CLEAN). So it is with float8 rows (fp8_gluon.py), which their producer
+converts.
 
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
@@ -48,10 +49,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_compile.kernels.hopper.block_gluon import first_key, keys, ragged, softmax, zero_rows
+from mla_compile.kernels.hopper.block_gluon import first_key, keys, ragged, softmax, weights, zero_rows
 from mla_compile.kernels.hopper.list_producer_gluon import LIST_READY, token_of
 from mla_compile.kernels.hopper.producer_gluon import (
     BN,
+    FACTOR,
     FREE,
     HALF,
     NARROW,
@@ -104,7 +106,7 @@ def _scores(tiles, narrow, bars, zero, stage, phase, LISTED: gl.constexpr, S_L: 
 
 @gluon.jit
 def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
-                 scale, softcap, LISTED: gl.constexpr):  # fmt: skip
+                 scale, softcap, LISTED: gl.constexpr, CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -115,6 +117,9 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo  # without a list: the block with rows past the length, counted from lo; n or more: none
+    factor = None
+    if SCALED:
+        factor = stats.index(FACTOR)
     for t in range((n + 1) // 2):
         # Always 0, but not for LLVM, which would otherwise hoist 72 wgmma descriptors out of the loop and spill them.
         zero = t >> 29
@@ -131,7 +136,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
-        if MASKED:  # noqa: SIM102  decided by the compiler
+        if MASKED and not CLEAN:  # noqa: SIM102  decided by the compiler
             if older & ((low1 & high1) != -1):
                 zero_rows(tiles.index(TILE + 2), 0, length, begin, low1, high1, MASKED)
         acc = scaled(acc, a1, O_L)
@@ -141,16 +146,16 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
-        p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, MASKED, LISTED, S_L)
+        p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
         stats.index(0).store(m)
-        p16 = p.to(narrow.dtype)
+        p16 = weights(p, factor, narrow.dtype, S_L)
         narrow.index(NARROW).store(p16)
         stats.index(ALPHA).store(a)
         fence_async_shared()
         mbarrier.arrive(bars.index(P_READY))
         sums = sums * a + gl.sum(p, 1)
         p_own = gl.convert_layout(p16, P_L)
-        if ragged(2 * t == last, first, begin, low, high, MASKED, LISTED):
+        if ragged(2 * t == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE), acc, use_acc=older, is_async=True)
@@ -164,7 +169,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         sums = sums * a1
         low, high = keys(work, plane, lo + n - 1, LISTED)
         first = first_key(work, plane, lo + n - 1, LISTED)
-        if ragged(n - 1 == last, first, begin, low, high, MASKED, LISTED):
+        if ragged(n - 1 == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE + 2), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a1, O_L)
         acc = warpgroup_mma(narrow.index(NARROW + 1), tiles.index(TILE + 2), acc, is_async=False)
@@ -174,7 +179,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
 
 @gluon.jit
 def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
-                scale, softcap, LISTED: gl.constexpr):  # fmt: skip
+                scale, softcap, LISTED: gl.constexpr, CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -185,6 +190,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo
+    factor = None
+    if SCALED:
+        factor = stats.index(FACTOR + 1)
     for t in range(n // 2):
         zero = t >> 29  # see _even_blocks
         first = first_key(work, plane, lo + 2 * t + 1, LISTED)
@@ -196,7 +204,7 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
-        if MASKED:
+        if MASKED and not CLEAN:
             if (low0 & high0) != -1:
                 zero_rows(tiles.index(TILE + 1), 0, length, begin, low0, high0, MASKED)
         elif begin is not None:  # noqa: SIM102
@@ -205,9 +213,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         acc = scaled(acc, a0, O_L)
         acc_t = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_t])
-        p, a, m = softmax(s, m0, limit, lower, first, low, high, scale, softcap, MASKED, LISTED, S_L)
+        p, a, m = softmax(s, m0, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
         stats.index(1).store(m)
-        p16 = p.to(narrow.dtype)
+        p16 = weights(p, factor, narrow.dtype, S_L)
         narrow.index(NARROW + 1).store(p16)
         stats.index(ALPHA + 1).store(a)
         fence_async_shared()
@@ -216,7 +224,7 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         p_own = gl.convert_layout(p16, P_L)
         acc = warpgroup_mma_wait(0, deps=[acc_t])
         mbarrier.arrive(bars.index(FREE + 1))
-        if ragged(2 * t + 1 == last, first, begin, low, high, MASKED, LISTED):
+        if ragged(2 * t + 1 == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE + 3), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE + 3), acc, is_async=True)
@@ -230,7 +238,7 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         sums = sums * a0
         low, high = keys(work, plane, lo + n - 1, LISTED)
         first = first_key(work, plane, lo + n - 1, LISTED)
-        if ragged(n - 1 == last, first, begin, low, high, MASKED, LISTED):
+        if ragged(n - 1 == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE + 1), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a0, O_L)
         acc = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=False)
@@ -239,12 +247,15 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
 
 
 @gluon.jit
-def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale,
+def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, o_part, lse_part, out, lse, scale,
              softcap, reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-             bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr):  # fmt: skip
+             bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr,
+             CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says.
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has their bits alone.
+    CLEAN: rows that nobody sees are zeros. ``kv_scale`` [] is what rows are to be multiplied by, or None; SCALED: by
+    what lies beside their stage.
     """
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -262,15 +273,18 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
         first_row = heads * ROWS
         M = H
     live = M - first_row
+    if kv_scale is not None:
+        scale = scale * gl.load(kv_scale)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
         begin = reach
         if reach is not None:
             begin = gl.maximum(length - reach, 0)
         cleared = begin  # rows before it hold other data
+        if CLEAN or work is not None:
+            cleared = None  # or the bits of a list say which rows do
         listed = work
         if work is not None:
-            cleared = None  # the list's bits say which rows do
             listed = work + 2 * b.to(gl.int64) * work_b
         counted = listed
         if LISTED:
@@ -307,10 +321,10 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
                 limit = limit - S + 1 + token
             if W == 0:
                 acc, sums, m = _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                            cleared, limit, lower, scale, softcap, LISTED)  # fmt: skip
+                                            cleared, limit, lower, scale, softcap, LISTED, CLEAN, SCALED)  # fmt: skip
             else:
                 acc, sums, m = _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                           cleared, limit, lower, scale, softcap, LISTED)  # fmt: skip
+                                           cleared, limit, lower, scale, softcap, LISTED, CLEAN, SCALED)  # fmt: skip
 
             stats.index(SUMS + W).store(sums)
             mbarrier.arrive(bars.index(L_READY + W))
@@ -319,6 +333,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
             some = total != 0.0  # NaN is something
             lse2 = gl.where(some, m + gl.log2(total), float("-inf"))
             factor = gl.where(some, 1.0 / total, 0.0)
+            if kv_scale is not None:
+                factor = factor * gl.load(kv_scale)
             acc = scaled(acc, factor, O_L)
             if PARTIAL == 0:
                 store_final(out, lse, sinks, acc, lse2, b * M + first_row, live, H, W, S_L, O_L)
@@ -370,12 +386,12 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
         [
             (producer, (latent, rope, table, seq_lens, items, work, reach, table_stride, work_b, plane, T, B, least,
                         tiles, narrow, bars, PAGE, BOX)),
-            (consumer, (0, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale, softcap, reach,
-                        stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars,
-                        CAUSAL, PARTIAL, False)),
-            (consumer, (1, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale, softcap, reach,
-                        stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars,
-                        CAUSAL, PARTIAL, False)),
+            (consumer, (0, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
+                        reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
+                        bars, CAUSAL, PARTIAL, False, False, False)),
+            (consumer, (1, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
+                        reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
+                        bars, CAUSAL, PARTIAL, False, False, False)),
         ],
         [4, 4],
         [REGS, REGS],

@@ -25,6 +25,7 @@ NARROW = gl.constexpr(1)
 LIST_TILE = gl.constexpr(3)
 LIST_WORD = gl.constexpr(4)
 LIST_COUNT = gl.constexpr(5)
+FACTOR = gl.constexpr(6)  # + stage: rows of the float32 exchange that hold scales by token, after the consumers'
 # Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
 FREE = gl.constexpr(6)
 

@@ -101,8 +101,11 @@ def merged(part, part_lse, sinks):
     return out[0, 0].numpy(), lse[0, 0].numpy()
 
 
-def unseen(cache, table, lens, reach):
-    """Makes NaN of the rows before a window; the block table where slots before its first block name no page."""
+def unseen(cache, table, lens, reach, step=64):
+    """Makes NaN of the rows before a window; the block table where slots before its first block name no page.
+
+    Blocks are of ``step`` rows.
+    """
     shown = None if table is None else table.copy()
     for b, n in enumerate(lens):
         begin = max(n - reach, 0)
@@ -112,7 +115,7 @@ def unseen(cache, table, lens, reach):
         page = cache.shape[1]
         for j in range(-(-begin // page)):
             cache[table[b, j], : begin - j * page] = np.nan
-        shown[b, : begin // 64 * 64 // page] = NOWHERE
+        shown[b, : begin // step * step // page] = NOWHERE
     return shown
 
 
@@ -142,9 +145,7 @@ def simulate(
     shown = unseen(cache, table, lens, reach) if window else table
     plan = schedule.reference(lens, max(lens), partitions, reach) if partitions else None
     slots = plan.slots if plan else splits * B
-    part, part_lse, out, lse = (
-        np.full(n, np.nan, np.float32) for n in (max(1, slots) * M * 512, max(1, slots) * M, B * M * 512, B * M)
-    )
+    part, part_lse, out, lse = unwritten(slots, B, M)
     machine.launch(
         module.mla_seesaw, (-(-M // 64), partitions or splits, 1 if partitions else B), seed,
         q=Pointer(query.ravel(), dtype), stride_qb=M * 576, stride_qs=H * 576, stride_qh=576,
@@ -160,7 +161,24 @@ def simulate(
         **scores(scale, softcap), reach=reach, T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H,
         least=least, PAGE=page, BOX=box, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1), REGS=232,
     )  # fmt: skip
-    out, lse = out.reshape(B, M, 512), lse.reshape(B, M)
+    want = expected(query, cache, table, lens, sink, mask, scale=scale, causal=causal, softcap=softcap, window=window)
+    compare((out, lse), (part, part_lse), want, plan, splits, sink)
+
+
+def unwritten(slots, B, M):
+    """Flat part, part_lse, out and lse."""
+    return tuple(
+        np.full(n, np.nan, np.float32) for n in (max(1, slots) * M * 512, max(1, slots) * M, B * M * 512, B * M)
+    )
+
+
+def compare(results, parts, want, plan, splits, sink):
+    """Results, merged from their parts where they are in some, with those of ``expected``."""
+    want, want_lse = want
+    B, S, H = want_lse.shape
+    M = S * H
+    out, lse = results[0].reshape(B, M, 512), results[1].reshape(B, M)
+    part, part_lse = parts[0].reshape(-1, M, 512), parts[1].reshape(-1, M)
     for b in range(B):
         rows_sink = None if sink is None else np.tile(sink, S)
         if plan and plan.count[b] > 1:
@@ -170,11 +188,8 @@ def simulate(
         else:
             continue
         assert np.isnan(out[b]).all(), "a piece must not write the result"
-        assert not np.isnan(part_lse.reshape(-1, M)[piece]).any(), "a piece is missing"
-        out[b], lse[b] = merged(part.reshape(-1, M, 512)[piece], part_lse.reshape(-1, M)[piece], rows_sink)
-    want, want_lse = expected(
-        query, cache, table, lens, sink, mask, scale=scale, causal=causal, softcap=softcap, window=window
-    )
+        assert not np.isnan(part_lse[piece]).any(), "a piece is missing"
+        out[b], lse[b] = merged(part[piece], part_lse[piece], rows_sink)
     want, want_lse = want.reshape(out.shape), want_lse.reshape(lse.shape)
     assert np.array_equal(np.isneginf(lse), np.isneginf(want_lse)), "rows that see nothing"
     assert not np.isnan(out).any(), "NaN in the result"

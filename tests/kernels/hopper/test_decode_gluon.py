@@ -83,7 +83,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "odd: hidden keys of the other's block not zeroed": (ZERO_OTHERS["odd"], "pass", MASK),
     "odd: hidden keys of its own block not zeroed": (ZERO_ODD, "pass", MASK),
     "even: hidden keys of the last block not zeroed": (ZERO_EVEN_TAIL, "    pass", MASK),
-    "hidden keys scored": ("visible = visible & gl.expand_dims(_bits", "_ = gl.expand_dims(_bits", MASK),
+    "hidden keys scored": ("visible = visible & gl.expand_dims(bits", "_ = gl.expand_dims(bits", MASK),
     "rows before a window not zeroed": ("& (r >= begin - n)", "& (r >= 0)", WINDOW),
     "odd: rows before a window not zeroed": (ZERO_BEFORE, "pass", WINDOW),
     "a window's first block not zeroed": ("return is_last | (n < begin)", "return is_last", WINDOW),
