@@ -9,6 +9,7 @@ import torch
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.hopper.step import GluonStep, numbers
 from mla_compile.kernels.plan import Plan
+from mla_compile.kernels.triton import lists
 from mla_compile.kernels.triton import steps as portable
 from mla_compile.kernels.triton.step import TYPES, Arguments
 
@@ -68,14 +69,15 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: 
     if call.mask is None:
         told |= {"work_b": 0, "plane": 0}
     else:
-        _, lists, entries = portable.list_shape(call, plan)
-        told |= {"work_b": entries if lists > 1 else 0, "plane": entries * lists}
+        _, count, entries = portable.list_shape(call, plan)
+        told |= {"work_b": entries if count > 1 else 0, "plane": entries * count}
     told |= {"T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least}
     to.scalars |= {name: x for name, x in told.items() if x is not None}
     to.constants |= {name: None for name, x in told.items() if x is None}
     to.constants |= {
         "DTYPE": {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[portable.dot_dtype(call)],
-        "PAGE": z.page,
+        "PAGE": 0 if z.page == 0 or lists.in_one_piece(call) else z.page,
+        "TABLE_PAGE": z.page,
         "CAUSAL": call.causal and z.S > 1,
         "PARTIAL": 2 if ragged else int(not whole),
         "REGS": REGISTERS,

@@ -16,12 +16,14 @@ from mla_compile.kernels.hopper.producer_gluon import FACTOR
 def mla_seesaw_fp8(query, latent, rope, table, lengths, sinks, kv_scale, token_scale, items, slots, work, o_part,
                    lse_part, out, lse, scale, softcap, reach, query_b, query_s, query_h, latent_b, latent_t, rope_b,
                    rope_t, scale_b, scale_t, table_b, work_b, plane, T, B, S, H, least, DTYPE: gl.constexpr,
-                   PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, REGS: gl.constexpr):  # fmt: skip
+                   PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
+                   REGS: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer over float8 rows; grid (blocks of 64 rows, splits or partitions, B or 1).
 
-    As ``mla_seesaw``, but for: latent float8_e4m3fn [B,T,512] or [P,PAGE,512] and rope alike, both passed as int32, by
-    strides in bytes that are multiples of 16; pages of any size. DTYPE is that of the products. Rows are multiplied by
-    ``kv_scale`` float32 [], or by ``token_scale`` float32 [B,T] or [P,PAGE] by strides; the other is None.
+    As ``mla_seesaw``, but for: latent float8_e4m3fn [B,T,512] or [P,TABLE_PAGE,512] and rope alike, both passed as
+    int32, by strides in bytes that are multiples of 16; pages of any size. PAGE: TABLE_PAGE, or 0 where the pages lie
+    behind each other. DTYPE is that of the products. Rows are multiplied by ``kv_scale`` float32 [], or by
+    ``token_scale`` float32 [B,T] or [P,TABLE_PAGE] by strides; the other is None.
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -38,7 +40,7 @@ def mla_seesaw_fp8(query, latent, rope, table, lengths, sinks, kv_scale, token_s
         [
             (fp8_producer, (latent, rope, token_scale, table, lengths, items, work, reach, latent_b, latent_t, rope_b,
                             rope_t, scale_b, scale_t, table_b, work_b, plane, T, B, least, tiles, narrow, stats, bars,
-                            PAGE)),
+                            PAGE, TABLE_PAGE)),
             (consumer, (0, query, lengths, sinks, kv_scale, items, slots, work, o_part, lse_part, out, lse, scale,
                         softcap, reach, query_b, query_s, query_h, work_b, plane, T, B, S, H, least, tiles, narrow,
                         stats, bars, CAUSAL, PARTIAL, False, True, SCALED)),

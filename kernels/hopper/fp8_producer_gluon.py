@@ -6,9 +6,10 @@ write the swizzled tiles themselves. ``AHEAD`` pieces are under way at any time,
 the producer converts, and while it waits for a free stage. Four values are one int32 until then, because a value that
 a loop carries has a register for itself, however short it is.
 
-A row lies at a *place*: the token, or ``page * PAGE + slot``; -1 where nobody sees it (past the length, before the
-window, hidden by a mask), and then it is not read and becomes zeros, so that nothing has to be cleaned before it is
-used as a value. A block table is read for rows that are seen only.
+A row lies at a *place*: the token, or ``page * TABLE_PAGE + slot``; -1 where nobody sees it (past the length, before
+the window, hidden by a mask), and then it is not read and becomes zeros, so that nothing has to be cleaned before it is
+used as a value. A block table is read for rows that are seen only. Where pages lie behind each other the cache is one
+piece, and PAGE is 0, which spares the producer registers.
 
 e4m3 is exact in half precision, and rows times their scales would not be: scales are the consumers'. One that all rows
 have in common is a factor of the scores and of the result; those by token lie beside the stage, in a line of ``stats``.
@@ -43,7 +44,7 @@ PIECES = gl.constexpr(9)  # of a block: two halves and the rope part
 
 
 @gluon.jit
-def _places(work, plane, table_row, i, hi, length, begin, PAGE: gl.constexpr, L: gl.constexpr):
+def _places(work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl.constexpr, L: gl.constexpr):
     """Places [64] of the rows of block i; a block from ``hi`` on has none."""
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
     listed = gl.minimum(i, hi - 1)  # where a list ends, too
@@ -54,8 +55,8 @@ def _places(work, plane, table_row, i, hi, length, begin, PAGE: gl.constexpr, L:
     if work is not None:
         low, high = keys(work, plane, listed, False)
         seen = seen & bits(low, high, r)
-    if PAGE > 0:
-        n = gl.load(table_row + n // PAGE, mask=seen, other=0) * PAGE + n % PAGE
+    if TABLE_PAGE > 0:
+        n = gl.load(table_row + n // TABLE_PAGE, mask=seen, other=0) * TABLE_PAGE + n % TABLE_PAGE
     return gl.where(seen, n, -1)
 
 
@@ -115,12 +116,11 @@ def _scales(kv_scale, place, scale_b, scale_t, PAGE: gl.constexpr):
 @gluon.jit
 def fp8_producer(latent, rope, kv_scale, table, seq_lens, items, work, reach, latent_b, latent_t, rope_b, rope_t,
                  scale_b, scale_t, table_stride, work_b, plane, T, B, least, tiles, narrow, stats, bars,
-                 PAGE: gl.constexpr):  # fmt: skip
+                 PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
     """Fills the stages with the blocks of this CTA's items, in order; ``kv_scale``: the scales by token, or None."""
     # 16 columns for each thread, of 32 rows at a time: no two threads of a store meet in a bank.
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    used0 = 0
-    used1 = 0
+    used = 0  # a bit for each stage: whether it was used an odd number of times
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
@@ -135,14 +135,14 @@ def fp8_producer(latent, rope, kv_scale, table, seq_lens, items, work, reach, la
         latents = latent
         ropes = rope
         scales = kv_scale
-        if PAGE > 0:
+        if TABLE_PAGE > 0:
             table_row = table + b.to(gl.int64) * table_stride
         else:
             latents = latent + b.to(gl.int64) * _words(latent_b)
             ropes = rope + b.to(gl.int64) * _words(rope_b)
             if kv_scale is not None:
                 scales = kv_scale + b.to(gl.int64) * scale_b
-        place = _places(listed, plane, table_row, lo, hi, length, begin, PAGE, L)
+        place = _places(listed, plane, table_row, lo, hi, length, begin, TABLE_PAGE, L)
         if kv_scale is not None:
             factor = _scales(scales, place, scale_b, scale_t, PAGE)
         ahead = ()
@@ -151,7 +151,7 @@ def fp8_producer(latent, rope, kv_scale, table, seq_lens, items, work, reach, la
         for block in range(lo, hi):
             stage = (block - lo) % 2
             # See producer_gluon.py: the first blocks find the stage free.
-            phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1
+            phase = (used >> stage & 1) ^ 1
             wide = TILE + 2 * stage
             for i in gl.static_range(PIECES):
                 if i == 0:
@@ -168,11 +168,10 @@ def fp8_producer(latent, rope, kv_scale, table, seq_lens, items, work, reach, la
                              L)  # fmt: skip
                 ahead = ahead[1:] + (new,)  # noqa: RUF005  what the compiler takes
                 if i + AHEAD == PIECES - 1:  # what is loaded next is of the next block
-                    place = _places(listed, plane, table_row, block + 1, hi, length, begin, PAGE, L)
+                    place = _places(listed, plane, table_row, block + 1, hi, length, begin, TABLE_PAGE, L)
                     if kv_scale is not None:
                         factor = _scales(scales, place, scale_b, scale_t, PAGE)
                 if i % IN_HALF == IN_HALF - 1 or i == PIECES - 1:
                     fence_async_shared()
                     mbarrier.arrive(bars.index(3 * stage + i // IN_HALF))
-            used0 += 1 - stage
-            used1 += stage
+            used = used ^ (1 + stage)

@@ -45,9 +45,12 @@ def quantized(cache, scales, rng):
 
 def simulate_fp8(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False, mask=None, softcap=0.0, window=0, scales="one",
+    all_rows=False, mask=None, softcap=0.0, window=0, scales="one", apart=False,
 ):  # fmt: skip
-    """Runs the kernel once and compares; raises AssertionError or SimulationError. ``scales``: one or token."""
+    """Runs the kernel once and compares; raises AssertionError or SimulationError.
+
+    ``scales``: one or token. ``apart``: places are taken apart into pages again, as where pages of layers lie mixed.
+    """
     module, machine = loaded
     rng = np.random.default_rng(seed)
     query, cache, table = problem(lens, H, S, page, dtype, seed, T)
@@ -79,7 +82,8 @@ def simulate_fp8(
         work_b=0 if work is None else work.shape[2], plane=0 if work is None else work[0].size,
         o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, dtype), lse=Pointer(lse),
         **scores(scale, softcap), reach=reach, T=NOWHERE if page else rows, B=B, S=S, H=H, least=least, DTYPE=dtype,
-        PAGE=page, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1), REGS=216,
+        PAGE=page if apart else 0, TABLE_PAGE=page, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1),
+        REGS=216,
     )  # fmt: skip
     numbers = {"scale": scale, "causal": causal, "softcap": softcap, "window": window}
     want = expected(query, stands, table, lens, sink, mask, **numbers)
@@ -93,8 +97,8 @@ FP8_CASES = {
     "whole cache, not causal": {"lens": [200, 200], "H": 12, "all_rows": True, "causal": False, "sinks": True},
     "two row blocks": {"lens": [447], "H": 128, "page": 64, "scales": "token"},
     "page of a row": {"lens": [130, 3], "H": 24, "page": 1, "scales": "token"},
-    "page 8, splits": {"lens": [300, 17], "H": 24, "page": 8, "splits": 3, "sinks": True},
-    "page 48": {"lens": [161, 48], "H": 20, "page": 48, "scales": "token"},
+    "page 8, splits": {"lens": [300, 17], "H": 24, "page": 8, "splits": 3, "sinks": True, "apart": True},
+    "page 48": {"lens": [161, 48], "H": 20, "page": 48, "scales": "token", "apart": True},
     "page 128": {"lens": [300], "H": 33, "S": 2, "page": 128},
     "scales of tokens, contiguous": {"lens": [150, 70], "H": 40, "scales": "token", "T": 160},
     "fp16": {"lens": [190, 100], "H": 24, "page": 32, "dtype": "fp16"},

@@ -18,6 +18,7 @@ def random_case(seed):
     how = rng.integers(3)
     if not case["page"] and how != 1:
         case["mask"] = (None, "each", "all")[rng.integers(3)]
+    case["apart"] = bool(case["page"] and seed % 3 == 0)
     return case | ({"splits": int(rng.integers(1, 4))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
 
 
@@ -36,12 +37,12 @@ def test_random_batches():
 
 FREE_0 = "                    mbarrier.wait(bars.index(FREE + 2 * stage), phase)\n                    if kv"
 FREE_1 = "                    mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)\n                if i <"
-PHASE = "the first blocks find the stage free.\n            phase = (gl.where(stage == 0, used0, used1) & 1) ^ 1"
+PHASE = "the first blocks find the stage free.\n            phase = (used >> stage & 1) ^ 1"
 ARRIVE = "                    mbarrier.arrive(bars.index(3 * stage + i // IN_HALF))\n"
 STORE = "stats.index(FACTOR + stage).store"
 STORED = f"                    if kv_scale is not None:\n                        {STORE}(factor)\n"
 FREED = "                    mbarrier.wait(bars.index(FREE + 2 * stage), phase)\n"
-NEXT = "begin, PAGE, L)\n                    if kv_scale is not None:\n                        factor"
+NEXT = "begin, TABLE_PAGE, L)\n                    if kv_scale is not None:\n                        factor"
 MANY = {"lens": [447, 430], "H": 20, "S": 2, "scales": "token"}
 SHORT = {"lens": [3], "H": 20, "page": 8}  # a table of fewer rows than a block has
 MASK = FP8_CASES["mask"]
@@ -62,7 +63,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "rows of the wrong request": ("latents = latent + b.to(gl.int64)", "latents = latent + 0 * b", MANY),
     "rope of the wrong request": ("ropes = rope + b.to(gl.int64)", "ropes = rope + 0 * b", MANY),
     "rows read that nobody sees": ("    return gl.where(seen, n, -1)\n", "    return n\n", MANY),
-    "slot past the length looked up": ("mask=seen, other=0) * PAGE +", "mask=n >= 0, other=0) * PAGE +", SHORT),
+    "slot past the length looked up": ("mask=seen, other=0) * TABLE_PAGE", "mask=n >= 0, other=0) * TABLE_PAGE", SHORT),
     "the next block a piece too late": ("if i + AHEAD == PIECES - 1:", "if i + AHEAD == PIECES:", MANY),
     "pieces in the wrong columns": ("slice(i % IN_HALF * COLUMNS,", "slice((i + 1) % IN_HALF * COLUMNS,", MANY),
     "bytes exchanged": ("gl.join(_values(x, 1), _values(x, 3))", "gl.join(_values(x, 3), _values(x, 1))", MANY),
