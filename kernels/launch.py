@@ -278,6 +278,7 @@ def chosen_plan(
         deterministic=call.deterministic,
         gluon=gluon,
         listed=listed,
+        window=call.window,
     )
 
 

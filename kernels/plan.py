@@ -129,21 +129,23 @@ def _hopper_suits(
     page: int | None,
     mask_bytes: int,
     device: Device,
+    listed: bool,
 ) -> bool:
-    """Whether the Hopper kernel is for calls of these sizes: enough half precision rows of its widths, no mask to read.
+    """Whether the Hopper kernel is for calls of these sizes: enough rows of its widths, no mask to read.
 
-    What else it needs (strides, no soft-cap, no window, beside lists a mask of bits) the launch checks; it then asks
-    again with ``gluon=False``.
+    What else it needs (strides, beside lists a mask of bits, for float8 a query of the products' dtype) the launch
+    checks; it then asks again with ``gluon=False``.
     """
+    converted = dtypes[1] == torch.float8_e4m3fn and not listed  # row by row, from pages of any size
+    known = (r for r in table() if (r.kernel, r.cache) == ("gluon", _cache_kind(dtypes[1])))
     return (
         device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and widths == (*HOPPER_WIDTHS, None)
-        and dtypes[1] in _HALF
-        and (dtypes[0] == dtypes[1] or dtypes == (torch.float32, torch.bfloat16))
-        and any(r.min_rows <= rows for r in table() if r.kernel == "gluon")  # enough to pad them to a block
+        and (converted or (dtypes[1] in _HALF and dtypes[0] == dtypes[1]) or dtypes == (torch.float32, torch.bfloat16))
+        and any(r.min_rows <= rows for r in known)  # enough to pad them to a block
         and mask_bytes == 0
-        and (page or HOPPER_PAGE) % HOPPER_PAGE == 0
+        and ((page or HOPPER_PAGE) % HOPPER_PAGE == 0 or converted)
     )
 
 
@@ -220,6 +222,7 @@ def plan(
     deterministic: bool = False,
     gluon: bool = True,
     listed: bool = False,
+    window: int = 0,
 ) -> Plan:
     """The launch for B requests of S query tokens and H heads over at most T tokens of L+R columns.
 
@@ -229,7 +232,8 @@ def plan(
     loop reads for each query row and token (None: 4, a float32 mask; 0: nothing). ``splits`` None or 0: chosen here.
     ``gluon`` False: not the Hopper kernel (the call uses a feature that it lacks, or it did not compile). ``listed``:
     a list says which T tokens; B counts query tokens then, of which a grid takes any number. A row's place is
-    looked up before it is needed: the loop is that of a cache in one piece without a mask.
+    looked up before it is needed: the loop is that of a cache in one piece without a mask. ``window``: the tiles of a
+    request are those that some of its query tokens see (not of a list, whose entries all have to be looked at).
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
     or together with ``deterministic``; :class:`NoPlanError`, one of them, for rows too wide for shared memory.
@@ -256,10 +260,12 @@ def plan(
     page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(masked, mask_bytes))
     layout = _layout(L, R, Lv, cache_dtype, page is not None, mask_bytes)
     dtypes = (query_dtype, cache_dtype)
-    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
+    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device, listed):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
         row, smem = fitted(starting_row(kind, rows, layout, device, "triton", listed=listed), layout, device)
+    if window and not listed:
+        T = min(T, window + S - 1 + row.block_n - 1)  # the first and the last tile are seen in part
     if deterministic:
         wanted = max(1, -(-T // CHUNK))
         _require(wanted <= GRID_LIMIT, f"T is {T}, more than {GRID_LIMIT} chunks of {CHUNK} tokens")

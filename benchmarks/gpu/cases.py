@@ -175,8 +175,6 @@ def plan_of(shape: Shape, device: torch.device, kernel: str, options: dict[str, 
     on the device. None where the plan would not do it. Of ``options`` the tensors may lie on any device.
     """
     values, mask = options.get("values"), options.get("mask")
-    if kernel != "triton" and any(options.get(name) for name in ("softcap", "window")):
-        return None
     listed = "indices" in options or shape.k
     if kernel != "triton" and listed and mask is not None and (mask.dtype != torch.bool or mask.shape[1] > 1):
         return None
@@ -189,6 +187,7 @@ def plan_of(shape: Shape, device: torch.device, kernel: str, options: dict[str, 
         page_size=shape.page, Lv=None if values is None else values.shape[-1], masked=mask is not None,
         mask_bytes=read_mask_bytes(mask), device=Device.of(device), splits=options.get("num_splits"),
         deterministic=options.get("deterministic", False), gluon=kernel != "triton", listed=bool(entries),
+        window=options.get("window", 0),
     )  # fmt: skip
     if kernel == "gluon splits":
         return replace(made, scheduled=False) if made.scheduled else None

@@ -153,6 +153,15 @@ def features(run: Run) -> Iterator[Case]:
         ("fp8, one scale", {"cache": FP8}, one_scale),
         ("fp8, scale per token", {"cache": FP8}, _scales),
         ("fp8 contiguous, scale per token", {"cache": FP8, "page": None}, _scales),
+        ("fp8, page 1, scale per token", {"cache": FP8, "page": 1}, _scales),
+        ("fp8, sinks", {"cache": FP8}, lambda s, d: {**sinks(s, d), **one_scale(s, d)}),
+        ("fp8, float16, one scale", {"cache": FP8, "dtype": torch.float16}, one_scale),
+        ("fp8, mask with holes", {"cache": FP8, "page": None}, lambda s, d: {**_holes(s, d), **one_scale(s, d)}),
+        (
+            "fp8, softcap, window, scale per token",
+            {"cache": FP8, "page": 16},
+            lambda s, d: {**_scales(s, d), "softcap": 3.0, "window": 200},
+        ),
         ("sinks", {}, sinks),
         ("softcap", {}, lambda *_: {"softcap": 2.5}),
         ("window", {}, lambda *_: {"window": 33}),
@@ -195,15 +204,15 @@ def features(run: Run) -> Iterator[Case]:
 
 def hidden_rows_of_nan(posed: Problem) -> Problem:
     """The same, with NaN in the rows that a boolean mask hides from all queries, or that none of their lists names."""
-    mask = posed.options.get("mask")
+    mask, fp8 = posed.options.get("mask"), posed.kv.dtype == FP8
+    bits, nan = posed.kv.view(torch.uint8) if fp8 else posed.kv, 0x7F if fp8 else float("nan")
     if "indices" in posed.options:
         places = posed.places()
         named = torch.zeros(posed.kv.shape[:2].numel(), dtype=torch.bool, device=places.device)
         named[places[places >= 0].long()] = True
-        bits = posed.kv.view(torch.uint8) if posed.kv.dtype == FP8 else posed.kv
-        bits[~named.view(posed.kv.shape[:2])] = 0x7F if posed.kv.dtype == FP8 else float("nan")
+        bits[~named.view(posed.kv.shape[:2])] = nan
     elif mask is not None and mask.dtype == torch.bool:
-        posed.kv[~mask[:, 0, 0]] = float("nan")
+        bits[~mask[:, 0, 0]] = nan
     return posed
 
 
@@ -302,9 +311,9 @@ def batch_invariance(run: Run, H: int, options: Options = _none) -> Row:
     return {}
 
 
-def repeated(run: Run, kernel: str, options: Options = _none) -> Row:
+def repeated(run: Run, kernel: str, options: Options = _none, cache: torch.dtype | None = None) -> Row:
     """The same call 50 times gives the same bits: a moving error is a race."""
-    shape = Shape(B=4, kv=60 if run.dry else 4096, H=128)
+    shape = Shape(B=4, kv=60 if run.dry else 4096, H=128, cache=cache)
     posed = problem(shape, run.device, 19, how="varied", **options(shape, run.device))
     chosen = posed.plan(kernel)
     if chosen is None:
@@ -338,6 +347,8 @@ def consan(run: Run) -> Iterator[Case]:
     wanted.append((f"{few}, mask with holes", few, _holes))
     sparse = Shape(B=2, kv=513, H=64, S=2)
     wanted.append((f"{sparse}, lists", sparse, _lists))
+    converted = replace(few, cache=FP8)
+    wanted.append((f"{converted}, scale per token", converted, _scales))
     for name, shape, options in wanted:
         key = f"gluon under ConSan: {name}"
         made = kernels_for(shape, run.device, options(shape, torch.device("cpu"))).get("gluon")
@@ -356,6 +367,7 @@ def cases(run: Run) -> Iterator[Case]:
             for kernel in ("triton", "gluon")
             for name, function in (("graph replay", graph_replay), ("repeated", repeated))
         ),
+        ("gluon: repeated, fp8", lambda: repeated(run, "gluon", _scales, FP8)),
         ("triton: batch invariance, lists", lambda: batch_invariance(run, 16, _lists)),
         ("gluon: batch invariance, lists h128", lambda: batch_invariance(run, 128, _lists)),
         ("gluon: large offsets, lists", lambda: large_offsets(run, "gluon", _lists)),

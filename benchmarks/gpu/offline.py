@@ -49,7 +49,7 @@ MMA = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma.sync", "QGMMA": "wgm
 SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
 # Its arrives: the producer's three; of each consumer the query, the sums, P, three stage halves and the last block's.
 # Beside lists the producer arrives once with all that it wrote, and its threads three times with their own copies.
-ARRIVES = {"mla_seesaw": (3 + 2 * 6, 0), "mla_seesaw_lists": (1 + 2 * 6, 3)}
+ARRIVES = {"mla_seesaw": (3 + 2 * 6, 0), "mla_seesaw_fp8": (3 + 2 * 6, 0), "mla_seesaw_lists": (1 + 2 * 6, 3)}
 
 
 def tool(name: str) -> str:
@@ -217,10 +217,10 @@ def markdown() -> str:
         "",
         f"Written by `python -m benchmarks.gpu.offline`, without a GPU, with Triton {versions}. Nothing was timed.",
         "One line per kernel and version: registers per thread (of the Hopper kernel: at its launch; its consumers",
-        "take 232 and its producer 40, for lists of keys 224 and 56), bytes of spill stores/loads, shared memory in",
-        "KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and the spills that",
-        "are put up with, stand in that file; CI checks them with Triton 3.6 and 3.7. Kernels that break one say so in",
-        f"the last column: {over}. Of the Hopper kernel CI also checks that no local memory",
+        "take 232 and its producer 40, for lists of keys 224 and 56, for fp8 216 and 72), bytes of spill stores/loads,",
+        "shared memory in KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and",
+        "the spills that are put up with, stand in that file; CI checks them with Triton 3.6 and 3.7. Kernels that",
+        f"break one say so in the last column: {over}. Of the Hopper kernel CI also checks that no local memory",
         "is touched, that a fence and a barrier lie between a tile's stores and what reads it, that a barrier precedes",
         "every single arrive, and that a fence follows every wait for rows that were copied by cp.async.",
         "",

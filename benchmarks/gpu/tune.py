@@ -53,6 +53,7 @@ MAX_ROWS = {16: 16, 32: 32, 128: None}  # the query rows a class stands for, as 
 STAGES = (1, 2, 3, 4, 5, 7)
 BESIDE = "gluon: "  # what the keys begin with where the Hopper kernel is held against the portable one
 MOST = 24  # candidates of a class
+HOPPER_KINDS = {"half": "", "float8": "float8, "}  # cache dtypes at which they are, and how that is said in keys
 HOPPER_ROWS = (4, 8, 12, 16, 20, 24, 32, 48, 64)  # query rows at which the two kernels are compared
 FIRST = 4  # of them, the nearest to the table: of all classes before the others of any
 
@@ -140,21 +141,21 @@ def _one(make: Callable[[], Problem], kept: dict[object, Any], key: object) -> A
     return kept[key]
 
 
-def _both(rows: int, batch: int, kv: int, device: torch.device) -> tuple[Shape, dict[str, Plan]]:
+def _both(kind: str, rows: int, batch: int, kv: int, device: torch.device) -> tuple[Shape, dict[str, Plan]]:
     """A paged shape of this many query rows and both kernels' plans; no plans where the Hopper kernel is not for it."""
-    shape = Shape(batch, kv, rows)
+    shape = Shape(batch, kv, rows, cache=DTYPES[kind])
     # Up to 64 rows are one block of its rows, whatever their number: the plan of 64 is theirs, whatever min_rows says.
     hopper = plan_of(replace(shape, H=HOPPER_BLOCK), device, "gluon", {})
     portable = plan_of(shape, device, "triton", {})
     return shape, {} if hopper is None or portable is None else {"gluon": hopper, "triton": portable}
 
 
-def _beside(run: Run, batch: int, kv: int) -> Iterator[tuple[str, Shape, dict[str, Plan]]]:
-    """Key, shape and plans of each comparison of the two kernels."""
-    for rows in HOPPER_ROWS:
-        shape, plans = _both(rows, batch, kv, run.device)
+def _beside(run: Run, batch: int, kv: int) -> Iterator[tuple[str, str, Shape, dict[str, Plan]]]:
+    """Key, cache dtype, shape and plans of each comparison of the two kernels."""
+    for kind, rows in itertools.product(HOPPER_KINDS, HOPPER_ROWS):
+        shape, plans = _both(kind, rows, batch, kv, run.device)
         if plans:
-            yield f"{BESIDE}{rows} rows", shape, plans
+            yield f"{BESIDE}{HOPPER_KINDS[kind]}{rows} rows", kind, shape, plans
 
 
 def tiles(run: Run) -> Iterator[Case]:
@@ -168,15 +169,15 @@ def tiles(run: Run) -> Iterator[Case]:
 
     for rank, key, kind, rows, tile in _classes(run):
         yield Case(key, lambda k=kind, r=rows, t=tile: call(k, r, t), 3.0, rank < FIRST)  # type: ignore[misc]
-    for key, shape, plans in _beside(run, 2, 70 if run.dry else 300):
-        yield Case(key, lambda s=shape, p=plans: _both_right(run, s, p), 3.0, True, str(plans))  # type: ignore[misc]
+    for key, kind, shape, plans in _beside(run, 2, 70 if run.dry else 300):
+        yield Case(key, lambda k=kind, s=shape, p=plans: _both_right(run, k, s, p), 3.0, True, str(plans))  # type: ignore[misc]
 
 
-def _both_right(run: Run, shape: Shape, plans: dict[str, Plan]) -> Row:
-    posed = problem(shape, run.device, seed=shape.H)
-    want, row = posed.truth(), Row()
+def _both_right(run: Run, kind: str, shape: Shape, plans: dict[str, Plan]) -> Row:
+    small = posed(kind, shape.H, shape.B, shape.kv, True, run.device)
+    want, row = small.truth(), Row()
     for name, made in plans.items():
-        row = compare(posed.ours(made), want, shape.dtype)
+        row = compare(small.ours(made), want, shape.dtype)
         not_replaced(name)
         if row.get("status") == "failed":
             return {**row, "error": f"{name}: {row['error']}"}
@@ -205,18 +206,18 @@ def tune(run: Run) -> Iterator[Case]:
         shared = us * min(sms, blocks) / (blocks * -(-kv // tile.block_n))
         return {**row, **alone(run, clock(), kind, rows, tile), "full_us": round(shared, 3)}
 
-    def beside(key: str, shape: Shape, plans: dict[str, Plan]) -> Row:
+    def beside(key: str, kind: str, shape: Shape, plans: dict[str, Plan]) -> Row:
         if (why := _unchecked(run.store, key)) is not None:
             return why
-        posed = problem(shape, run.device, seed=shape.H)
-        calls = {name: clock().captured(lambda made=made: posed.ours(made))[0] for name, made in plans.items()}
+        full = posed(kind, shape.H, shape.B, shape.kv, True, run.device)
+        calls = {name: clock().captured(lambda made=made: full.ours(made))[0] for name, made in plans.items()}
         times = clock().seconds(calls, rounds=12, budget=0.5)
         return {f"{name}_us": 1e6 * statistics.median(of) for name, of in times.items()}
 
     for rank, key, kind, rows, tile in _classes(run):
         yield Case(key, lambda a=key, k=kind, r=rows, t=tile: call(a, k, r, t), 1.0, rank < FIRST)  # type: ignore[misc]
-    for key, shape, plans in _beside(run, *((2, 70) if run.dry else (128, 4096))):
-        yield Case(key, lambda a=key, s=shape, p=plans: beside(a, s, p), 1.5, True, str(plans))  # type: ignore[misc]
+    for key, kind, shape, plans in _beside(run, *((2, 70) if run.dry else (128, 4096))):
+        yield Case(key, lambda a=key, k=kind, s=shape, p=plans: beside(a, k, s, p), 1.5, True, str(plans))  # type: ignore[misc]
 
 
 def _unchecked(store: Store, key: str) -> Row | None:
@@ -251,10 +252,10 @@ def alone(run: Run, clock: timing.Clock, kind: str, rows: int, best: Candidate) 
     }  # fmt: skip
 
 
-def compared(store: Store) -> dict[int, Row]:
-    """What the two kernels took, by query rows."""
-    rows = {key: row for key, row in store.rows("tune").items() if key.startswith(BESIDE) and row["status"] == "ok"}
-    return {int(key.removeprefix(BESIDE).split()[0]): row for key, row in rows.items()}
+def compared(store: Store, kind: str = "half") -> dict[int, Row]:
+    """What the two kernels took over rows of a dtype, by query rows."""
+    found = {rows: store.rows("tune").get(f"{BESIDE}{HOPPER_KINDS[kind]}{rows} rows") for rows in HOPPER_ROWS}
+    return {rows: row for rows, row in found.items() if row is not None and row["status"] == "ok"}
 
 
 def least_rows(found: dict[int, Row]) -> int | None:
@@ -306,8 +307,10 @@ def rewritten(store: Store) -> list[dict[str, Any]]:
             "provenance": provenance,
         }  # fmt: skip
         rows = [part for row in rows for part in _without(made, row)] + [made]
-    if (least := least_rows(compared(store))) is not None:
-        rows = [row | {"min_rows": least} if row["kernel"] == "gluon" else row for row in rows]
+    for kind in HOPPER_KINDS:
+        if (least := least_rows(compared(store, kind))) is not None:
+            this = ("gluon", kind)
+            rows = [row | {"min_rows": least} if (row["kernel"], row["cache"]) == this else row for row in rows]
     return sorted(rows, key=lambda r: (r["capability"], r["kernel"] != "triton", r["max_rows"] or 1 << 30))
 
 
@@ -340,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
     store = Store(args.results)
     names = [f"{name} {_how(paged)}" for name, paged in itertools.product(CLASSES, (True, False))]
     found = {name: row for name in names if (row := best(store, name)) is not None}
-    beside = compared(store)
+    beside = {kind: rows for kind in HOPPER_KINDS if (rows := compared(store, kind))}
     if not found and not beside:
         print(f"{args.results} has no rows of the section tune: run_all.py --sections tiles,tune --out {args.results}")
         return 1
@@ -352,11 +355,12 @@ def main(arguments: list[str] | None = None) -> int:
     if found:
         print(table(shown, ["class", "tile", "us", "TB/s", "TFLOP/s", "t0 us", "alone us", "full us"]))
         print(fitted(store))
-    for count, row in sorted(beside.items()):
-        print(f"{count:3} query rows: Hopper kernel {row['gluon_us']:.1f} us, portable {row['triton_us']:.1f} us")
-    if beside:
-        why = f"stays: at {max(beside)} query rows it is not the faster one"
-        print(f"min_rows of the Hopper kernel: {least_rows(beside) or why}")
+    for kind, rows in beside.items():
+        for count, row in sorted(rows.items()):
+            both = f"Hopper kernel {row['gluon_us']:.1f} us, portable {row['triton_us']:.1f} us"
+            print(f"{HOPPER_KINDS[kind]}{count:3} query rows: {both}")
+        why = f"stays: at {max(rows)} query rows it is not the faster one"
+        print(f"{HOPPER_KINDS[kind]}min_rows of the Hopper kernel: {least_rows(rows) or why}")
     dry = store.data["about"]["dry_run"]
     place = tuned.TABLE if args.write and not dry else args.results.with_name("tuned.json")
     write(place, rewritten(store))

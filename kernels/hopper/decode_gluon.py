@@ -27,8 +27,12 @@ A boolean mask that shows all query rows the same keys comes as a list of the ti
 each (``work``; kernels/triton/tiles_triton.py makes it). Then the blocks are those of the list, and keys that nobody
 sees are treated as those past the length, in any block.
 
+With a window, an item's first block is the first that some query token sees. Its rows before that token's window are
+masked, and zeroed, as those past the length are.
+
 Lists of keys have an entry and a producer of their own (list_gluon.py), and these consumers: LISTED. Their rows come by
-cp.async, and there is nothing to be zeroed.
+cp.async, and there is nothing to be zeroed (CLEAN). So it is with float8 rows (fp8_gluon.py), which their producer
+converts.
 
 Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
@@ -45,10 +49,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mla_compile.kernels.hopper.block_gluon import first_key, keys, ragged, softmax, zero_rows
+from mla_compile.kernels.hopper.block_gluon import first_key, keys, ragged, softmax, weights, zero_rows
 from mla_compile.kernels.hopper.list_producer_gluon import LIST_READY, token_of
 from mla_compile.kernels.hopper.producer_gluon import (
     BN,
+    FACTOR,
     FREE,
     HALF,
     NARROW,
@@ -100,8 +105,8 @@ def _scores(tiles, narrow, bars, zero, stage, phase, LISTED: gl.constexpr, S_L: 
 
 
 @gluon.jit
-def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2,
-                 LISTED: gl.constexpr):  # fmt: skip
+def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
+                 scale, softcap, LISTED: gl.constexpr, CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -112,6 +117,9 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo  # without a list: the block with rows past the length, counted from lo; n or more: none
+    factor = None
+    if SCALED:
+        factor = stats.index(FACTOR)
     for t in range((n + 1) // 2):
         # Always 0, but not for LLVM, which would otherwise hoist 72 wgmma descriptors out of the loop and spill them.
         zero = t >> 29
@@ -128,9 +136,9 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
-        if MASKED:  # noqa: SIM102  decided by the compiler
+        if MASKED and not CLEAN:  # noqa: SIM102  decided by the compiler
             if older & ((low1 & high1) != -1):
-                zero_rows(tiles.index(TILE + 2), 0, low1, high1, MASKED)
+                zero_rows(tiles.index(TILE + 2), 0, length, begin, low1, high1, MASKED)
         acc = scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
         acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
@@ -138,17 +146,17 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
-        p, a, m = softmax(s, m1, limit, first, low, high, scale_log2, MASKED, LISTED, S_L)
+        p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
         stats.index(0).store(m)
-        p16 = p.to(narrow.dtype)
+        p16 = weights(p, factor, narrow.dtype, S_L)
         narrow.index(NARROW).store(p16)
         stats.index(ALPHA).store(a)
         fence_async_shared()
         mbarrier.arrive(bars.index(P_READY))
         sums = sums * a + gl.sum(p, 1)
         p_own = gl.convert_layout(p16, P_L)
-        if ragged(2 * t == last, low, high, MASKED, LISTED):
-            zero_rows(tiles.index(TILE), length % BN, low, high, MASKED)
+        if ragged(2 * t == last, first, begin, low, high, MASKED, CLEAN):
+            zero_rows(tiles.index(TILE), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE), acc, use_acc=older, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
@@ -160,8 +168,9 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         m = stats.index(1).load(R_S)
         sums = sums * a1
         low, high = keys(work, plane, lo + n - 1, LISTED)
-        if ragged(n - 1 == last, low, high, MASKED, LISTED):
-            zero_rows(tiles.index(TILE + 2), length % BN, low, high, MASKED)
+        first = first_key(work, plane, lo + n - 1, LISTED)
+        if ragged(n - 1 == last, first, begin, low, high, MASKED, CLEAN):
+            zero_rows(tiles.index(TILE + 2), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a1, O_L)
         acc = warpgroup_mma(narrow.index(NARROW + 1), tiles.index(TILE + 2), acc, is_async=False)
         mbarrier.arrive(bars.index(FREE + 2))
@@ -169,8 +178,8 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
 
 
 @gluon.jit
-def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, limit, scale_log2,
-                LISTED: gl.constexpr):  # fmt: skip
+def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
+                scale, softcap, LISTED: gl.constexpr, CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -181,6 +190,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
     m = gl.full([ROWS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo
+    factor = None
+    if SCALED:
+        factor = stats.index(FACTOR + 1)
     for t in range(n // 2):
         zero = t >> 29  # see _even_blocks
         first = first_key(work, plane, lo + 2 * t + 1, LISTED)
@@ -192,15 +204,18 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
-        if MASKED:  # noqa: SIM102  decided by the compiler
+        if MASKED and not CLEAN:
             if (low0 & high0) != -1:
-                zero_rows(tiles.index(TILE + 1), 0, low0, high0, MASKED)
+                zero_rows(tiles.index(TILE + 1), 0, length, begin, low0, high0, MASKED)
+        elif begin is not None:  # noqa: SIM102
+            if (lo + 2 * t) * BN < begin:  # the first block of all
+                zero_rows(tiles.index(TILE + 1), lo * BN, length, begin, low0, high0, MASKED)
         acc = scaled(acc, a0, O_L)
         acc_t = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_t])
-        p, a, m = softmax(s, m0, limit, first, low, high, scale_log2, MASKED, LISTED, S_L)
+        p, a, m = softmax(s, m0, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
         stats.index(1).store(m)
-        p16 = p.to(narrow.dtype)
+        p16 = weights(p, factor, narrow.dtype, S_L)
         narrow.index(NARROW + 1).store(p16)
         stats.index(ALPHA + 1).store(a)
         fence_async_shared()
@@ -209,8 +224,8 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         p_own = gl.convert_layout(p16, P_L)
         acc = warpgroup_mma_wait(0, deps=[acc_t])
         mbarrier.arrive(bars.index(FREE + 1))
-        if ragged(2 * t + 1 == last, low, high, MASKED, LISTED):
-            zero_rows(tiles.index(TILE + 3), length % BN, low, high, MASKED)
+        if ragged(2 * t + 1 == last, first, begin, low, high, MASKED, CLEAN):
+            zero_rows(tiles.index(TILE + 3), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE + 3), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
@@ -222,8 +237,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         m = stats.index(0).load(R_S)
         sums = sums * a0
         low, high = keys(work, plane, lo + n - 1, LISTED)
-        if ragged(n - 1 == last, low, high, MASKED, LISTED):
-            zero_rows(tiles.index(TILE + 1), length % BN, low, high, MASKED)
+        first = first_key(work, plane, lo + n - 1, LISTED)
+        if ragged(n - 1 == last, first, begin, low, high, MASKED, CLEAN):
+            zero_rows(tiles.index(TILE + 1), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a0, O_L)
         acc = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=False)
         mbarrier.arrive(bars.index(FREE + 1))
@@ -231,12 +247,15 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
 
 
 @gluon.jit
-def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2,
-             stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars,
-             CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr):  # fmt: skip
+def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, o_part, lse_part, out, lse, scale,
+             softcap, reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
+             bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr,
+             CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says.
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has their bits alone.
+    CLEAN: rows that nobody sees are zeros. ``kv_scale`` [] is what rows are to be multiplied by, or None; SCALED: by
+    what lies beside their stage.
     """
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -254,15 +273,23 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
         first_row = heads * ROWS
         M = H
     live = M - first_row
+    if kv_scale is not None:
+        scale = scale * gl.load(kv_scale)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
+        begin = reach
+        if reach is not None:
+            begin = gl.maximum(length - reach, 0)
+        cleared = begin  # rows before it hold other data
+        if CLEAN or work is not None:
+            cleared = None  # or the bits of a list say which rows do
         listed = work
         if work is not None:
             listed = work + 2 * b.to(gl.int64) * work_b
         counted = listed
         if LISTED:
             counted = None
-        lo, hi, blocks = blocks_of(items, counted, plane, length, b, b0, t0, b1, t1, least)
+        lo, hi, blocks = blocks_of(items, counted, plane, length, begin, b, b0, t0, b1, t1, least)
         n = hi - lo
         whole = n == blocks
         if (PARTIAL < 2) | (n > 0) | whole:
@@ -286,14 +313,18 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
                 mbarrier.wait(bars.index(LIST_READY), 0)
 
             limit = gl.full([ROWS], 0, gl.int32, R_S) + length
+            token = (first_row + gl.arange(0, ROWS, R_S)) // H
+            lower = None
+            if reach is not None:
+                lower = limit - reach + token
             if CAUSAL:
-                limit = limit - S + 1 + (first_row + gl.arange(0, ROWS, R_S)) // H
+                limit = limit - S + 1 + token
             if W == 0:
                 acc, sums, m = _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                            limit, scale_log2, LISTED)  # fmt: skip
+                                            cleared, limit, lower, scale, softcap, LISTED, CLEAN, SCALED)  # fmt: skip
             else:
                 acc, sums, m = _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                           limit, scale_log2, LISTED)  # fmt: skip
+                                           cleared, limit, lower, scale, softcap, LISTED, CLEAN, SCALED)  # fmt: skip
 
             stats.index(SUMS + W).store(sums)
             mbarrier.arrive(bars.index(L_READY + W))
@@ -302,6 +333,8 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
             some = total != 0.0  # NaN is something
             lse2 = gl.where(some, m + gl.log2(total), float("-inf"))
             factor = gl.where(some, 1.0 / total, 0.0)
+            if kv_scale is not None:
+                factor = factor * gl.load(kv_scale)
             acc = scaled(acc, factor, O_L)
             if PARTIAL == 0:
                 store_final(out, lse, sinks, acc, lse2, b * M + first_row, live, H, W, S_L, O_L)
@@ -319,9 +352,10 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, items, slots, work, o_part, ls
 
 
 @gluon.jit(do_not_specialize=["T", "B", "S", "H", "least"])
-def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2,
-               stride_qb, stride_qs, stride_qh, table_stride, work_b, plane, T, B, S, H, least, PAGE: gl.constexpr,
-               BOX: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, REGS: gl.constexpr):  # fmt: skip
+def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale,
+               softcap, reach, stride_qb, stride_qs, stride_qh, table_stride, work_b, plane, T, B, S, H, least,
+               PAGE: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
+               REGS: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer; grid (blocks of 64 rows, splits or partitions, B or 1).
 
     q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] where
@@ -330,7 +364,9 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
     (the rule of kernels/triton/decode_triton.py). With a schedule, ``items`` int32 [partitions+1,2] holds each
     partition's first (request, block) and ``slots`` int32 [B] the first scratch slot of a request minus its first
     partition. Beside a mask, ``work`` int32 [6,lists,entries,2] are its lists of visible tiles: ``plane`` entries for
-    each of the 6, ``work_b`` from one request to the next (0: one list for all).
+    each of the 6, ``work_b`` from one request to the next (0: one list for all). ``reach`` is window + S - 1, the rows
+    that the query tokens of a request see between them, or None. Scores are ``scale`` times the products, in base 2;
+    with a ``softcap``, in base 2 and else None, scale has 1 / softcap in it.
 
     Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
     lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.
@@ -348,14 +384,14 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
     # Making a consumer the default partition costs 400 bytes of spills.
     gl.warp_specialize(
         [
-            (producer, (latent, rope, table, seq_lens, items, work, table_stride, work_b, plane, T, B, least, tiles,
-                        narrow, bars, PAGE, BOX)),
-            (consumer, (0, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                        stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
-                        PARTIAL, False)),
-            (consumer, (1, q, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale_log2, stride_qb,
-                        stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, CAUSAL,
-                        PARTIAL, False)),
+            (producer, (latent, rope, table, seq_lens, items, work, reach, table_stride, work_b, plane, T, B, least,
+                        tiles, narrow, bars, PAGE, BOX)),
+            (consumer, (0, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
+                        reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
+                        bars, CAUSAL, PARTIAL, False, False, False)),
+            (consumer, (1, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
+                        reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
+                        bars, CAUSAL, PARTIAL, False, False, False)),
         ],
         [4, 4],
         [REGS, REGS],

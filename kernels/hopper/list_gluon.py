@@ -1,8 +1,8 @@
 """The Hopper kernel for lists of keys: the consumers of decode_gluon.py behind the producer of list_producer_gluon.py.
 
 A list belongs to one query token, so a CTA's 64 rows are heads of one token, and splits are of the list. What hides an
-entry (length, causality, a boolean mask) is in the bits that the producer writes, and nothing of it is left for the
-consumers: to them a block is 64 rows of which some are zeros that nobody sees.
+entry (length, causality, a window, a boolean mask) is in the bits that the producer writes, and nothing of it is left
+for the consumers: to them a block is 64 rows of which some are zeros that nobody sees.
 """
 
 from triton.experimental import gluon
@@ -16,8 +16,8 @@ from mla_compile.kernels.hopper.producer_gluon import BN, FREE
 
 @gluon.jit(do_not_specialize=["T", "tokens", "S", "H", "entries", "least"])
 def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places, words, sinks, o_part, lse_part, out,
-                     lse, scale_log2, query_b, query_s, query_h, latent_b, latent_t, rope_b, rope_t, table_b, mask_b,
-                     mask_s, mask_t, indices_b, indices_s, entries, T, tokens, S, H, least, PAGE: gl.constexpr,
+                     lse, scale, softcap, reach, query_b, query_s, query_h, latent_b, latent_t, rope_b, rope_t, table_b,
+                     mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, tokens, S, H, least, PAGE: gl.constexpr,
                      LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
                      REGS: gl.constexpr):  # fmt: skip
     """Absorbed decode attention over the keys of lists; grid (blocks of 64 heads x query tokens, splits, 1).
@@ -41,14 +41,14 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
     gl.warp_specialize(
         [
             (list_producer, (latent, rope, indices, table, lengths, mask, places, words, latent_b, latent_t, rope_b,
-                             rope_t, table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, S, H, least,
-                             tiles, narrow, bars, PAGE, LIST_PAGE, CAUSAL)),
-            (consumer, (0, query, None, sinks, None, None, words, o_part, lse_part, out, lse, scale_log2, query_b,
-                        query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats, bars,
-                        False, PARTIAL, True)),
-            (consumer, (1, query, None, sinks, None, None, words, o_part, lse_part, out, lse, scale_log2, query_b,
-                        query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats, bars,
-                        False, PARTIAL, True)),
+                             rope_t, table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, reach, T, S, H,
+                             least, tiles, narrow, bars, PAGE, LIST_PAGE, CAUSAL)),
+            (consumer, (0, query, None, sinks, None, None, None, words, o_part, lse_part, out, lse, scale, softcap,
+                        None, query_b, query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats,
+                        bars, False, PARTIAL, True, True, False)),
+            (consumer, (1, query, None, sinks, None, None, None, words, o_part, lse_part, out, lse, scale, softcap,
+                        None, query_b, query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats,
+                        bars, False, PARTIAL, True, True, False)),
         ],
         [4, 4],
         [REGS, REGS],

@@ -38,9 +38,12 @@ def token_of(H):
 
 
 @gluon.jit
-def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, mask_t, LIST_PAGE: gl.constexpr,
-             CAUSAL: gl.constexpr):  # fmt: skip
-    """Places and bits of blocks lo..hi of a query token's list; ``own``: the place of the token itself."""
+def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, lower, mask_t,
+             LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """Places and bits of blocks lo..hi of a query token's list; ``own``: the place of the token itself.
+
+    ``lower`` is the first key of its window, or None.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c = gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, L)), 0)
     for start in range(lo, hi, GROUP):
@@ -50,6 +53,8 @@ def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, 
         seen = (n >= 0) & (n < length)
         if CAUSAL:
             seen = seen & (n <= own)
+        if lower is not None:
+            seen = seen & (n >= lower)
         if mask is not None:
             seen = seen & (gl.load(mask + n.to(gl.int64) * mask_t, mask=seen, other=0) != 0)
         if LIST_PAGE > 0:
@@ -82,12 +87,12 @@ def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAG
 
 @gluon.jit
 def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, latent_b, latent_t, rope_b, rope_t,
-                  table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, S, H, least, tiles, narrow, bars,
-                  PAGE: gl.constexpr, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+                  table_b, mask_b, mask_s, mask_t, indices_b, indices_s, entries, reach, T, S, H, least, tiles, narrow,
+                  bars, PAGE: gl.constexpr, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
     """Fills the stages with the rows that this CTA's part of a list names, 64 at a time, in order."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread, of 16 rows at a time
     token, _ = token_of(H)
-    lo, hi, blocks = blocks_of(None, None, 0, entries, token, token, 0, token, 0, least)
+    lo, hi, blocks = blocks_of(None, None, 0, entries, None, token, token, 0, token, 0, least)
     b = token // S
     s = token % S
     length = length_of(seq_lens, b, T)
@@ -101,7 +106,11 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
         rope += b.to(gl.int64) * (rope_b // 8 * 8)
     if mask is not None:
         mask += b.to(gl.int64) * mask_b + s.to(gl.int64) * mask_s
-    _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, mask_t, LIST_PAGE, CAUSAL)
+    lower = None
+    if reach is not None:
+        lower = length - reach + s
+    _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, lower, mask_t, LIST_PAGE,
+             CAUSAL)  # fmt: skip
     # One thread arrives for all: the compiler places a barrier of the four warps before it (benchmarks/gpu/ptx.py).
     mbarrier.arrive(bars.index(LIST_READY))
     mbarrier.wait(bars.index(LIST_READY), 0)

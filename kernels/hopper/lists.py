@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from mla_compile.kernels.call import DecodeCall
-from mla_compile.kernels.hopper.step import GluonStep
+from mla_compile.kernels.hopper.step import GluonStep, numbers
 from mla_compile.kernels.kinds import rounded
 from mla_compile.kernels.plan import HOPPER_BLOCK as BLOCK
 from mla_compile.kernels.plan import Plan
@@ -63,9 +61,11 @@ def attention(call: DecodeCall, plan: Plan, least: int) -> GluonStep:
     to.scratch(
         "out" if direct else "o_part", "out" if direct else "part", TYPES[call.query.dtype] if direct else "*fp32"
     )
+    told = numbers(call)
+    to.scalars |= {name: x for name, x in told.items() if x is not None}
+    to.constants |= {name: None for name, x in told.items() if x is None}
     to.scratch("lse" if direct else "lse_part", "lse" if direct else "part_lse", "*fp32")
     to.scalars |= {
-        "scale_log2": float(call.scale * math.log2(math.e)),
         "T": z.T, "tokens": z.B * z.S, "S": z.S, "H": z.H, "least": least,
     }  # fmt: skip
     to.constants |= {

@@ -2,9 +2,10 @@
 
 An *item* is a run of blocks of one request: one per CTA on the split grid, several when a schedule
 (kernels/triton/schedule.py) is given. Beside a mask, the blocks of a request are those that its list of visible tiles
-names (kernels/triton/tiles_triton.py): the others are never fetched. Rows past a request's length: TMA fills rows
-outside the tensor with zeros, and a page that lies past the length is never looked up, its box is aimed outside the
-tensor.
+names (kernels/triton/tiles_triton.py): the others are never fetched. With a window they begin at the first one that
+some query token sees. Rows past a request's length: TMA fills rows outside the tensor with zeros, and a page that lies
+past the length is never looked up, its box is aimed outside the tensor. Of the first block of a window some pages may
+lie before it. They are looked up: what the block table has there may name any page, or none, whose rows are zeros.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,7 @@ NARROW = gl.constexpr(1)
 LIST_TILE = gl.constexpr(3)
 LIST_WORD = gl.constexpr(4)
 LIST_COUNT = gl.constexpr(5)
+FACTOR = gl.constexpr(6)  # + stage: rows of the float32 exchange that hold scales by token, after the consumers'
 # Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
 FREE = gl.constexpr(6)
 
@@ -59,10 +61,18 @@ def place_of(work, plane, i):
 
 
 @gluon.jit
-def blocks_of(items, work, plane, length, b, b0, t0, b1, t1, least):
-    """Blocks lo..hi of request b for this CTA, and the request's number of blocks."""
+def blocks_of(items, work, plane, length, begin, b, b0, t0, b1, t1, least):
+    """Blocks lo..hi of request b for this CTA, and the request's number of blocks.
+
+    Without a list of tiles a block is known by its place in the cache: those before ``begin``, the first row that some
+    query token's window reaches, are none of them.
+    """
+    first = 0
     if work is None:
         blocks = (length + BN - 1) // BN
+        if begin is not None:
+            first = begin // BN
+            blocks -= first
     else:
         blocks = gl.load(work + 2 * LIST_COUNT * plane.to(gl.int64))
     if items is None:
@@ -72,7 +82,7 @@ def blocks_of(items, work, plane, length, b, b0, t0, b1, t1, least):
     else:
         lo = gl.where(b == b0, gl.minimum(t0, blocks), 0)
         hi = gl.where((b == b1 - 1) & (t1 > 0), gl.minimum(t1, blocks), blocks)
-    return lo, hi, blocks
+    return first + lo, first + hi, blocks
 
 
 @gluon.jit
@@ -119,18 +129,21 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
 
 
 @gluon.jit
-def producer(latent, rope, table, seq_lens, items, work, table_stride, work_b, plane, T, B, least, tiles, narrow, bars,
-              PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
+def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, work_b, plane, T, B, least, tiles, narrow,
+             bars, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
     """Fills the stages with the blocks of this CTA's items, in order."""
     used0 = 0
     used1 = 0
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
         length = length_of(seq_lens, b, T)
+        begin = reach
+        if reach is not None:
+            begin = gl.maximum(length - reach, 0)
         listed = work
         if work is not None:
             listed = work + 2 * b.to(gl.int64) * work_b
-        lo, hi, _ = blocks_of(items, listed, plane, length, b, b0, t0, b1, t1, least)
+        lo, hi, _ = blocks_of(items, listed, plane, length, begin, b, b0, t0, b1, t1, least)
         table_row = table
         if PAGE > 0:
             table_row = table + b.to(gl.int64) * table_stride

@@ -2,12 +2,12 @@
 
 The counterpart of kernels/triton/steps.py: pure, also for tensors on the meta device, and used by the launch
 (kernels/launch.py) and by the compilation without a GPU (benchmarks/gpu/offline.py) alike. :func:`suits` says which
-calls the kernel takes; the others go to the portable one. What lists of keys have of their own is in lists.py.
+calls the kernel takes; the others go to the portable one. What lists of keys have of their own is in lists.py, and what
+float8 rows have in fp8.py.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mla_compile.kernels.call import DecodeCall
 from mla_compile.kernels.devices import Device
-from mla_compile.kernels.hopper import lists
-from mla_compile.kernels.hopper.step import Box, GluonStep
+from mla_compile.kernels.hopper import fp8, lists
+from mla_compile.kernels.hopper.step import Box, GluonStep, numbers, reach
 from mla_compile.kernels.plan import (
     GRID_LIMIT,
     HOPPER_BLOCK,
@@ -57,40 +57,40 @@ def takes(call: DecodeCall, device: Device) -> bool:
 
     Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
     a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. Beside lists of keys
-    rows are copied one by one: pages of any size, and a boolean mask that shows all heads the same keys. A float32
-    query goes with a bfloat16 cache only: for float16 it would have to be scaled. Sizes are not judged here.
+    rows are copied one by one: pages of any size, and a boolean mask that shows all heads the same keys. So it is with
+    float8 rows without lists. A query of another dtype than the products is rounded to bfloat16 only: for float16 it
+    would have to be scaled. Sizes are not judged here.
     """
     z, rope = call.sizes, call.rope
-    if rope is None or call.values is not None or call.kv_scale is not None:
+    if rope is None or call.values is not None:
         return False
+    dtype, converted = call.latent.dtype, fp8.takes(call)
+    if converted:
+        dtype = portable.dot_dtype(call)
     if call.indices is not None:
         visible = lists.takes(call)
     else:
-        visible = not read_mask_bytes(call.mask) and z.page % HOPPER_PAGE == 0 and z.B <= GRID_LIMIT
-    dtype = call.latent.dtype
-    query = call.query.dtype == dtype or (dtype == torch.bfloat16 and call.query.dtype == torch.float32)
+        visible = not read_mask_bytes(call.mask) and z.B <= GRID_LIMIT and (converted or z.page % HOPPER_PAGE == 0)
     return (
         visible
         and device.capability == (9, 0)
         and device.smem >= HOPPER_SMEM
         and (z.L, z.R) == (LATENT, ROPE)
-        and call.softcap == 0
-        and call.window == 0
         and dtype in _HALF
-        and rope.dtype == dtype
-        and query
+        and (converted or (rope.dtype == dtype and call.kv_scale is None))
+        and (call.query.dtype == dtype or dtype == torch.bfloat16)
         and min(z.B, z.S, z.H, z.T) > 0
     )
 
 
 def _addressable(rows: Tensor) -> bool:
-    """What cuTensorMapEncodeTiled and cp.async ask for: 16-byte steps; TMA, no broadcast axis, int32 coordinates."""
+    """What loads of 16 bytes ask for: steps of as many. TMA's encoding: no broadcast axis, and int32 coordinates."""
     return (
         rows.stride(2) == 1
         and rows.data_ptr() % 16 == 0
         and rows.numel() > 0
         and max(rows.shape) < COORDINATE_LIMIT
-        and all(s > 0 and s % 8 == 0 and 2 * s < STRIDE_LIMIT for s in _strides(rows)[:2])
+        and all(s > 0 and s * rows.itemsize % 16 == 0 and s * rows.itemsize < STRIDE_LIMIT for s in _strides(rows)[:2])
     )
 
 
@@ -154,7 +154,10 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     if call.indices is not None:
         attention = lists.attention(call, plan, least)
     else:
-        attention = _attention(call, plan, device, least)
+        M, ragged = call.sizes.S * call.sizes.H, scheduled(call, plan)
+        pieces = (schedule.partitions(device.sms, M), 1) if ragged else (plan.splits, call.sizes.B)
+        form = fp8.attention if fp8.takes(call) else _attention
+        attention = form(call, plan, (-(-M // BLOCK), *pieces), ragged, least)
     if scheduled(call, plan):
         return *before, attention, _combine_slots(call, plan)
     if plan.splits == 1:
@@ -164,13 +167,12 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     return *before, attention, combine_step(call, plan, combine_kernels.combine)
 
 
-def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> GluonStep:
+def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     import mla_compile.kernels.hopper.decode_gluon as kernels
 
-    z, ragged = call.sizes, scheduled(call, plan)
-    M = z.S * z.H
+    z = call.sizes
     rows = min(BLOCK, z.page & -z.page) if z.page else BLOCK
     whole = not ragged and plan.splits == 1
     kind = TYPES[call.latent.dtype][1:]
@@ -196,13 +198,15 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> Gluo
     }
     types |= {"q": TYPES[call.query.dtype]} | {name: of for name, of in optional.items() if of is not None}
     strides = dict(zip(("stride_qb", "stride_qs", "stride_qh"), call.query.stride(), strict=False))
+    told = numbers(call)
     scalars: dict[str, int | float] = {
-        "scale_log2": float(call.scale * math.log2(math.e)),
+        **{name: x for name, x in told.items() if x is not None},
         **strides,
         "table_stride": 0 if call.block_table is None else call.block_table.stride(0),
         "T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least,
     }  # fmt: skip
     constants: dict[str, Any] = {name: None for name, of in optional.items() if of is None}
+    constants |= {name: None for name, x in told.items() if x is None}
     if call.mask is None:
         constants |= {"work_b": 0, "plane": 0}
     else:
@@ -213,7 +217,6 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, least: int) -> Gluo
     aligned = {name for name, stride in strides.items() if stride % 16 == 0}
     given = {"query": call.query, "table": call.block_table, "lengths": call.seq_lens, "sinks": call.sinks}
     aligned |= {n for n, b in buffers.items() if n not in boxes and (b not in given or _is_aligned(given[b]))}
-    grid = (-(-M // BLOCK), schedule.partitions(device.sms, M) if ragged else plan.splits, 1 if ragged else z.B)
     return GluonStep(
         "mla_seesaw", kernels.mla_seesaw, grid, buffers, scalars, constants, types, frozenset(aligned),
         {"num_warps": 4}, boxes,
@@ -231,15 +234,16 @@ def _cut(call: DecodeCall, device: Device) -> Step:
     import mla_compile.kernels.triton.schedule_triton as kernels
 
     z = call.sizes
-    parts = schedule.partitions(device.sms, z.S * z.H)
+    parts, seen = schedule.partitions(device.sms, z.S * z.H), reach(call)
     names = ("items", "shift", "first", "count")
     return Step(
         "cut",
         kernels.cut,
         (-(-(parts + 1) // kernels.PARTS), 1, 1),
         {"seq_lens": "lengths"} | {name: name for name in names},
-        {"B": z.B, "T": z.T, "partitions": parts},
+        {"B": z.B, "T": z.T, "partitions": parts, **({} if seen is None else {"reach": seen})},
         {
+            **({"reach": None} if seen is None else {}),
             "BLOCK_B": max(16, 1 << (z.B - 1).bit_length()),
             "PARTS": kernels.PARTS,
             "BLOCK": BLOCK,

@@ -4,7 +4,7 @@ A grid of (splits, requests) gives every request the same number of splits, so o
 walked by few SMs while the others have finished. Here the blocks of all requests stand in one line, each request with
 ``OVERHEAD`` extra ones for its start and its end, and the line is cut into equal pieces, the *partitions*, one for each
 SM (per block of query rows). The rule (the idea of FlashMLA's and FlashInfer's planners, without their code), for
-request b of ``n_b = ceil(len_b / 64)`` blocks:
+request b of ``n_b = ceil(len_b / 64)`` blocks, with a window without those before it:
 
     start_b    = sum over i < b of (n_i + OVERHEAD)            pay = ceil(total / partitions), at least 1
     items[p]   = the first (request, block) at or after position p * pay        half-open ranges items[p] .. items[p+1]
@@ -68,10 +68,14 @@ def suits(B: int) -> bool:
     return 1 < B <= MAX_REQUESTS
 
 
-def reference(lengths: list[int], T: int, count: int) -> Schedule:
-    """The rule, position by position, in Python: what the kernel has to give for ``count`` partitions."""
+def reference(lengths: list[int], T: int, count: int, reach: int | None = None) -> Schedule:
+    """The rule, position by position, in Python: what the kernel has to give for ``count`` partitions.
+
+    ``reach`` is how many rows the query tokens of a request see between them, with a window.
+    """
     line: list[tuple[int, int] | None] = []  # what stands at each position; None: overhead
-    starts, blocks = [], [-(-min(max(n, 0), T) // BLOCK) for n in lengths]
+    starts, rows = [], [min(max(n, 0), T) for n in lengths]
+    blocks = [-(-n // BLOCK) - (0 if reach is None else max(n - reach, 0) // BLOCK) for n in rows]
     for b, n in enumerate(blocks):
         starts.append(len(line))
         line += [(b, j) for j in range(max(n, 1))]

@@ -19,6 +19,7 @@ def cut(
     B,
     T,
     partitions,
+    reach,  # rows that the query tokens of a request see with a window, or None
     BLOCK_B: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -32,6 +33,8 @@ def cut(
     valid = b < B
     length = tl.minimum(tl.maximum(tl.load(seq_lens + b, mask=valid, other=0), 0), T)
     blocks = tl.cdiv(length, BLOCK)  # [BLOCK_B]
+    if reach is not None:
+        blocks -= tl.maximum(length - reach, 0) // BLOCK
     cost = tl.where(valid, blocks + OVERHEAD, 0)
     end = tl.cumsum(cost, 0)
     start = end - cost

@@ -50,7 +50,7 @@ def test_what_is_owed_on_one_path_is_owed():
     assert protocol("\n".join(["bra.uni \t$L__BB0_9;", STORE, "$L__BB0_9:", PRODUCT]))[1] == []
 
 
-COMPILED = ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, mask", "Hopper, bf16, page 64, list"]
+COMPILED = ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, mask", "Hopper, bf16, page 64, list", "Hopper, fp8"]
 
 
 @pytest.fixture(scope="module", params=COMPILED)

@@ -518,10 +518,11 @@ def test_measured_times_go_into_the_table(tmp_path):
     store.record("tune", "half-16 paged 16x64 w4 s3", {"status": "ok", "tile": tile, **times})
     store.record("tune", "gluon: 24 rows", {"status": "ok", "gluon_us": 5.0, "triton_us": 6.0})
     store.record("tune", "gluon: 16 rows", {"status": "skipped", "reason": "no time"})
+    store.record("tune", "gluon: float8, 8 rows", {"status": "ok", "gluon_us": 5.0, "triton_us": 6.0})
     rows = tune.rewritten(store)
     (new,) = (r for r in rows if r.get("provenance", "").startswith("measured on NVIDIA H200"))
     assert (new["block_n"], new["tile_us"], new["paged"]) == (64, 0.9, True)
-    assert [r["min_rows"] for r in rows if r["kernel"] == "gluon"] == [24]
+    assert {r["cache"]: r["min_rows"] for r in rows if r["kernel"] == "gluon"} == {"half": 24, "float8": 8}
     tune.write(tmp_path / "tuned.json", rows)
     assert any(r.min_rows == 24 for r in tuned.table(tmp_path / "tuned.json"))
 
@@ -553,7 +554,8 @@ def test_both_kernels_are_checked_then_timed_by_query_rows(tmp_path, monkeypatch
     for section in (tune.tiles, tune.tune):
         run = Run(store, section.__name__, CPU, dry=True)
         listed = [case for case in section(run) if case.key.startswith(tune.BESIDE)]
-        assert [case.key for case in listed] == [f"gluon: {rows} rows" for rows in tune.HOPPER_ROWS]
+        keys = [f"gluon: {kind}{rows} rows" for kind in ("", "float8, ") for rows in tune.HOPPER_ROWS]
+        assert [case.key for case in listed] == keys
         assert all(common.kernel_of(case.key) == "gluon" and "kernel='triton'" in case.of for case in listed)
         run.cases(listed[:2])
         store.rows("tiles")["gluon: 8 rows"]["status"] = "failed"
@@ -580,7 +582,9 @@ def test_lists_for_many_heads_are_checked_and_timed_in_both_kernels(monkeypatch)
     keys = [case.key for case in correctness.cases(run)]  # type: ignore[arg-type]
     for what in ("graph replay, lists", "repeated, lists", "lists h128", "lists, mask h128"):
         assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
-    for what in ("softcap", "added mask", "mask of heads"):  # which the Hopper kernel leaves to the other one
+    for what in ("softcap h128", "window h128", "lists, sinks, softcap, window h128"):
+        assert {f"triton: {what}", f"gluon: {what}"} <= set(keys), what
+    for what in ("added mask", "mask of heads"):  # which the Hopper kernel leaves to the other one
         assert not [key for key in keys if key.startswith("gluon: lists") and what in key]
     listed = [key for key in keys if key.startswith("gluon: lists of")]
     assert len(listed) == len(correctness.LISTED["k"]) * 2 * 4

@@ -185,17 +185,18 @@ def test_a_layer_that_runs_another_kernel_prepares_itself(off: int, hopper: Reco
     assert [*hopper.launched] == (["mla_seesaw"] if off == 0 else ["scan_mask", "list_tiles", "attend"])
 
 
-@pytest.mark.parametrize("why", ["a feature it lacks", "does not compile"])
+@pytest.mark.parametrize("why", ["rows off a 16-byte step", "does not compile"])
 @pytest.mark.usefixtures("driver")
 def test_the_portable_kernel_takes_over_from_hoppers(why: str, monkeypatch: pytest.MonkeyPatch):
     taken: list[str] = []
     monkeypatch.setattr(Device, "of", lambda _: PRESETS["sm_90"])
     monkeypatch.setattr(runner, "launch_of", lambda step, *_: taken.append(step.name) or (lambda *_: None))
     monkeypatch.setattr(launch.hopper_runner, "launch_of", lambda step, *_: taken.append(step.name))
-    rows = torch.zeros(2, 300, 576, dtype=torch.bfloat16)
-    call = DecodeCall(torch.zeros(2, 1, 64, 576, dtype=torch.bfloat16), rows[..., :512], rows[..., 512:], scale=0.5)
-    launched(call._replace(softcap=2.0 if why == "a feature it lacks" else 0.0, num_splits=1))
-    assert taken == (["attend"] if why == "a feature it lacks" else ["mla_seesaw", "attend"])
+    off = why != "does not compile"
+    rows = torch.zeros(2, 300, 584, dtype=torch.bfloat16)[..., off : 576 + off]
+    query = torch.zeros(2, 1, 64, 576, dtype=torch.bfloat16)
+    launched(DecodeCall(query, rows[..., :512], rows[..., 512:], scale=0.5, num_splits=1))
+    assert taken == (["attend"] if off else ["mla_seesaw", "attend"])
 
 
 @pytest.mark.usefixtures("driver")

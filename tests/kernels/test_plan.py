@@ -207,6 +207,7 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         assert (padded.kernel, padded.row_blocks(S * H)) == ("gluon", 1), (S, H)
     assert make(**suits, query_dtype=FLOAT).kernel == "gluon"
     assert make(gluon=True, masked=True, mask_bytes=0).kernel == "gluon"  # its list of tiles says all of it
+    assert make(gluon=True, cache_dtype=FP8, page_size=1).kernel == "gluon"  # read row by row
     assert [make(**suits, B=B).scheduled for B in (1, 4)] == [False, True]
     assert not make(**suits, B=4, deterministic=True).scheduled
     assert not make(**suits, B=4, splits=3).scheduled
@@ -218,13 +219,24 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         {"masked": True},
         {"page_size": 1},
         {"page_size": 8},
-        {"cache_dtype": FP8},
+        {"cache_dtype": FP8, "listed": True},
+        {"cache_dtype": FP8, "H": 16},
         {"query_dtype": FLOAT, "cache_dtype": torch.float16},
         {"device": PRESETS["sm_80"]},
         {"device": PRESETS["sm_100"]},
         {"device": PRESETS["sm_120"]},
     ):
         assert make(**{**suits, **change}).kernel == "triton", change
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+def test_splits_are_of_what_a_window_shows(gluon: bool):
+    for T in (2048, 131072):
+        got = make(gluon=gluon, T=T, window=500, S=3, splits=None)
+        assert got.splits == make(gluon=gluon, T=500 + 2 + got.block_n - 1, S=3).splits
+    assert make(T=131072, window=2000, deterministic=True).splits == 3  # it lies in up to 33 tiles of 64
+    assert make(T=100, window=2000) == make(T=100)
+    assert make(T=2048, window=9, listed=True).splits == make(T=2048, listed=True).splits
 
 
 def test_the_plan_reads_no_tensor(monkeypatch):

@@ -59,9 +59,11 @@ def random_mask(lens, T, kind, seed):
     return mask
 
 
-def tiles_of(mask, lens):
+def tiles_of(mask, lens, reach):
     """What kernels/triton/tiles_triton.py leaves of a mask, as int32: planes [6,lists,tiles,2] of tiles of 64 keys."""
-    shown = np.stack([mask[b % len(mask)] & (np.arange(mask.shape[1]) < n) for b, n in enumerate(lens)])
+    token = np.arange(mask.shape[1])
+    first = [0 if reach is None else n - reach for n in lens]
+    shown = np.stack([mask[b % len(mask)] & (token < n) & (token >= first[b]) for b, n in enumerate(lens)])
     tiles = -(-shown.shape[1] // 64)
     shown = np.pad(shown, ((0, 0), (0, tiles * 64 - shown.shape[1]))).reshape(len(lens), tiles, 64)
     work = np.full((6, len(lens), tiles), -(10**9), np.int64)  # what is not read names no tile
@@ -72,7 +74,7 @@ def tiles_of(mask, lens):
     return work
 
 
-def expected(query, cache, table, lens, causal, sinks, scale, mask):
+def expected(query, cache, table, lens, sinks, mask, **numbers):
     """out [B,S,H,512] and lse [B,S,H] by the reference, one request at a time."""
     B, S, H, _ = query.shape
     out, lse = np.zeros((B, S, H, 512)), np.full((B, S, H), -np.inf)
@@ -82,7 +84,7 @@ def expected(query, cache, table, lens, causal, sinks, scale, mask):
             rows = torch.from_numpy(rows[None, :n].astype(np.float64))
             q = torch.from_numpy(query[b : b + 1].astype(np.float64))
             shown = None if mask is None else torch.from_numpy(mask[b % len(mask), :n])[None, None, None]
-            call = DecodeCall(q, rows[..., :512], rows[..., 512:], mask=shown, scale=scale, causal=causal)
+            call = DecodeCall(q, rows[..., :512], rows[..., 512:], mask=shown, **numbers)
             o, one = reference.decode_attention(call)
             out[b], lse[b] = o[0].numpy(), one[0].numpy()
     if sinks is not None:
@@ -99,42 +101,84 @@ def merged(part, part_lse, sinks):
     return out[0, 0].numpy(), lse[0, 0].numpy()
 
 
+def unseen(cache, table, lens, reach, step=64):
+    """Makes NaN of the rows before a window; the block table where slots before its first block name no page.
+
+    Blocks are of ``step`` rows.
+    """
+    shown = None if table is None else table.copy()
+    for b, n in enumerate(lens):
+        begin = max(n - reach, 0)
+        if table is None:
+            cache[b, :begin] = np.nan
+            continue
+        page = cache.shape[1]
+        for j in range(-(-begin // page)):
+            cache[table[b, j], : begin - j * page] = np.nan
+        shown[b, : begin // step * step // page] = NOWHERE
+    return shown
+
+
+def scores(scale, softcap):
+    """The kernel's two numbers for the scores."""
+    base_2 = math.log2(math.e)
+    if softcap:
+        return {"scale": np.float32(scale / softcap), "softcap": np.float32(softcap * base_2)}
+    return {"scale": np.float32(scale * base_2), "softcap": None}
+
+
 def simulate(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False, mask=None,
+    all_rows=False, mask=None, softcap=0.0, window=0,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError."""
     module, machine = loaded
     query, cache, table = problem(lens, H, S, page, dtype, seed, T)
     B, M, scale = len(lens), S * H, 192**-0.5
-    work = None
+    work, reach = None, window + S - 1 if window else None
     if mask is not None:
         mask = random_mask(lens, cache.shape[1], mask, seed)
         cache[~np.broadcast_to(mask, cache.shape[:2])] = np.nan
-        work = tiles_of(mask, lens)
+        work = tiles_of(mask, lens, reach)
     sink = np.random.default_rng(seed).standard_normal(H).astype(np.float32) if sinks else None
     box = min(64, page & -page) if page else 64
-    plan = schedule.reference(lens, max(lens), partitions) if partitions else None
+    shown = unseen(cache, table, lens, reach) if window else table
+    plan = schedule.reference(lens, max(lens), partitions, reach) if partitions else None
     slots = plan.slots if plan else splits * B
-    part, part_lse, out, lse = (
-        np.full(n, np.nan, np.float32) for n in (max(1, slots) * M * 512, max(1, slots) * M, B * M * 512, B * M)
-    )
+    part, part_lse, out, lse = unwritten(slots, B, M)
     machine.launch(
         module.mla_seesaw, (-(-M // 64), partitions or splits, 1 if partitions else B), seed,
         q=Pointer(query.ravel(), dtype), stride_qb=M * 576, stride_qs=H * 576, stride_qh=576,
         latent=Descriptor(cache[..., :512], (1, box, 256 if box == 64 else 64), dtype),
         rope=Descriptor(cache[..., 512:], (1, box, 64), dtype),
-        table=None if table is None else Pointer(table.ravel()), table_stride=0 if table is None else table.shape[1],
+        table=None if table is None else Pointer(shown.ravel()), table_stride=0 if table is None else table.shape[1],
         seq_lens=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
         items=Pointer(plan.items.numpy().ravel()) if plan else None,
         slots=Pointer(plan.shift.numpy()) if plan else None,
         work=None if work is None else Pointer(work.view(np.int32).ravel()),
         work_b=0 if work is None else work.shape[2], plane=0 if work is None else work[0].size,
         o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, dtype), lse=Pointer(lse),
-        scale_log2=np.float32(scale * math.log2(math.e)), T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H,
+        **scores(scale, softcap), reach=reach, T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H,
         least=least, PAGE=page, BOX=box, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1), REGS=232,
     )  # fmt: skip
-    out, lse = out.reshape(B, M, 512), lse.reshape(B, M)
+    want = expected(query, cache, table, lens, sink, mask, scale=scale, causal=causal, softcap=softcap, window=window)
+    compare((out, lse), (part, part_lse), want, plan, splits, sink)
+
+
+def unwritten(slots, B, M):
+    """Flat part, part_lse, out and lse."""
+    return tuple(
+        np.full(n, np.nan, np.float32) for n in (max(1, slots) * M * 512, max(1, slots) * M, B * M * 512, B * M)
+    )
+
+
+def compare(results, parts, want, plan, splits, sink):
+    """Results, merged from their parts where they are in some, with those of ``expected``."""
+    want, want_lse = want
+    B, S, H = want_lse.shape
+    M = S * H
+    out, lse = results[0].reshape(B, M, 512), results[1].reshape(B, M)
+    part, part_lse = parts[0].reshape(-1, M, 512), parts[1].reshape(-1, M)
     for b in range(B):
         rows_sink = None if sink is None else np.tile(sink, S)
         if plan and plan.count[b] > 1:
@@ -144,9 +188,8 @@ def simulate(
         else:
             continue
         assert np.isnan(out[b]).all(), "a piece must not write the result"
-        assert not np.isnan(part_lse.reshape(-1, M)[piece]).any(), "a piece is missing"
-        out[b], lse[b] = merged(part.reshape(-1, M, 512)[piece], part_lse.reshape(-1, M)[piece], rows_sink)
-    want, want_lse = expected(query, cache, table, lens, causal, sink, scale, mask)
+        assert not np.isnan(part_lse[piece]).any(), "a piece is missing"
+        out[b], lse[b] = merged(part[piece], part_lse[piece], rows_sink)
     want, want_lse = want.reshape(out.shape), want_lse.reshape(lse.shape)
     assert np.array_equal(np.isneginf(lse), np.isneginf(want_lse)), "rows that see nothing"
     assert not np.isnan(out).any(), "NaN in the result"
@@ -178,6 +221,15 @@ CASES = {
     "mask, one for all": {"lens": [300, 300], "H": 20, "mask": "all", "all_rows": True, "sinks": True},
     "mask, causal tokens, splits": {"lens": [620, 65], "H": 17, "S": 3, "mask": "each", "splits": 3},
     "mask, capacity": {"lens": [200, 3], "H": 64, "mask": "all", "T": 333},
+    "soft-cap": {"lens": [300, 70], "H": 20, "softcap": 2.0, "splits": 2},
+    "window of a key": {"lens": [129, 64, 1], "H": 20, "S": 2, "window": 1},
+    "window inside a block": {"lens": [130, 290, 0, 3], "H": 20, "S": 3, "page": 16, "window": 9, "sinks": True},
+    "window of three blocks": {"lens": [447, 100, 300], "H": 12, "page": 48, "window": 150},
+    "window, not causal": {"lens": [300, 200], "H": 12, "S": 2, "window": 70, "causal": False, "softcap": 3.0},
+    "window, splits": {"lens": [900, 40], "H": 33, "page": 128, "window": 330, "splits": 4},
+    "window, mask": {"lens": [400, 129], "H": 12, "S": 3, "window": 90, "mask": "each"},
+    "window, schedule": {"lens": [900, 64, 300, 0, 447], "H": 12, "page": 32, "window": 200, "partitions": 3},
+    "window, longer than all": {"lens": [100, 70], "H": 20, "page": 64, "window": 1000},
     "schedule, odd and even": {"lens": [65, 300, 1, 128, 0, 64, 190], "H": 12, "page": 64, "partitions": 3},
     "schedule, one partition": {"lens": [1, 64, 0, 65, 129, 3], "H": 8, "S": 2, "page": 16, "partitions": 1},
     "schedule, one long request": {"lens": [20, 900, 64], "H": 64, "page": 128, "partitions": 6, "sinks": True},

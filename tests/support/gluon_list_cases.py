@@ -16,7 +16,7 @@ from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.triton.steps import BUFFERS
-from tests.support.gluon_cases import SOURCE, merged, problem
+from tests.support.gluon_cases import SOURCE, merged, problem, scores
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Pointer
 from tests.support.lists import lists
@@ -36,7 +36,7 @@ def chosen(B, S, T, k, kind, seed):
 
 def simulate_lists(
     loaded, seed, lens, H, k, S=1, page=0, apart=False, splits=1, least=1, causal=True, sinks=False, dtype="bf16",
-    T=None, all_rows=False, mask=None, kind="mixed",
+    T=None, all_rows=False, mask=None, kind="mixed", softcap=0.0, window=0,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError. ``apart``: pages of two layers."""
     module, machine = loaded
@@ -51,7 +51,8 @@ def simulate_lists(
     sink = rng.standard_normal(H).astype(np.float32) if sinks else None
     call = DecodeCall(
         torch.from_numpy(query).double(), torch.from_numpy(cache[..., :512]).double(),
-        torch.from_numpy(cache[..., 512:]).double(), scale=scale, causal=causal, indices=indices,
+        torch.from_numpy(cache[..., 512:]).double(), scale=scale, causal=causal, softcap=softcap, window=window,
+        indices=indices,
         mask=None if shown is None else torch.from_numpy(shown),
         seq_lens=None if all_rows else torch.tensor(lens, dtype=torch.int32),
         block_table=None if table is None else torch.from_numpy(table),
@@ -84,9 +85,9 @@ def simulate_lists(
         mask_b=0 if shown is None or len(shown) == 1 else shown[0].size,
         mask_s=0 if shown is None or shown.shape[2] == 1 else capacity, mask_t=1,
         places=Pointer(places), words=Pointer(words), o_part=Pointer(part), lse_part=Pointer(part_lse),
-        out=Pointer(out, dtype), lse=Pointer(lse), scale_log2=np.float32(scale * math.log2(math.e)), T=capacity,
-        tokens=tokens, S=S, H=H, least=least, PAGE=page if apart else 0, LIST_PAGE=page, CAUSAL=causal,
-        PARTIAL=int(splits > 1), REGS=232,
+        out=Pointer(out, dtype), lse=Pointer(lse), **scores(scale, softcap), T=capacity,
+        reach=window + S - 1 if window else None, tokens=tokens, S=S, H=H, least=least, PAGE=page if apart else 0,
+        LIST_PAGE=page, CAUSAL=causal, PARTIAL=int(splits > 1), REGS=232,
     )  # fmt: skip
     out, lse = out.reshape(tokens, H, 512), lse.reshape(tokens, H)
     if splits > 1:
@@ -149,7 +150,8 @@ def read(call):
         length = T if call.seq_lens is None else int(call.seq_lens[b])
         for s in range(S):
             for n in map(int, call.indices[b, s]):
-                if not 0 <= n < length or (call.causal and n > length - S + s):
+                own = length - S + s
+                if not 0 <= n < length or (call.causal and n > own) or (call.window and n <= own - call.window):
                     continue
                 if call.mask is not None and not call.mask.expand(B, 1, S, T)[b, 0, s, n]:
                     continue
@@ -183,6 +185,7 @@ LIST_CASES = {
     "fp16": {"lens": [100, 190], "H": 24, "S": 2, "k": 100, "page": 32, "dtype": "fp16"},
     "mask": {"lens": [300, 129], "H": 24, "S": 2, "k": 150, "mask": "BS"},
     "mask, one for all": {"lens": [300, 300], "H": 24, "k": 150, "mask": "", "all_rows": True, "sinks": True},
+    "soft-cap, window": {"lens": [300, 129], "H": 24, "S": 2, "k": 150, "softcap": 2.0, "window": 130},
     "mask of tokens, splits": {"lens": [300, 290], "H": 70, "S": 2, "k": 200, "mask": "S", "splits": 2},
 }
 

@@ -48,6 +48,17 @@ def round_to(values, dtype):
     return np.where(np.isnan(values), np.float32("nan"), rounded.view(np.float32))
 
 
+def _e4m3(byte):
+    """The value of a byte: sign, 4 bits of exponent with a bias of 7, 3 of mantissa, and no infinity."""
+    sign, exponent, mantissa = -1.0 if byte >> 7 else 1.0, byte >> 3 & 15, byte & 7
+    if byte & 127 == 127:
+        return np.nan
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+E4M3 = np.array([_e4m3(byte) for byte in range(256)], np.float32)
+
+
 class Int(int):
     """A device integer: arithmetic stays in the class, because the kernel calls ``.to`` on what comes out."""
 
@@ -91,9 +102,14 @@ Int.__hash__ = int.__hash__
 class Array(np.ndarray):
     """A register tensor."""
 
-    def to(self, dtype):
+    def to(self, dtype, bitcast=False):
+        if dtype == "fp8":
+            assert bitcast, "float8 is read, not made"
+            return array(E4M3[np.asarray(self) & 255])
         if dtype in ("bf16", "fp16"):
             return array(round_to(self, dtype))
+        if dtype == "int8":
+            return array((np.asarray(self) & 255 ^ 128) - 128)
         return array(self.astype(np.int64 if dtype in ("int32", "int64") else np.float32))
 
 

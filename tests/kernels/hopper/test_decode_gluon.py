@@ -17,6 +17,7 @@ def random_case(seed):
     lens[0] = max(1, lens[0])
     case = {"lens": lens, "H": int(rng.choice([8, 12, 20, 64])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
     case |= {"page": int(rng.choice([0, 0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
+    case |= {"window": int(rng.choice([0, 0, 1, 40, 64, 130])), "softcap": float(rng.choice([0.0, 2.0]))}
     how = rng.integers(3)
     if not case["page"] and how != 1:  # a schedule knows lengths alone
         case["mask"] = (None, "each", "all")[rng.integers(3)]
@@ -38,11 +39,10 @@ def test_random_batches():
 
 WAIT_P0 = "        mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)\n"
 RETIRE_U = "        acc = warpgroup_mma_wait(0, deps=[acc_u])\n"
-ZERO = "zero_rows(tiles.index({}), {}, {}, MASKED)"
-ZERO_EVEN, ZERO_ODD = (ZERO.format(at, "length % BN", "low, high") for at in ("TILE", "TILE + 3"))
-ZERO_EVEN_TAIL, ZERO_ODD_TAIL = (
-    f"    {ZERO.format(at, 'length % BN', 'low, high')}" for at in ("TILE + 2", "TILE + 1")
-)
+ZERO = "zero_rows(tiles.index({}), {}, length, begin, {}, MASKED)"
+ZERO_EVEN, ZERO_ODD = (ZERO.format(at, "first", "low, high") for at in ("TILE", "TILE + 3"))
+ZERO_EVEN_TAIL, ZERO_ODD_TAIL = (f"    {ZERO.format(at, 'first', 'low, high')}" for at in ("TILE + 2", "TILE + 1"))
+ZERO_BEFORE = ZERO.format("TILE + 1", "lo * BN", "low0, high0")
 ZERO_OTHERS = {"even": ZERO.format("TILE + 2", 0, "low1, high1"), "odd": ZERO.format("TILE + 1", 0, "low0, high0")}
 FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
 ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
@@ -58,6 +58,7 @@ SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
 CUT = CASES["schedule, one long request"]
 TAIL = {"lens": [130], "H": 8, "page": 64}
 MASK = {"lens": [447, 380, 64], "H": 12, "mask": "each"}
+WINDOW = {"lens": [290, 447], "H": 20, "S": 3, "page": 64, "window": 150}
 SCHEDULED = {"lens": LENGTHS, "H": 12, "page": 64, "partitions": 3}
 
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
@@ -82,7 +83,15 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "odd: hidden keys of the other's block not zeroed": (ZERO_OTHERS["odd"], "pass", MASK),
     "odd: hidden keys of its own block not zeroed": (ZERO_ODD, "pass", MASK),
     "even: hidden keys of the last block not zeroed": (ZERO_EVEN_TAIL, "    pass", MASK),
-    "hidden keys scored": ("visible = visible & gl.expand_dims(_bits", "_ = gl.expand_dims(_bits", MASK),
+    "hidden keys scored": ("visible = visible & gl.expand_dims(bits", "_ = gl.expand_dims(bits", MASK),
+    "rows before a window not zeroed": ("& (r >= begin - n)", "& (r >= 0)", WINDOW),
+    "odd: rows before a window not zeroed": (ZERO_BEFORE, "pass", WINDOW),
+    "a window's first block not zeroed": ("return is_last | (n < begin)", "return is_last", WINDOW),
+    "a window's last block not zeroed": ("return is_last | (n < begin)", "return n < begin", WINDOW),
+    "keys before a window scored": ("visible & (n >= gl.expand_dims(lower, 1))", "visible", WINDOW),
+    "window of the wrong token": ("lower = limit - reach + token", "lower = limit - reach", WINDOW),
+    "a window's first block not walked": ("first = begin // BN", "first = (begin + BN - 1) // BN", WINDOW),
+    "soft-cap forgotten": ("- 1.0) * softcap", "- 1.0) * softcap * 0.9", CASES["soft-cap"]),
     "bits of the wrong half": ("gl.where(n < 32, low, high)", "gl.where(n < 32, high, low)", MASK),
     "list of the wrong request": ("n = hi - lo\n", "n = hi - lo\n        listed = work\n", MASK),
     "no fence after storing P": (P_STORED.format("P_READY"), P_STORED.format("P_READY").split("\n", 1)[1], SPLIT),

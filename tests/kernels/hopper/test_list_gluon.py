@@ -13,6 +13,7 @@ def random_case(seed):
     case = {"lens": lens, "H": int(rng.choice([16, 20, 64, 80])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
     case |= {"k": int(rng.choice([1, 63, 64, 65, 128, 150, 300])), "page": int(rng.choice([0, 16, 64]))}
     case |= {"causal": bool(rng.random() < 0.7), "splits": int(rng.integers(1, 5))}
+    case |= {"window": int(rng.choice([0, 0, 30, 100]))}
     case |= {"kind": str(rng.choice(["mixed", "full", "holes"])), "apart": bool(case["page"] and seed % 3 == 0)}
     return case | ({} if case["page"] else {"mask": (None, "BS", "B")[rng.integers(3)]})
 
@@ -67,6 +68,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
         LIST_CASES["two blocks, 16 heads"],
     ),
     "causality forgotten": ("seen = seen & (n <= own)", "_ = own", CAUSAL),
+    "window forgotten": ("seen = seen & (n >= lower)", "_ = lower", LIST_CASES["soft-cap, window"]),
     "length forgotten": ("seen = (n >= 0) & (n < length)", "seen = n >= 0", {**PAGED, "causal": False}),
     "mask forgotten": ("mask=seen, other=0) != 0)", "mask=seen, other=0) >= 0)", LIST_CASES["mask"]),
     "page of the wrong request": ("table += b.to(gl.int64) * table_b", "table += 0 * table_b", PAGED),

@@ -57,6 +57,7 @@ CALLS = {
     "contiguous, float32 query": call(query=call().query.float()),
     "lengths, sinks": call(seq_lens=torch.tensor([300, 20], dtype=torch.int32), sinks=torch.linspace(-1, 3, 20)),
     "splits": call(num_splits=3),
+    "soft-cap, window": call(softcap=3.0, window=120),
     "mask of tokens": call(mask=mask(2, 1, 3, 300)),
     "mask of keys": call(mask=mask(1, 1, 1, 300)),
     "mask of requests, expanded": call(mask=mask(2, 1, 1, 300).expand(2, 20, 3, 300)),
@@ -118,13 +119,12 @@ def taken(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (paged(16, 2), "mla_seesaw_lists"),
         (paged(1, 1), "mla_seesaw_lists"),
         (call(mask=mask(2, 1, 3, 300)), "mla_seesaw_lists"),
+        (call(softcap=2.0, window=9), "mla_seesaw_lists"),
         (call(H=16), "attend"),
-        (call(softcap=2.0), "attend"),
-        (call(window=9), "attend"),
         (call(mask=torch.zeros(2, 1, 1, 300)), "attend"),
         (call(latent=torch.zeros(2, 300, 577, dtype=torch.bfloat16)[..., 1:513]), "attend"),  # off a 16-byte step
     ],
-    ids=["contiguous", "pages", "single rows", "mask", "few heads", "soft-cap", "window", "added mask", "off a step"],
+    ids=["contiguous", "pages", "single rows", "mask", "soft-cap, window", "few heads", "added mask", "off a step"],
 )
 def test_which_kernel_runs(given: DecodeCall, kernel: str, taken: list[str]):
     pytest.importorskip("triton.experimental.gluon")

@@ -10,7 +10,15 @@ from mla_compile.kernels.hopper import runner
 from mla_compile.kernels.hopper.step import Box
 
 
-@pytest.mark.parametrize("label", ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, page 64, two layers, list"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        "Hopper, bf16, page 64, scheduled",
+        "Hopper, bf16, page 64, two layers, list",
+        "Hopper, bf16, page 16, window",
+        "Hopper, fp8, page 64, window, soft-cap, scale per token",
+    ],
+)
 def test_compiles_for_hopper_within_its_budget(label):
     pytest.importorskip("triton.experimental.gluon")
     from benchmarks.gpu import offline

@@ -12,7 +12,7 @@ from mla_compile.kernels.plan import plan
 from mla_compile.kernels.triton import schedule
 
 H200 = PRESETS["sm_90"]
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LIST = torch.zeros(1, 1, 1, dtype=torch.int32, device="meta").expand(3, 2, 9)
 
 
@@ -48,8 +48,14 @@ def call(
         {"query": FP32},
         {"B": 1, "pages": 7},  # a stride that is never used
         {"sinks": torch.zeros(20)},
+        {"softcap": 1.0, "window": 5},
+        {"page": 64, "window": 500},
+        {"indices": LIST, "softcap": 1.0, "window": 5},
         {"mask": torch.ones(1, 1, 1, 200, dtype=torch.bool)},
         {"mask": torch.ones(3, 1, 1, 200, dtype=torch.bool), "lengths": False},
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(())},
+        {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "page": 1},
+        {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(3, 200), "row": 656},
         {"indices": LIST},
         {"indices": LIST, "page": 1},
         {"indices": LIST, "page": 64, "pages": 64 * 576 * 5},
@@ -76,15 +82,14 @@ def test_takes(given):
         {"pages": 0},  # one cache expanded over the batch
         {"dtype": FP32},
         {"dtype": FP16, "query": FP32},
-        {"softcap": 1.0},
-        {"window": 5},
         {"mask": torch.ones(1, 1, 2, 200, dtype=torch.bool)},  # a query token each
         {"mask": torch.ones(1, 20, 1, 200, dtype=torch.bool)},
         {"mask": torch.zeros(1, 1, 1, 200)},  # additive
-        {"kv_scale": torch.ones(())},
+        {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(())},  # its products are in float16
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "row": 584},
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "L": 256},
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "indices": LIST},
         {"B": 1 << 16},
-        {"indices": LIST, "softcap": 1.0},
-        {"indices": LIST, "window": 5},
         {"indices": LIST, "row": 580},
         {"indices": LIST, "pages": 0},
         {"indices": LIST, "dtype": FP16, "query": FP32},
@@ -126,7 +131,7 @@ def test_scratch_of_a_schedule_holds_every_piece():
 
 def test_steps_name_only_buffers_that_exist():
     pytest.importorskip("triton.experimental.gluon")
-    tensors = {"query", "latent", "rope", "table", "lengths", "sinks", "mask"}
+    tensors = {"query", "latent", "rope", "table", "lengths", "sinks", "mask", "kv_scale"}
     mask = torch.ones(3, 1, 1, 200, dtype=torch.bool, device="meta")
     for given in (
         call(page=32, H=64),
@@ -134,6 +139,9 @@ def test_steps_name_only_buffers_that_exist():
         call(H=64, sinks=torch.zeros(64)),
         call(H=64, mask=mask),
         call(H=64, mask=mask[:1], lengths=False),
+        call(H=64, page=64, softcap=2.0, window=9),
+        call(H=64, page=8, dtype=FP8, query=BF16, kv_scale=torch.ones(())),
+        call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200), mask=mask, window=9),
     ):
         for scheduled in (False, True):
             chosen = replace(planned(given), scheduled=scheduled)

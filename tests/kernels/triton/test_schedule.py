@@ -9,23 +9,28 @@ BATCHES = [[1], [0], [64, 65], [0, 0, 0], [20, 900, 64], [5000, 1, 0, 130, 64], 
 COUNTS = [1, 2, 7, 16]
 
 
-def pieces(plan, lengths):
+def blocks(n, reach):
+    return -(-n // 64) - (0 if reach is None else max(n - reach, 0) // 64)
+
+
+def pieces(plan, lengths, reach=None):
     """(partition, request, first block, past the last) of all that is walked, as the Gluon kernel reads items."""
     for p in range(plan.partitions):
         (b0, t0), (b1, t1) = plan.items[p].tolist(), plan.items[p + 1].tolist()
         for b in range(b0, min(b1 + (t1 > 0), len(lengths))):
-            n = -(-min(max(lengths[b], 0), plan.capacity) // 64)
+            n = blocks(min(max(lengths[b], 0), plan.capacity), reach)
             lo, hi = t0 if b == b0 else 0, t1 if b == b1 and t1 > 0 else n
             if lo < hi or n == 0:
                 yield p, b, lo, hi
 
 
+@pytest.mark.parametrize("reach", [None, 1, 200])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("lengths", BATCHES)
-def test_every_block_once_in_slots_of_its_own(lengths, count):
-    plan = schedule.reference(lengths, 10**6, count)
+def test_every_block_once_in_slots_of_its_own(lengths, count, reach):
+    plan = schedule.reference(lengths, 10**6, count, reach)
     walked, used = {b: [] for b in range(len(lengths))}, set()
-    for p, b, lo, hi in pieces(plan, lengths):
+    for p, b, lo, hi in pieces(plan, lengths, reach):
         walked[b].append((lo, hi))
         if plan.count[b] > 1:
             slot = int(plan.shift[b]) + p
@@ -36,7 +41,7 @@ def test_every_block_once_in_slots_of_its_own(lengths, count):
     for b, n in enumerate(lengths):
         assert len(walked[b]) == plan.count[b]
         assert [lo for lo, _ in walked[b]] == [0, *[hi for _, hi in walked[b][:-1]]]
-        assert walked[b][-1][1] == -(-n // 64)
+        assert walked[b][-1][1] == blocks(n, reach)
 
 
 def test_partitions_are_equal():

@@ -16,11 +16,12 @@ BATCHES = [[1], [0], [64, 65], [0, 0, 0], [20, 900, 64], [5000, 1, 0, 130, 64], 
 COUNTS = [1, 2, 7, 16]
 
 
-def on_device(lengths, T, count):
+def on_device(lengths, T, count, window):
     """In the interpreter's process: items, shift, first and count by the kernel."""
     B = len(lengths)
     made = [torch.full((count + 1, 2), -7, dtype=torch.int32), *torch.full((3, B), -7, dtype=torch.int32)]
     call = DecodeCall(torch.empty(B, 1, 1, 576, device="meta"), torch.empty(B, T, 512, device="meta"), scale=1.0)
+    call = call._replace(window=window)
     step = steps._cut(call, replace(PRESETS["sm_90"], sms=count))
     lens = torch.tensor(lengths, dtype=torch.int32)
     buffers = dict(zip(("lengths", "items", "shift", "first", "count"), (lens, *made), strict=True))
@@ -58,11 +59,11 @@ def combined(lengths, count, H, sinks):
 
 def test_the_kernel_follows_the_rule(run):
     for lengths in BATCHES:
-        for count in COUNTS:
-            plan = schedule.reference(lengths, 4096, count)
-            got = run(on_device, lengths, 4096, count)
+        for count, window in zip(COUNTS, (0, 200, 1, 0), strict=True):
+            plan = schedule.reference(lengths, 4096, count, window or None)
+            got = run(on_device, lengths, 4096, count, window)
             for x, want in zip(got, (plan.items, plan.shift, plan.first, plan.count), strict=True):
-                assert torch.equal(x, want), (lengths, count)
+                assert torch.equal(x, want), (lengths, count, window)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
