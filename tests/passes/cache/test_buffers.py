@@ -200,10 +200,25 @@ class Rotated(Static):
         return rotated(k, torch.arange(CAPACITY, dtype=k.dtype)), v
 
 
-@pytest.mark.parametrize("make", [Adds, Accumulates, OneHead, OtherWeights, Rotated])
+@pytest.mark.parametrize("make", [Adds, Accumulates, OneHead])
 def test_other_buffers_stay(make):
+    stays(make(in_place=False))
+
+
+@pytest.mark.parametrize(("make", "count"), [(OtherWeights, 2), (Rotated, 1)])
+def test_values_become_rows_where_keys_cannot(make, count):
     module = make(in_place=False)
-    stays(module, count=2 if make is OtherWeights else 1)
+    program = latent(module, count=count)
+    (site,) = program.graph_module.meta["mla_report"].sites
+    assert (site.code, site.parts) == ("absorbed", ("values",))
+    change = program.graph_module.meta["mla_cache"]
+    assert [(t.name, t.values, t.kept) for t in change.inputs] == [("v_buffer", H * V, L)]
+    mine, theirs = buffers(), program.example_inputs[0][1:3]
+    for start in (0, count, 2 * count):
+        x, at = tokens(start, count)
+        (expected, *mine), (got, *theirs) = module(x, *mine, at), program.module()(x, *theirs, at)
+        assert (got - expected).abs().max() < EXACT
+        assert (theirs[0] - mine[0]).abs().max() < EXACT
 
 
 def test_a_bias_stays():
