@@ -23,8 +23,8 @@ One load of the tile c serves both products. The flags below are compile-time co
 * They find it by descriptors, one for each 16 columns: 36 of the query that no trip changes. LLVM would compute them
   before the loop and keep them in registers beside the sums; there nothing is moved out of it (``disable_licm``). Where
   warps multiply, the query's own fragments are to be moved out, and are.
-* A base and its columns are added up before a row's offset: they are the same in every trip, or for a page. Of rope's
-  few columns the offsets are added up first: that takes less registers where a page is looked up.
+* A base and its columns are added up before a row's offset: they are the same in every trip, or for a page. Where
+  a page is looked up rope's offsets are added up first: that takes less registers there, and elsewhere more.
 * fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``.
 """
 
@@ -310,8 +310,11 @@ def attend(
             m_r = seen[:, None]
             if BLOCK_R != R:
                 m_r = m_r & (c_r < R)[None, :]
-            b_r = tl.load(p_r + (o_r[:, None] + c_r[None, :] * rope_c), mask=m_r, other=0.0)  # [BLOCK_N,BLOCK_R]
-            b_r = to_dot(b_r, DTYPE)
+            if PAGE > 0:
+                p_r = p_r + (o_r[:, None] + c_r[None, :] * rope_c)  # [BLOCK_N,BLOCK_R]
+            else:
+                p_r = (p_r + c_r * rope_c)[None, :] + o_r[:, None]  # [BLOCK_N,BLOCK_R]
+            b_r = to_dot(tl.load(p_r, mask=m_r, other=0.0), DTYPE)
             b_s = tl.dot(b_qr, b_r.T, b_s, input_precision=PRECISION)
         if kv_scale is not None:
             if ROPE_SCALED:
