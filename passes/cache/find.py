@@ -107,7 +107,11 @@ def find_caches(
         if any(t in found for t in tensors):
             continue
         # Values first: what is done to keys alone (a rotation, a norm) is what mostly stands in the way.
-        for chosen in (tensors, _alone(read, "values"), _alone(read, "keys")):
+        options = [tensors, _alone(read, "values"), _alone(read, "keys")]
+        # Where a weight makes one side of what is cached, the model caches latents itself, and returns K besides.
+        if any(search.expands(read["keys"], p.k) for p in site.products) or search.expands(read["values"], site.v):
+            options = options[:1]
+        for chosen in options:
             sides = {t: frozenset(side for side in read if t in read[side]) for t in chosen}
             kept = search.keep(chosen, site.node, sides) if chosen else None
             if kept and _saves(kept, alone=chosen is not tensors):
@@ -134,6 +138,11 @@ class _Search:
     assumed: frozenset[fx.Node]
     overwritten: Mapping[fx.Node, fx.Node]
     packs: bool
+
+    def expands(self, cached: Iterable[fx.Node], operand: Operand) -> bool:
+        """Whether a weight makes ``operand`` of one of the ``cached`` tensors."""
+        pieces = self.maps.with_sources(cached).map(operand.node).pieces
+        return any(p.projected for p in pieces if p.source in {*cached})
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
         """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
