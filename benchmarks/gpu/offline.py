@@ -219,7 +219,7 @@ def markdown() -> str:
         "One line per kernel and version: registers per thread (of the Hopper kernel: at its launch; its consumers",
         "take 232 and its producer 40, for lists of keys 224 and 56, for fp8 216 and 72), bytes of spill stores/loads,",
         "shared memory in KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and",
-        "the spills that are put up with, stand in that file; CI checks them with Triton 3.6 and 3.7. Kernels that",
+        "the spills that are put up with, stand in that file; CI checks them with Triton 3.6 and 3.9. Kernels that",
         f"break one say so in the last column: {over}. Of the Hopper kernel CI also checks that no local memory",
         "is touched, that a fence and a barrier lie between a tile's stores and what reads it, that a barrier precedes",
         "every single arrive, and that a fence follows every wait for rows that were copied by cp.async.",
