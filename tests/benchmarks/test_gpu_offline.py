@@ -80,6 +80,10 @@ def test_every_fence_and_every_barrier_before_an_arrive_is_needed(compiled):
     if kernel == "mla_seesaw":
         assert len(fences) >= 9  # the barriers' own, the query, P and the zeroed rows of both consumers
         assert len(barriers) == 12
+    elif kernel == "mla_seesaw_fp8":
+        assert len(fences) >= 8  # no rows are zeroed; the producer's three beside the consumers' own
+        assert len(barriers) == 15
+        del fences[0]  # that of the barriers' own is for TMA, of which there is none
     else:
         assert len(fences) >= 15  # no rows are zeroed; of both consumers four waits in the loop and one behind it
         assert len(barriers) == 13
