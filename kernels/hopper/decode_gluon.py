@@ -34,7 +34,7 @@ Lists of keys have an entry and a producer of their own (list_gluon.py), and the
 cp.async, and there is nothing to be zeroed (CLEAN). So it is with float8 rows (fp8_gluon.py), which their producer
 converts.
 
-Compiles with Triton 3.6 and 3.7 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
+Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
 source; the fences and barriers inside a warpgroup, which it does not model, are read in the compiled PTX
 (benchmarks/gpu/ptx.py). Neither sees layouts: Triton's ConSan does, on a GPU (``consan`` of kernels/hopper/runner.py).

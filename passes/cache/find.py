@@ -24,7 +24,7 @@ outputs, or a cache converted for it, are to come back as its past.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,7 +104,7 @@ def find_caches(
         for product in site.products:
             read["keys"].update(search.cached(product.k, site))
         tensors = read["keys"] | read["values"]
-        if any(t in found for t in tensors):
+        if not tensors or any(t in found for t in tensors):
             continue
         # Values first: what is done to keys alone (a rotation, a norm) is what mostly stands in the way.
         options = [tensors, _alone(read, "values"), _alone(read, "keys")]
@@ -139,10 +139,10 @@ class _Search:
     overwritten: Mapping[fx.Node, fx.Node]
     packs: bool
 
-    def expands(self, cached: Iterable[fx.Node], operand: Operand) -> bool:
+    def expands(self, cached: Collection[fx.Node], operand: Operand) -> bool:
         """Whether a weight makes ``operand`` of one of the ``cached`` tensors."""
-        pieces = self.maps.with_sources(cached).map(operand.node).pieces
-        return any(p.projected for p in pieces if p.source in {*cached})
+        ways = [p.path for p in self.maps.map(operand.node).pieces if p.path]
+        return any(v.node in cached and v.contractions < way[-1].contractions for way in ways for v in way)
 
     def cached(self, operand: Operand, site: AttentionSite) -> dict[fx.Node, int]:
         """The tensor that ``operand`` shows and the caller keeps, with its axis of tokens."""
