@@ -39,7 +39,9 @@ class DecodeCall(NamedTuple):
     mask           bool (True: attend) or float (added to the scaled scores), 4-D, broadcastable to [B,H,S,T]
     seq_lens       int32 [B]: keys from there on are hidden; more than T counts as T. None: T
     sinks          float [H]: a score without a value, in the softmax's denominator only
-    kv_scale       float32 [] or [B,T]: what fp8 rows are multiplied by (rope only where it is fp8 too)
+    kv_scale       float32 [], [B,T] or [B,T,G], any strides: what fp8 rows are multiplied by (rope only where it is
+                   fp8 too). G: the latent's columns in groups of L/G, a power of two, each by a scale of its own;
+                   rope is not fp8 then
     indices        int32 [B,S,k]: query s sees the keys that its k entries name and no others (sparse attention). An
                    entry below 0 or from the length on names none; the others of a query are distinct. None: all keys
     schedule       int64 [n]: what the op decode_schedule returned for a call with this mask and these lengths, of the
@@ -60,7 +62,7 @@ class DecodeCall(NamedTuple):
     rope           [P,page,R] or None
     values, mask   None
     seq_lens       int32 [B], at most maxpages * page; 0 is allowed
-    kv_scale       float32 [] or [P,page]
+    kv_scale       float32 [], [P,page] or [P,page,G]
     block_table    int32 [B,maxpages]; entries at or past ceil(seq_lens[b] / page) are never read (-1 is customary)
     =============  ==================================================================================================
 
@@ -119,6 +121,11 @@ class DecodeCall(NamedTuple):
     def summed(self) -> Tensor:
         """The rows that are summed."""
         return self.latent if self.values is None else self.values
+
+    @property
+    def groups(self) -> int:
+        """Groups of latent columns with a scale of their own; 0 where ``kv_scale`` has none."""
+        return self.kv_scale.shape[2] if self.kv_scale is not None and self.kv_scale.dim() == 3 else 0
 
     @property
     def sizes(self) -> Sizes:

@@ -192,15 +192,29 @@ def _check_extras(call: DecodeCall) -> None:
             _need(call, False, f"kv_scale is for an fp8 cache, the latent is {latent.dtype}; leave it out")
         if kv_scale.dtype != torch.float32:
             _need(call, False, f"kv_scale is {kv_scale.dtype}, expected float32; cast it")
-        tokens = latent.shape[:2]  # a cached row each
-        if kv_scale.dim() != 0 and (kv_scale.dim() != 2 or tuple(kv_scale.shape) != tuple(tokens)):
-            form = "[B,T]" if call.block_table is None else "[P,page]"
-            _need(call, False, f"kv_scale is {_shape(kv_scale)}, expected [] or {form} = {list(tokens)}; reshape it")
+        _check_scales(call, kv_scale)
     elif latent.dtype == FP8:
         _no_scale(call)
     for name, x in (("seq_lens", seq_lens), ("sinks", sinks), ("kv_scale", kv_scale)):
         if x is not None and x.device != query.device:
             _need(call, False, f"{name} is on {x.device}, expected {query.device} as query; move one of them")
+
+
+def _check_scales(call: DecodeCall, kv_scale: Tensor) -> None:
+    tokens = call.latent.shape[:2]  # a cached row each
+    if kv_scale.dim() != 0 and (kv_scale.dim() not in (2, 3) or tuple(kv_scale.shape[:2]) != tuple(tokens)):
+        row = "B,T" if call.block_table is None else "P,page"
+        expected = f"[], [{row}] or [{row},G] with [{row}] = {list(tokens)}"
+        _need(call, False, f"kv_scale is {_shape(kv_scale)}, expected {expected}; reshape it")
+    if kv_scale.dim() == 3:
+        L, G = call.latent.shape[2], kv_scale.shape[2]
+        if not 0 < G <= L or L % G or (L // G).bit_count() != 1:
+            fits = "a part of L that leaves groups of a power of two columns"
+            _need(call, False, f"G of kv_scale is {G} beside L = {L}, expected {fits}; repeat or merge scales")
+        if call.rope is not None and call.rope.dtype == FP8:
+            _need(
+                call, False, f"rope is {FP8} beside scales of groups, which are the latent's; pass it in half precision"
+            )
 
 
 def _check_numbers(call: DecodeCall) -> None:

@@ -9,7 +9,8 @@ With ``t`` the key, ``L`` and ``R`` the widths of the latent row ``c`` and of th
     out[b,s,h,:]   = sum_t softmax_t(score[b,h,s,t]) v[b,t,:]           v = values, or c where values is None
     out[b,s,h,:]  *= exp(lse[b,s,h]) / (exp(lse[b,s,h]) + exp(sinks[h]))                    where sinks are given
 
-``c`` (and ``r`` where it is fp8) is the stored row times ``kv_scale``. The sink is not in ``lse``.
+``c`` (and ``r`` where it is fp8) is the stored row times ``kv_scale``, each group of columns times its own where it is
+[B,T,G]. The sink is not in ``lse``.
 
 With ``len = seq_lens[b]``, or T: a key is hidden from a query by a boolean mask that is False, by an additive mask of
 minus infinity, by ``t >= len``, by ``causal`` (``t > len - S + s``), by ``window > 0`` (``t <= len - S + s -
@@ -58,7 +59,8 @@ def decode_attention(call: DecodeCall) -> tuple[Tensor, Tensor]:
     read = visible.any(dim=2).any(dim=1)[:, :, None]  # [B,T,1]: seen by some query of this batch entry
     factor = torch.ones((), dtype=dtype, device=device)
     if call.kv_scale is not None:
-        factor = call.kv_scale.to(dtype)[..., None]
+        factor = call.kv_scale.to(dtype)
+        factor = factor.repeat_interleave(latent.shape[2] // call.groups, -1) if call.groups else factor[..., None]
     c = (latent.to(dtype) * factor).masked_fill(~read, 0.0)
     keys = c
     if call.rope is not None:
@@ -117,7 +119,7 @@ def _gathered(call: DecodeCall, table: Tensor) -> DecodeCall:
     return call._replace(
         latent=_rows(latent, at, slot),
         rope=None if rope is None else _rows(rope, at, slot),
-        kv_scale=kv_scale[at, slot] if kv_scale is not None and kv_scale.dim() == 2 else kv_scale,
+        kv_scale=kv_scale[at, slot] if kv_scale is not None and kv_scale.dim() else kv_scale,
         block_table=None,
     )
 

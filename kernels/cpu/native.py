@@ -55,7 +55,7 @@ FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 KINDS = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.bool: 4, torch.float8_e4m3fn: 5,
 }  # fmt: skip
-CALL = struct.Struct("@47q2d")  # struct Call in csrc/call.h
+CALL = struct.Struct("@49q2d")  # struct Call in csrc/call.h
 INDEX_CALL = struct.Struct("@18qd")  # struct IndexCall in csrc/index.h
 ROWS_CALL = struct.Struct("@11q")  # struct RowsCall in csrc/rows.h
 MAX_FEW = 4  # rows that a product with a weight may have, as there
@@ -181,10 +181,11 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
     lengths = None if call.seq_lens is None else call.seq_lens.contiguous()
     out = torch.empty((B, S, H, Lv), dtype=query.dtype)
     lse = torch.empty((B, S, H), dtype=torch.float32)
-    scales, scales_at, scales_b, scales_t = call.kv_scale, 0, 0, 0
+    scales, scales_at, scale_strides, scale_width = call.kv_scale, 0, (0, 0, 0), L + R
     if scales is not None:
         scales_at = scales.data_ptr()
-        scales_b, scales_t = scales.stride() if scales.dim() else (0, 0)
+        scale_strides = (*scales.stride(), 0, 0, 0)[:3]
+        scale_width = L // call.groups if call.groups else L + R
     sinks = None if call.sinks is None else call.sinks.to(torch.float32)
     packed = CALL.pack(
         *(B, S, H, T, L, R, Lv),
@@ -199,7 +200,7 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
         *(call.causal, call.window, torch.get_num_threads(), library.amx),
         *(table_at, table_b, page_bits),
         *(indices_at, indices_b, indices_s, k),
-        *(scales_at, scales_b, scales_t),
+        *(scales_at, *scale_strides, scale_width),
         KINDS[latent.dtype if rope is None else rope.dtype],
         0 if sinks is None else sinks.data_ptr(),
         *(call.scale, call.softcap),

@@ -25,7 +25,9 @@ One load of the tile c serves both products. The flags below are compile-time co
   warps multiply, the query's own fragments are to be moved out, and are.
 * A base and its columns are added up before a row's offset: they are the same in every trip, or for a page. Where
   a page is looked up rope's offsets are added up first: that takes less registers there, and elsewhere more.
-* fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``.
+* fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. A scale of
+  all rows or of a token is a factor of the scores and of the weights. Those of groups of columns are not: rows are
+  multiplied by them in float32 and rounded to DTYPE, once.
 """
 
 from __future__ import annotations
@@ -54,6 +56,13 @@ def to_dot(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def times_groups(x, scales, GROUP: tl.constexpr):
+    """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP]."""
+    groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
+    return (groups * scales[:, :, None]).reshape(x.shape[0], x.shape[1])
+
+
+@triton.jit
 def power_of_two(amax):
     """``(down, up)``: powers of two with amax * down in [2^13, 2^14) and down * up = 1; NaN and infinity stay so."""
     exponent = tl.minimum(tl.maximum(amax.to(tl.int32, bitcast=True) >> 23, 14), 254)
@@ -79,7 +88,7 @@ def attend(
     places,  # int32 [B*S,entries], scratch, or None; see kernels/triton/lists_triton.py
     bias,  # float32 [B*S,entries], scratch, or None
     sinks,  # [H] or None
-    kv_scale,  # [] or by token
+    kv_scale,  # [], by token, or by token and group
     scale,
     softcap,
     query_b,
@@ -101,6 +110,7 @@ def attend(
     mask_t,
     scale_b,
     scale_t,
+    scale_g,
     work_b,  # 0 where all requests share one list
     work_plane,
     indices_b,
@@ -132,6 +142,7 @@ def attend(
     SOFTCAP: tl.constexpr,
     MASK_ROWS: tl.constexpr,  # the mask differs between query rows
     TOKEN_SCALE: tl.constexpr,  # kv_scale differs between tokens
+    GROUP: tl.constexpr,  # columns of the latent that have a scale in common, where groups have their own; else 0
     ROPE_SCALED: tl.constexpr,  # kv_scale is for rope too
     DIRECT: tl.constexpr,
     PDL: tl.constexpr,
@@ -225,7 +236,7 @@ def attend(
             rope += b.to(tl.int64) * rope_b
         if values is not None:
             values += b.to(tl.int64) * values_b
-        if TOKEN_SCALE:
+        if TOKEN_SCALE or GROUP > 0:
             kv_scale += b.to(tl.int64) * scale_b
     else:
         table += b.to(tl.int64) * table_b
@@ -236,7 +247,7 @@ def attend(
         elif MASK_ROWS:
             p_mask = mask + head.to(tl.int64) * mask_h + s_token.to(tl.int64) * mask_s  # [BLOCK_M]
     if kv_scale is not None:
-        if not TOKEN_SCALE:
+        if not TOKEN_SCALE and GROUP == 0:
             b_kv = tl.load(kv_scale).to(tl.float32)
     end = length - S + s_token  # causal: the last key that the row sees
 
@@ -297,13 +308,21 @@ def attend(
         if BLOCK_L != L:
             m_k = m_k & (c_l < L)[None, :]
         b_k = tl.load((p_k + c_l * latent_c)[None, :] + o_k[:, None], mask=m_k, other=0.0)  # [BLOCK_N,BLOCK_L]
+        if GROUP > 0:
+            p_g, o_g = tile_rows(kv_scale, table, start, n, length, scale_b, scale_t, PAGE, BLOCK_N, WIDE, LISTED)
+            c_g = tl.arange(0, BLOCK_L // GROUP)
+            m_g = seen[:, None]
+            if BLOCK_L != L:
+                m_g = m_g & (c_g < L // GROUP)[None, :]
+            b_g = tl.load((p_g + c_g * scale_g)[None, :] + o_g[:, None], mask=m_g, other=0.0)  # [BLOCK_N,groups]
+            b_k = times_groups(b_k, b_g, GROUP)
         b_k = to_dot(b_k, DTYPE)
         b_s = tl.dot(b_q, b_k.T, input_precision=PRECISION)  # [BLOCK_M,BLOCK_N]
         if TOKEN_SCALE:
             p_kv, o_kv = tile_rows(kv_scale, table, start, n, length, scale_b, scale_t, PAGE, BLOCK_N, WIDE, LISTED)
             b_kv = tl.load(p_kv + o_kv, mask=seen, other=0.0).to(tl.float32)[None, :]  # [1,BLOCK_N]
         if kv_scale is not None:
-            if not ROPE_SCALED:
+            if not ROPE_SCALED and GROUP == 0:
                 b_s = b_s * b_kv
         if R > 0:
             p_r, o_r = tile_rows(rope, table, start, n, length, rope_b, rope_t, PAGE, BLOCK_N, WIDE, LISTED)
@@ -377,7 +396,7 @@ def attend(
     lse2 = top + tl.log2(tl.where(some, total, 1.0))
     factor = 1.0 / tl.where(some, total, 1.0)
     if kv_scale is not None:
-        if not TOKEN_SCALE:
+        if not TOKEN_SCALE and GROUP == 0:
             factor = factor * b_kv
     acc = acc * factor[:, None]
     if DIRECT:

@@ -211,9 +211,8 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
     wide |= far
     to.pointer("sinks", call.sinks if direct else None)
     to.pointer("kv_scale", call.kv_scale)
-    by_token = call.kv_scale is not None and call.kv_scale.dim() > 0
-    scale_b, scale_t = call.kv_scale.stride() if call.kv_scale is not None and by_token else (0, 0)
-    to.strides({"scale_b": scale_b, "scale_t": scale_t})
+    scale_strides = (*(() if call.kv_scale is None else call.kv_scale.stride()), 0, 0, 0)
+    to.strides({f"scale_{axis}": stride for axis, stride in zip("btg", scale_strides, strict=False)})
     to.strides({"table_b": 0 if call.block_table is None else call.block_table.stride(0)})
     to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
     factor = call.scale / call.softcap if call.softcap > 0 else call.scale * math.log2(math.e)
@@ -249,7 +248,8 @@ def _attention(call: DecodeCall, plan: Plan, device: Device, fn: Any, least: int
         "WINDOW": call.window > 0,
         "SOFTCAP": call.softcap > 0,
         "MASK_ROWS": by_row,
-        "TOKEN_SCALE": by_token,
+        "TOKEN_SCALE": call.kv_scale is not None and call.kv_scale.dim() == 2,
+        "GROUP": z.L // call.groups if call.groups else 0,
         "ROPE_SCALED": call.rope is not None and call.rope.dtype.itemsize == 1,
         "DIRECT": direct,
         "PDL": plan.pdl and not direct,

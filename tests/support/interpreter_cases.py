@@ -47,7 +47,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
-    kv_scale: str | None = None
+    kv_scale: str | None = None  # tensor, token, or group: of 16 columns
     mask: str | None = None  # kind and axes: "bool B11T", "add 1HST", "lowest B1ST"
     k: int = 0  # entries of a list of keys for each query token; 0: no lists
     sees: str = "random"  # of the mask: random, left (padding), tail (of a static cache), holes, nothing
@@ -142,14 +142,21 @@ def make(case: Case) -> Made:
         scale = torch.tensor(0.37)
     elif case.kv_scale == "token":
         scale = torch.rand(B, T, generator=g) * 3 + 0.01
-    factor = 1.0 if scale is None else (scale.double() if scale.dim() == 0 else scale.double()[..., None])
-    exact_rope = stored_rope.double() * (factor if rope_dtype == FP8 else 1.0)
+    elif case.kv_scale == "group":
+        scale = (torch.rand(B, T, case.L // 16 + 1, generator=g) * 3 + 0.01)[..., 1:]
+    factor = torch.ones(()).double() if scale is None else scale.double()
+    if factor.dim():
+        factor = factor[..., None] if factor.dim() == 2 else factor.repeat_interleave(16, -1)
+    exact_rope = stored_rope.double() * (factor if rope_dtype == FP8 and case.R else 1.0)
+    exact_latent = stored[..., : case.L].double() * factor
+    if case.kv_scale == "group":  # rounded once, as the kernel says
+        exact_latent = exact_latent.bfloat16().double()
     numbers: dict[str, Any] = {
         "scale": case.scale, "causal": case.causal, "softcap": case.softcap, "window": case.window
     }  # fmt: skip
     exact = DecodeCall(
         query.double(),
-        (stored[..., : case.L].double() * factor).masked_fill(unread[..., None], 0.0),
+        exact_latent.masked_fill(unread[..., None], 0.0),
         exact_rope.masked_fill(unread[..., None], 0.0) if case.R else None,
         None if values is None else values.to(case.dtype).double(),
         _exact_mask(mask),
@@ -165,8 +172,8 @@ def make(case: Case) -> Made:
     stored, stored_rope = dirty(stored), dirty(stored_rope)
     if values is not None:
         values = dirty(values.to(case.dtype))
-    if scale is not None and scale.dim() == 2:
-        scale = scale.masked_fill(unread, torch.nan)
+    if scale is not None and scale.dim():
+        scale = scale.masked_fill(unread if scale.dim() == 2 else unread[..., None], torch.nan)
     table = None
     if paged:
         stored, stored_rope, table, scale = _paged(case, stored, stored_rope, scale, g)
@@ -207,7 +214,7 @@ def _paged(
         return bits.view(x.dtype)
 
     places = [empty(x) for x in (stored, rope)]
-    scales = None if scale is None or scale.dim() == 0 else torch.full((len(order), page), torch.nan)
+    scales = None if scale is None or scale.dim() == 0 else torch.full((len(order), page, *scale.shape[2:]), torch.nan)
     at = 0
     for b, count in enumerate(needed):
         for i in range(count):

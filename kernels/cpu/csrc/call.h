@@ -33,7 +33,8 @@ struct Call {  // kernels/cpu/native.py packs exactly these 8-byte fields
   int64_t table_b, page_bits;  // a page has 2^page_bits rows
   const int32_t* indices;      // [B,S,k], the last axis contiguous: the keys that a query sees
   int64_t indices_b, indices_s, k;  // k is -1 where a query sees all keys
-  Rows scales;  // float32 [B,T] or [P,page], strides 0 for one scale: what rows of float8 are multiplied by; or null
+  Rows scales;  // float32 [B,T,groups] or [P,page,groups]: what rows of float8 are multiplied by; or null
+  int64_t scales_g, scale_width;  // from group to group, and how many columns one has
   int64_t rope_kind;  // row_kind, or beside rows of float8 another one
   const float* sinks;  // [H], or null
   double scale, softcap;  // softcap is 0 where there is none

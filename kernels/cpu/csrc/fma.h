@@ -96,8 +96,11 @@ class Fma {
         float* to = copy + i * wide;
         const int64_t filled = seen && !seen[start + i] ? 0 : width;
         if constexpr (sizeof(T) == 1) {
-          const float factor = reinterpret_cast<const float*>(c.scales.data)[piece.at(c, c.scales, start + i)];
-          for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]) * factor;
+          const float* scales = reinterpret_cast<const float*>(c.scales.data) + piece.at(c, c.scales, start + i);
+          for (int64_t k = 0; k < filled; scales += c.scales_g) {
+            const float factor = *scales;
+            for (const int64_t end = std::min(filled, k + c.scale_width); k < end; ++k) to[k] = to_float(from[k]) * factor;
+          }
         } else {
           for (int64_t k = 0; k < filled; ++k) to[k] = to_float(from[k]);
         }

@@ -22,11 +22,13 @@ def call_of(
     B: int = 2, S: int = 2, H: int = 5, T: int = 230, L: int = 48, R: int = 8, rows: torch.dtype = torch.float32,
     rope: torch.dtype | None = None, query: torch.dtype | None = None, scales: str = "", **how: Any,
 ) -> DecodeCall:  # fmt: skip
-    """Random rows; those of float8 with one scale (``scales="one"``) or one for each token."""
+    """Random rows; those of float8 with one scale (``scales="one"``), or for each token one or (``"groups"``) three."""
     g = torch.Generator().manual_seed(T + H)
     kv_scale = None
     if rows == FP8:
         kv_scale = torch.tensor(0.7) if scales == "one" else torch.rand(B, T, generator=g) + 0.5
+        if scales == "groups":
+            kv_scale = (torch.rand(B, 3, T + 2, generator=g) + 0.5).transpose(1, 2)[:, :T]
     return DecodeCall(
         query=torch.randn(B, S, H, L + R, generator=g).to(query or (torch.float32 if rows == FP8 else rows)),
         latent=torch.randn(B, T, L, generator=g).to(rows),
@@ -41,7 +43,10 @@ def check(call: DecodeCall) -> None:
     out, lse = decode.run(call)
     latent, rope = call.latent.double(), None if call.rope is None else call.rope.double()
     if call.kv_scale is not None:
-        latent = latent * call.kv_scale.double()[..., None]
+        factors = call.kv_scale.double()[..., None].expand(
+            *call.kv_scale.shape, call.latent.shape[2] // (call.groups or 1)
+        )
+        latent = latent * (factors.flatten(2) if call.groups else factors[..., :1])
         if call.rope is not None and call.rope.dtype == FP8:
             rope = rope * call.kv_scale.double()[..., None]
     wide = call._replace(query=call.query.double(), latent=latent, rope=rope, kv_scale=None)
@@ -78,6 +83,8 @@ MORE: dict[str, dict[str, Any]] = {
         (torch.bfloat16, torch.float32, "one"),
         (torch.float16, torch.float16, "each"),
         (torch.float32, torch.float32, "each"),
+        (torch.bfloat16, torch.bfloat16, "groups"),
+        (torch.float32, torch.float32, "groups"),
     ],
     ids=str,
 )

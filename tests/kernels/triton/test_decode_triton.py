@@ -56,7 +56,15 @@ def test_dtypes(case: Case, run: Run):
         for scale in ("tensor", "token")
         for half, page, device in ((BF16, 0, "sm_80"), (F16, 64, "sm_90"))
     ]
-    + [Case(dtype=FP8, kv_scale="token", R=0, S=2, causal=True, lens=(5, 90))]
+    + [
+        Case(dtype=FP8, kv_scale="group", query_dtype=query, rope_dtype=half, page=page, splits=n, device=device, L=L)
+        for half, query, page, n, device, L in (
+            (BF16, BF16, 0, 1, "sm_90", 64),
+            (BF16, F32, 16, 2, "sm_90", 64),
+            (F16, F16, 64, 2, "sm_80", 48),
+        )
+    ]
+    + [Case(dtype=FP8, kv_scale=scale, R=0, S=2, causal=True, lens=(5, 90)) for scale in ("token", "group")]
 )
 def test_fp8(case: Case, run: Run):
     run(interpreter_cases.check, case)

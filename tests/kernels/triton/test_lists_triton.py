@@ -56,7 +56,10 @@ def test_dtypes(case: Case, run: Run):
         for scale in ("tensor", "token")
         for page, n, device in ((0, 1, "sm_80"), (0, 2, "sm_90"), (16, 2, "sm_90"), (64, 1, "sm_80"))
     ]
-    + [replace(LISTED, dtype=FP8, kv_scale="token", rope_dtype=BF16, splits=2, page=16)]
+    + [
+        replace(LISTED, dtype=FP8, kv_scale=scale, rope_dtype=BF16, splits=2, page=page)
+        for scale, page in (("token", 16), ("group", 16), ("group", 0))
+    ]
 )
 def test_fp8(case: Case, run: Run):
     run(interpreter_cases.check, case)
