@@ -22,7 +22,8 @@ One load of the tile c serves both products. The flags below are compile-time co
   writes a row writes the same bits, and reads only what it wrote itself.
 * They find it by descriptors, one for each 16 columns: 36 of the query that no trip changes. LLVM would compute them
   before the loop and keep them in registers beside the sums; there nothing is moved out of it (``disable_licm``). Where
-  warps multiply, the query's own fragments are to be moved out, and are.
+  warps multiply, the query's own fragments are to be moved out, and are; beside rows that are multiplied by scales of
+  groups there is no room for them (up to 520 bytes of spills).
 * A base and its columns are added up before a row's offset: they are the same in every trip, or for a page. Where
   a page is looked up rope's offsets are added up first: that takes less registers there, and elsewhere more.
 * fp8 rows are e4m3 bits (``uint8``, converted by shifts: sm_80 has no such conversion) or ``float8e4nv``. A scale of
@@ -275,7 +276,7 @@ def attend(
         next_n = entries_of(indices, first, entries, BLOCK_N, -1)
         if bias is not None:
             next_bias = entries_of(bias, first, entries, BLOCK_N, 0.0)
-    for i in tl.range(first, last, disable_licm=WARPGROUPS):
+    for i in tl.range(first, last, disable_licm=WARPGROUPS or GROUP > 0):
         if work is not None:
             tile = next_tile.to(tl.int32)
             word = next_word
