@@ -3,6 +3,8 @@
 Before: ``decode_attention(q, _to_copy(values.to(float32) * scales, bfloat16), rope, ...)``, which writes all rows anew
 
 After: ``decode_attention(q, values, rope, ..., kv_scale=scales)``: the kernel multiplies as it goes
+
+A row has one scale, or one for each group of columns, as FlashMLA keeps its rows (512 values, 4 scales).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, args_of, argument, is_tensor, packet, shape, val
-from mla_compile.passes.ir.sizes import same
+from mla_compile.passes.ir.operators import Broadcast, Copy, Regroup, Repeat, decode
+from mla_compile.passes.ir.sizes import Size, quotient, same, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 
 aten = torch.ops.aten
@@ -40,8 +43,12 @@ def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callab
             continue
         rows, scales = found
         builder = Builder(node, fake_mode)
+        while len(shape(scales)) > 2 and same(shape(scales)[-1], 1):
+            scales = builder.call(aten.squeeze.dim, scales, -1)
+        if val(scales).dtype != torch.float32:
+            scales = builder.call(aten._to_copy.default, scales, dtype=torch.float32)
         node.args = (query, rows, *args_of(node)[2:])
-        node.update_kwarg("kv_scale", builder.call(aten.squeeze.dim, scales, -1))
+        node.update_kwarg("kv_scale", scales)
         done += 1
     if done:
         remove_dead_code(graph)
@@ -49,13 +56,52 @@ def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callab
 
 
 def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The float8 values and the scales [B,T,1] that ``latent`` is the product of."""
-    product = args_of(latent)[0] if packet(latent) is aten._to_copy else latent
+    """The float8 values [B,T,L] whose product with scales ``latent`` is, and those: [B,T,1], [B,T,G] or [B,T,G,1].
+
+    Values are cast exactly. That the product is cast or rounded, reading the rows in place does without.
+    """
+    product = _moved(latent)
     if packet(product) is not aten.mul or not all(is_tensor(n) for n in args_of(product)):
         return None
-    values, scales = args_of(product)
-    rows = args_of(values)[0] if packet(values) is aten._to_copy else values
-    if val(rows).dtype != torch.float8_e4m3fn or val(scales).dtype != torch.float32:
+    if val(product).dtype not in (torch.float32, *_HALF):
         return None
-    per_token = len(shape(scales)) == 3 and same(shape(scales)[2], 1) and same(shape(scales)[1], shape(rows)[1])
-    return (rows, scales) if per_token and same(shape(scales)[0], shape(rows)[0]) else None
+    for values, scales in (args_of(product), args_of(product)[::-1]):
+        rows = _moved(values)
+        if val(rows).dtype == torch.float8_e4m3fn and same_sizes(shape(rows), shape(latent)):
+            found = _of_groups(scales, product, latent)
+            return None if found is None else (rows, found)
+    return None
+
+
+def _moved(node: fx.Node) -> fx.Node:
+    """What ``node`` is a copy of, in other axes or another dtype."""
+    while isinstance(how := decode(node), (Copy, Regroup)):
+        node = how.x
+    return node
+
+
+def _of_groups(scales: fx.Node, product: fx.Node, latent: fx.Node) -> fx.Node | None:
+    """The scales that are spread over the columns of a product: one for a row, or for each 2^n columns side by side.
+
+    The product is [B,T,L], as ``latent``, or [B,T,G,L/G].
+    """
+    (B, T, L), whole = shape(latent), shape(product)
+    if len(whole) == 3 and same_sizes(shape(scales), whole):
+        spread = scales
+        while isinstance(how := decode(spread), (Copy, Regroup)) and val(how.x).dtype == val(scales).dtype:
+            spread = how.x
+        if isinstance(how, Repeat):
+            of = shape(how.x)
+            return how.x if how.interleaved and same_sizes(of[:2], (B, T)) and _fits(L, of[2]) else None
+        if isinstance(how, Broadcast):
+            scales, whole = how.x, shape(spread)
+    of = shape(scales)
+    if len(of) != len(whole) or len(of) not in (3, 4) or not same_sizes((*of[:2], of[-1]), (B, T, 1)):
+        return None
+    return scales if len(of) == 3 or same(of[2], 1) or _fits(L, whole[2]) else None
+
+
+def _fits(L: Size, groups: Size) -> bool:
+    """Whether the operator takes scales of so many groups of columns."""
+    width = quotient(L, groups)
+    return isinstance(width, int) and width.bit_count() == 1
