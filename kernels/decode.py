@@ -106,14 +106,20 @@ def paged_decode_attention(
     """The same over a paged cache: token t of request b is row ``t % page`` of page ``block_table[b, t // page]``.
 
     ``kv_pages`` is [P,page,L+R] or [P,page,1,L+R] with ``latent_width`` = L (as FlashMLA and vLLM have it), or a tuple
-    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. The other arguments are described in
+    ``(latent_pages [P,page,L], rope_pages [P,page,R] or None)``. Or its rows are bytes (uint8 or float8_e4m3fn) as
+    FlashMLA packs them for DeepSeek-V3.2, with ``latent_width`` = L and without ``kv_scale``: L values in e4m3, then G
+    float32 scales of L/G of them each, then R values in bfloat16. G follows from the width of a row, L + 4 G + 2 R
+    bytes: 656 of them for 512, 4 and 64. The other arguments are described in
     :class:`mla_compile.kernels.call.DecodeCall`, the results and the errors are those of :func:`decode_attention`.
 
     ``check``: also compare the *values* of seq_lens and block_table with the sizes, waiting for the device. Without it
     only those on the CPU are looked at; on a GPU a length beyond the table counts as its end, and a page number outside
     the cache reads memory that is not the cache's.
     """
-    latent_pages, rope_pages = _pages(kv_pages, latent_width)
+    if kv_scale is None and isinstance(kv_pages, Tensor) and kv_pages.dtype.itemsize == 1 and query.dim() == 4:
+        latent_pages, rope_pages, kv_scale = _unpacked(kv_pages, latent_width, query.shape[-1])
+    else:
+        latent_pages, rope_pages = _pages(kv_pages, latent_width)
     indices = _first(indices, topk_length)
     call = DecodeCall(
         query, latent_pages, rope_pages, None, None, seq_lens, sinks, kv_scale, indices, schedule, block_table, scale,
@@ -207,6 +213,29 @@ def _pages(kv_pages: Tensor | tuple[Tensor, Tensor | None], L: int | None) -> tu
             "pass it, or the tuple (latent_pages, rope_pages)"
         )
     return pages[..., :L], pages[..., L:] if pages.shape[-1] > L else None
+
+
+def _unpacked(kv_pages: Tensor, L: int | None, K: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """``(latent_pages, rope_pages, kv_scale)``, views of rows of bytes for a query of K = L + R columns.
+
+    Rows that are K wide are values alone, and their scale is missing: the checks say so.
+    """
+    pages = _three(kv_pages)
+    width = pages.shape[-1]
+    if width == K or L is None or not 0 < L <= K:
+        return *_pages(pages, L), None
+    scales, rope = L, width - 2 * (K - L)
+    offset = 0 if torch.compiler.is_compiling() else pages.storage_offset()  # no graph can ask for it
+    aligned = all(n % 4 == 0 for n in (L, offset, *pages.stride()[:-1]))
+    if pages.stride(-1) != 1 or rope <= scales or (rope - scales) % 4 or not aligned:
+        raise InputError(
+            f"{PAGED}: kv_pages has rows of {width} bytes with strides {pages.stride()} and no kv_scale, expected rows "
+            f"of L + 4 G + 2 R = {L} + 4 G + {2 * (K - L)} bytes, dense and multiples of 4 bytes apart: values, "
+            "float32 scales, rope in bfloat16; pass kv_scale beside rows of values alone"
+        )
+    held = pages.view(torch.uint8)
+    rope_pages = held[..., rope:].view(torch.bfloat16) if K > L else None
+    return held[..., :scales].view(checks.FP8), rope_pages, held[..., scales:rope].view(torch.float32)
 
 
 def _three(pages: Tensor) -> Tensor:

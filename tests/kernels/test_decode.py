@@ -78,6 +78,47 @@ def test_fp8_rows_are_multiplied_by_their_scale(form: str, paged: bool):
     torch.testing.assert_close(got, want)
 
 
+def flashmla_rows(rows: Tensor, G: int) -> tuple[Tensor, Tensor]:
+    """Rows [...,L+R] as FlashMLA packs them, and what they stand for."""
+    groups = rows[..., :L].unflatten(-1, (G, -1))
+    scales = groups.abs().amax(-1) / 448
+    values, rope = (groups / scales[..., None]).to(FP8), rows[..., L:].bfloat16()
+    held = [x.contiguous().view(torch.uint8) for x in (values.flatten(-2), scales, rope)]
+    stands = torch.cat([(values.float() * scales[..., None]).flatten(-2), rope.float()], -1)
+    return torch.cat(held, -1), stands
+
+
+@pytest.mark.parametrize("head_axis", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, FP8], ids=str)
+def test_rows_as_flashmla_packs_them(dtype: torch.dtype, head_axis: bool):
+    x = pages()
+    held, stands = flashmla_rows(x["kv_pages"], 3)
+    assert held.shape[-1] == L + 4 * 3 + 2 * R
+    held = torch.nn.functional.pad(held, (0, 4))[..., :-4].view(dtype)  # room beside the rows
+    given = {**x, "kv_pages": held[:, :, None] if head_axis else held}
+    got = decode.paged_decode_attention(**given, latent_width=L, scale=0.3, causal=True)
+    want = decode.paged_decode_attention(**{**x, "kv_pages": stands}, latent_width=L, scale=0.3, causal=True)
+    torch.testing.assert_close(got, want)
+    compiled = torch.compile(decode.paged_decode_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given, latent_width=L, scale=0.3, causal=True), got)
+
+
+def test_packed_rows_that_do_not_fit():
+    x = pages()
+    held, _ = flashmla_rows(x["kv_pages"], 3)
+    for cache, width, why in (
+        (held[..., :-1], L, "of 51 bytes"),  # scales that are no multiple of 4 bytes
+        (held[..., : L + 2 * R], L, "of 40 bytes"),  # no scale
+        (torch.nn.functional.pad(held, (0, 1))[..., :-1], L, r"multiples of 4 bytes apart"),
+        (held[..., ::2], L, "dense"),
+        (held.view(FP8)[..., : L + R], L, "kv_scale is missing"),
+        (held, None, "latent_width is None"),
+        (held[..., :48], L, "G of kv_scale is 2"),
+    ):
+        with pytest.raises(InputError, match=why):
+            decode.paged_decode_attention(**{**x, "kv_pages": cache}, latent_width=width, scale=0.3)
+
+
 def test_gradients_are_refused():
     x = pages()
     x["query"].requires_grad_()
