@@ -8,7 +8,8 @@ the cache. So calls are planned, compiled and bound for T rounded up, and told T
 While a cache holds fewer tokens than a query may choose, the lists of chosen keys grow with it: their length is told
 too, and the plan is for a longer one.
 
-Not so with a mask or with scales by token, whose own sizes follow from T, and where offsets could need 64 bits.
+Scales by token are rows of their own. Not so with a mask, whose own sizes follow from T, and where offsets could need
+64 bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from mla_compile.kernels.call import DecodeCall
 
 # The scalars that a launch is told.
-SIZED = ("T", "latent_b", "rope_b", "values_b", "entries", "indices_b", "indices_s")
+SIZED = ("T", "latent_b", "rope_b", "values_b", "scale_b", "entries", "indices_b", "indices_s")
 STEP = 64  # tokens to which T is rounded up, up to 1024; from there on to an eighth of a power of two
 LARGEST = 1 << 20  # tokens up to which it is rounded
 _I32 = 1 << 31
@@ -44,8 +45,7 @@ def rounded(T: int) -> int:
 
 def grown(call: DecodeCall) -> Grown | None:
     """How the rows of a call may grow; None where every T is a kind of its own, or the rows are none."""
-    scale = call.kv_scale
-    if call.mask is not None or call.block_table is not None or (scale is not None and scale.dim()):
+    if call.mask is not None or call.block_table is not None:
         return None
     latent = call.latent
     if latent.dim() != 3 or not 1 < (T := latent.shape[1]) <= LARGEST:
@@ -53,20 +53,23 @@ def grown(call: DecodeCall) -> Grown | None:
     most = rounded(T)
     forms: list[tuple[Any, ...] | None] = []
     scalars = [T]
-    for rows in (latent, call.rope, call.values):
-        if rows is None:
-            forms.append(None)
+    for rows in (latent, call.rope, call.values, call.kv_scale):
+        scales = rows is call.kv_scale
+        if rows is None or rows.dim() == 0:
+            forms.append(rows if rows is None else ())
             scalars.append(0)
             continue
+        if scales and rows.dim() == 2:
+            rows = rows.unsqueeze(2)
         if rows.dim() != 3:
             return None
         B, tokens, width = rows.shape
         outer, row, column = rows.stride()
         if most * row + width * column >= _I32:
             return None
-        # The compiler is told of multiples of 16. Rows of unequal tokens are a kind that the check refuses.
+        # The compiler is told of multiples of 16, but of scales. Rows of unequal tokens are a kind that the check refuses.
         distance = -1 if outer == T * row else outer
-        forms.append((B, tokens == T, width, distance, outer % 16 == 0, row, column))
+        forms.append((B, tokens == T, width, distance, scales or outer % 16 == 0, row, column))
         scalars.append(outer)
     if call.indices is None:
         return Grown(most, tuple(forms), (*scalars, 0, 0, 0))

@@ -42,7 +42,7 @@ LOG = logging.getLogger("mla_compile.kernels")
 REMEMBERED = 1024  # calls of different sizes
 _KERNELS: dict[str, Any] = {"triton": steps, "gluon": hopper_steps}  # what a plan's kernel launches
 _SCHEDULE = DecodeCall._fields.index("schedule")
-_ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values", "indices"))
+_ROWS = frozenset(DecodeCall._fields.index(name) for name in ("latent", "rope", "values", "kv_scale", "indices"))
 
 
 class _Bound(NamedTuple):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 _I32 = 1 << 31
+# Strides of one number for each token: a multiple of 16 in one step of decoding, and not in the next.
+_BY_TOKEN = frozenset({"scale_b"})
 TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -98,7 +100,7 @@ class Arguments:
                 self.constants[name] = stride
             else:
                 self.scalars[name] = stride
-                if stride % 16 == 0:
+                if stride % 16 == 0 and name not in _BY_TOKEN:
                     self.aligned.add(name)
 
     def step(self, name: str, fn: Any, grid: tuple[int, int, int], options: dict[str, Any]) -> Step:

@@ -49,6 +49,28 @@ def test_a_growing_cache_is_a_handful_of_kinds(dense: bool, driver: FakeDriver):
     assert [a["rope_b"] for a in attends] == [a["latent_b"] for a in attends]
 
 
+@pytest.mark.parametrize("groups", [(), (4,)])
+@pytest.mark.parametrize("dense", [False, True])
+def test_scales_of_tokens_grow_with_them(dense: bool, groups: tuple[int, ...], driver: FakeDriver):
+    """A model's own float8 cache is a kind of call, not one of each token."""
+
+    def quantized(T: int) -> DecodeCall:
+        room = torch.zeros(B, T if dense else 3000, 32, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scales = torch.ones(B, room.shape[1], *groups)[:, :T]
+        return call(T, dense, latent=room[:, :T], rope=rows(T, dense)[..., 32:], kv_scale=scales)
+
+    for T in range(1000, 1200):
+        assert launch.launch(quantized(T)) is not None
+    assert len(launch._kinds) == len({rounded(T) for T in range(1000, 1200)}) * (1 + dense)
+    attends = [given for _, _, given in driver.launched if "latent_b" in given]
+    width = (groups or (1,))[0]
+    assert [a["scale_b"] for a in attends] == [width * (T if dense else 3000) for T in range(1000, 1200)]
+    whole = quantized(1100)
+    assert whole.kv_scale is not None
+    with pytest.raises(InputError, match=r"kv_scale is \[2, 1099"):
+        launch.launch(whole._replace(kv_scale=whole.kv_scale[:, 1:]))
+
+
 def test_a_call_of_sizes_seen_before_is_one_look_up(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
     for T in (1000, 1001, 1000):
         launch.launch(call(T))
@@ -67,7 +89,7 @@ def test_a_known_kind_still_refuses_rows_of_other_tokens():
 
 EXACT: list[dict[str, Any]] = [
     {"mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)},
-    {"kv_scale": torch.ones(B, 300)},
+    {"kv_scale": torch.ones(B, 300, 4, 1)},
     {"block_table": torch.zeros(B, 1, dtype=torch.int32)},
     {"latent": torch.empty_strided((B, 300, 32), (0, 1 << 23, 1), device="meta")},
     {"values": torch.empty_strided((B, 300, 32), (0, 1, 1 << 26), device="meta")},

@@ -276,11 +276,14 @@ def launched_for_another_length(case: Case, tokens: tuple[int, ...], splits: int
     device, bound, plans = PRESETS[case.device], None, set()
     for T in tokens:
         made = make(replace(case, T=T, lens=tuple(min(n, T) for n in case.lens), seed=T, k=min(case.k, T)))
-        room = torch.full((len(case.lens), T if dense else max(tokens) + 5, case.L + case.R), torch.nan)
-        room = room.to(case.dtype)
-        assert made.call.rope is not None
-        room[:, :T] = torch.cat([made.call.latent, made.call.rope], 2)
-        call = made.call._replace(latent=room[:, :T, : case.L], rope=room[:, :T, case.L :], num_splits=splits)
+        given = made.call
+        assert given.rope is not None
+        room = torch.full((len(case.lens), T if dense else max(tokens) + 5, case.L + case.R), torch.nan).to(case.dtype)
+        rows = room[:, :T, : case.L].copy_(given.latent), room[:, :T, case.L :].copy_(given.rope)
+        call = given._replace(latent=rows[0], rope=rows[1], num_splits=splits)
+        if given.kv_scale is not None and not dense:
+            scales = torch.full((*room.shape[:2], *given.kv_scale.shape[2:]), torch.nan)
+            call = call._replace(kv_scale=scales[:, :T].copy_(given.kv_scale))
         if min(case.lens) >= max(tokens):  # then T alone says where the keys end
             call = call._replace(seq_lens=None)
         form = kinds.grown(call)

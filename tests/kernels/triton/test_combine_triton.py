@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support import interpreter_cases
-from tests.support.interpreter_cases import Case, same
+from tests.support.interpreter_cases import FP8, Case, same
 
 Run = Callable[..., Any]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,6 +32,7 @@ def test_deterministic(page: int, feature: dict[str, Any], run: Run):
     [
         Case(lens=(700, 900), causal=True, S=2, block_n=32, device="sm_80", dtype=torch.float32),
         Case(lens=(640, 3), window=30, H=3, L=40, R=8),
+        Case(lens=(640, 3), dtype=FP8, kv_scale="token"),
     ]
 )
 @pytest.mark.parametrize("splits", [0, 7])
