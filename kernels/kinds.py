@@ -67,7 +67,7 @@ def grown(call: DecodeCall) -> Grown | None:
         outer, row, column = rows.stride()
         if most * row + width * column >= _I32:
             return None
-        # The compiler is told of multiples of 16, but of scales. Rows of unequal tokens are a kind that the check refuses.
+        # The compiler is told of multiples of 16 (not of scales). Rows of unequal tokens are a kind that checks refuse.
         distance = -1 if outer == T * row else outer
         forms.append((B, tokens == T, width, distance, scales or outer % 16 == 0, row, column))
         scalars.append(outer)
