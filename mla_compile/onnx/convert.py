@@ -28,6 +28,7 @@ from mla_compile.onnx.op import translations
 from mla_compile.onnx.tidy import tidy
 from mla_compile.options import Options
 from mla_compile.passes.ir.graph import packet
+from mla_compile.passes.rewrite.packed_rows import unpack_rows
 from mla_compile.report.report import Report
 from mla_compile.runtime.folds import folded_values
 
@@ -59,6 +60,7 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     outcome = pipeline.run(program, plain, frozen=True)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
+    unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the operator in ONNX reads no float8
     with torch.no_grad():  # the operator has no gradient, and tracing it again would ask for one
         origins = bake_projections(rewritten)
         split_complex(rewritten)

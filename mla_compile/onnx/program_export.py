@@ -138,7 +138,7 @@ def _compare(
     worst = 0.0
     for one in made:
         if isinstance(one, Path):
-            got = _run(one, [v.detach().cpu().numpy() for v in values])
+            got = _run(one, values)
         else:
             with torch.no_grad():
                 leaves = pytree.tree_leaves(one.module()(*args, **kwargs))
@@ -156,11 +156,20 @@ def _compare(
     return Verification(worst, allowed, reason=why_not)
 
 
-def _run(file: Path, values: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
+def _run(file: Path, values: Sequence[torch.Tensor]) -> list[Any]:
     ort = onnxruntime()
     try:
         session = cpu_session(ort, str(file))
         names = [value.name for value in session.get_inputs()]
-        return list(session.run(None, dict(zip(names, values, strict=True))))
+        given = {name: _held(ort, value.detach().cpu()) for name, value in zip(names, values, strict=True)}
+        return [value.numpy() for value in session.run_with_ort_values(None, given)]
     except errors(ort) as error:
         raise ExportError(f"onnxruntime {ort.__version__} does not run the exported {file.name}: {error}") from error
+
+
+def _held(ort: Any, value: torch.Tensor) -> Any:
+    """A tensor as ONNX Runtime holds it; float8 as bytes, for which numpy has no dtype."""
+    if value.dtype == torch.float8_e4m3fn:
+        held = value.contiguous().view(torch.uint8).numpy()
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(held, ir.DataType.FLOAT8E4M3FN)
+    return ort.OrtValue.ortvalue_from_numpy(value.numpy())

@@ -57,6 +57,30 @@ def test_a_traced_program_keeps_its_names(tmp_path):
             assert np.abs(got - expected.numpy()).max() < 1e-5
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_rows_in_float8(groups, tmp_path):
+    """The operator has no float8: rows are multiplied by their scales before it."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 2 * 10, bias=False)
+
+        def forward(self, query, rows, scales):
+            latent = (rows.float().unflatten(-1, (groups, -1)) * scales[..., None]).flatten(-2)
+            k, v = self.up(latent).unflatten(-1, (2, 10)).transpose(1, 2).split([6, 4], -1)
+            return nn.functional.scaled_dot_product_attention(query, k, v)
+
+    rows, scales = torch.randn(2, 7, 8).to(torch.float8_e4m3fn), torch.rand(2, 7, groups) + 0.5
+    exported = torch.export.export(seeded(Rows), (torch.randn(2, 2, 1, 6), rows, scales), strict=False)
+    done = mla_compile.export_onnx(exported, tmp_path / "m")
+    assert [site.code for site in done.report.sites] == ["absorbed"]
+    assert not done.verification.reason
+    assert done.verification.error < 1e-5
+    (given,) = (v for v in onnx.load(tmp_path / "m" / "decode.onnx").graph.input if v.name == "rows")
+    assert given.type.tensor_type.elem_type == onnx.TensorProto.FLOAT8E4M3FN
+
+
 @pytest.mark.parametrize("profile", ["portable", "inplace"])
 def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile):
     """It has one column; the operator takes the number of columns for the number of keys."""
