@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mla_compile.core.sharing import Sharing
-from mla_compile.passes.cache.packed import FLOAT8, pack, packed_width
+from mla_compile.passes.cache.packed import FLOAT8, pack, place_of_scale
 from mla_compile.passes.cache.pages import PagedRows
 from mla_compile.passes.cache.recipe import at_once
 
@@ -26,7 +26,7 @@ def rows_of_pages(
         taken = sharing.all_rows(taken, tokens)
     if pool.dtype != torch.uint8:
         return taken
-    scale = taken[:, packed_width(rows.width) - 4 :].contiguous().view(torch.float32)
+    scale = taken[:, place_of_scale(rows.width)].contiguous().view(torch.float32)
     return (taken[:, : rows.width].view(FLOAT8).float() * scale).to(rows.dtype)
 
 

@@ -40,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from mla_compile.core.program import Program
 from mla_compile.core.sharing import Sharing
 from mla_compile.passes.cache.exchange import Exchange
-from mla_compile.passes.cache.packed import float8_values, pack, packed_width
+from mla_compile.passes.cache.packed import float8_values, pack, packed_width, place_of_scale
 from mla_compile.passes.cache.paged_lists import INDEX, INDICES, PagedList, choose_over_pages, list_of, made_anew
 from mla_compile.passes.ir.graph import Builder, args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Copy, Join, Regroup, decode
@@ -349,5 +349,6 @@ def _attend(
 
 def _scales(pool: fx.Node, width: int, builder: Builder) -> fx.Node:
     """The scales [P,page] of packed rows where they lie: no pool is cut, so they are at multiples of four bytes."""
-    own = builder.call(aten.slice.Tensor, pool, 2, packed_width(width) - 4, packed_width(width))
+    at = place_of_scale(width)
+    own = builder.call(aten.slice.Tensor, pool, 2, at.start, at.stop)
     return builder.call(aten.squeeze.dim, builder.call(aten.view.dtype, own, torch.float32), -1)

@@ -42,6 +42,8 @@ def test_rows_come_back_within_a_step_of_float8(width, dtype):
     held = pack(rows, width, at_once)
     assert held.dtype == torch.uint8
     assert held.shape == (4, packed_width(width))
+    assert width + 4 <= packed_width(width) <= width + 22
+    assert packed_width(width) % 16 == 0, "a GPU could not load 16 bytes at a time"
     again = unpack(held, width, dtype, at_once)
     assert again.dtype == dtype
     for one, other in zip(again, rows, strict=True):  # each row with a scale of its own
