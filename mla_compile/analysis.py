@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mla_compile.core.program import Program
-from mla_compile.passes.attention.find import find_attention
+from mla_compile.passes.attention.find import find_attention, find_other_weights
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.canonical.normalize import normalize
 from mla_compile.passes.canonical.products import split_products
@@ -20,10 +20,12 @@ from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
 from mla_compile.passes.decide.cost import Device, Fold, Forms, default_device
 from mla_compile.passes.decide.judge import judge
+from mla_compile.passes.decide.not_softmax import not_softmax
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.decide.row_slices import with_row_slices
 from mla_compile.passes.decide.shared_rows import find_shared_rows
 from mla_compile.passes.ir.graph import ORIGIN
+from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.linear.records import Maps, VirtualSources
@@ -81,6 +83,15 @@ class Analysis:
         gm = self.program.gm
         on = device or default_device(device_type(gm))
         return judge(gm.graph, self.sites, self.maps, on, forms, fold, sparse=sparse)
+
+    def without_softmax(self) -> list[tuple[fx.Node, Stop]]:
+        """Attentions over a latent that have none, each with what is there in its place."""
+        gm = self.program.gm
+        found = find_other_weights(gm.graph, self.weights)
+        if not found:
+            return []
+        maps = with_row_slices([site for site, _ in found], self.maps)
+        return not_softmax(gm.graph, found, maps, default_device(device_type(gm)))
 
 
 @dataclass(frozen=True)

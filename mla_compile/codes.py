@@ -27,12 +27,14 @@ class Code(str, Enum):
     TOO_MANY_SOURCES = "too_many_sources"
     TRAINING = "training"
     RANKS_DIFFER = "ranks_differ"
+    ALREADY_ABSORBED = "already_absorbed"
 
     POSITION_DEPENDENT = "position_dependent"
     NONLINEAR = "nonlinear"
     TOKEN_MIXING = "token_mixing"
     HEAD_DEPENDENT_LATENT = "head_dependent_latent"
     SOFTMAX_AXIS = "softmax_axis"
+    NOT_SOFTMAX = "not_softmax"
     DROPOUT = "dropout"
     MASK_DEPENDS_ON_KEYS = "mask_depends_on_keys"
     UNSUPPORTED_WEIGHT = "unsupported_weight"
@@ -107,6 +109,10 @@ CODES: dict[Code, CodeInfo] = {
         "another rank of the group does not absorb this attention, and all ranks run the same form",
         "look at the report of the rank that is named: its own reason is there",
     ),
+    Code.ALREADY_ABSORBED: CodeInfo(
+        "kept",
+        "absorbed by hand: heads share one row per token, key and value at once, and nothing is expanded",
+    ),
     Code.POSITION_DEPENDENT: CodeInfo(
         "refused",
         "a position-dependent factor such as RoPE lies between the up-projection and the scores",
@@ -131,6 +137,12 @@ CODES: dict[Code, CodeInfo] = {
         "refused",
         "the softmax does not run over the keys",
         "normalise the scores over the key axis",
+    ),
+    Code.NOT_SOFTMAX: CodeInfo(
+        "refused",
+        "the values are weighed by another function of the scores than a softmax, such as a sigmoid or a ReLU",
+        "use a softmax; or absorb by hand, which needs none: W_k beside the queries, W_v behind the weighted sum, a "
+        "bias of the keys in the scores, one of the values times the sum of the weights",
     ),
     Code.DROPOUT: CodeInfo(
         "refused", "attention dropout is active", "call model.eval(), or set the attention dropout to 0"

@@ -111,6 +111,7 @@ def _split_heads(state: State) -> int:
 
 def _unfollowed(state: State) -> int:
     state.lost = unfollowed(state.graph, state.analysis.weights, state.analysis.sites)
+    state.lost += state.analysis.without_softmax()
     return len(state.lost)
 
 
@@ -215,8 +216,12 @@ def _by_heads(state: State) -> int:
     limit = state.options.expanded_bytes
     if limit is None:
         return 0
-    # Of latent attention only: other models keep their graphs, and get no guard more.
-    kept = {v.site.node.name for v in state.verdicts if CODES[v.code].verdict == "kept"}
+    # Of latent attention that is expanded only: other models keep their graphs, and get no guard more.
+    kept = {
+        v.site.node.name
+        for v in state.verdicts
+        if CODES[v.code].verdict == "kept" and v.code is not Code.ALREADY_ABSORBED
+    }
     done = _grouped(state, state.program, kept)
     state.by_heads, state.head_notes = done.done, done.notes
     if any(v.by_call and is_large(v.site, limit, guard=state.recompiles) for v in state.chosen):
@@ -332,7 +337,7 @@ PASSES = (
     Pass("analyse", "the canonical graph", "", _analyse),
     Pass("judge", "attentions and linear maps", "", _judge),
     Pass("split_heads", "verdicts, heads of other making", "attentions, on a copy that is kept", _split_heads),
-    Pass("unfollowed", "softmaxes that are no attention", "", _unfollowed),
+    Pass("unfollowed", "softmaxes that are no attention, attentions without one", "", _unfollowed),
     Pass("absorb", "verdicts", "attentions that were judged legal and worth it", _absorb),
     Pass("verify", "the rewritten and the untouched graph", "", _verify),
     Pass("index", "lists of keys", "scores that they were chosen by, to one operator", _index),

@@ -181,7 +181,8 @@ def decode_attention(library: Library, call: DecodeCall) -> tuple[Tensor, Tensor
     lengths = None if call.seq_lens is None else call.seq_lens.contiguous()
     out = torch.empty((B, S, H, Lv), dtype=query.dtype)
     lse = torch.empty((B, S, H), dtype=torch.float32)
-    scales, scales_at, scale_strides, scale_width = call.kv_scale, 0, (0, 0, 0), L + R
+    scales, scales_at, scale_width = call.kv_scale, 0, L + R
+    scale_strides: tuple[int, ...] = (0, 0, 0)
     if scales is not None:
         scales_at = scales.data_ptr()
         scale_strides = (*scales.stride(), 0, 0, 0)[:3]

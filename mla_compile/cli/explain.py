@@ -102,6 +102,8 @@ def _show(result: Explained, report: Report) -> None:
         say("nothing is absorbed; the report above says what stands in the way, and where")
     elif model.family == "kept":
         say("nothing is absorbed, because nothing would be saved; the report above says why")
+    elif model.family == "absorbed by hand":
+        say(f"{model.name} is absorbed by hand: nothing is left to absorb, and mla-compile leaves it as it is")
     elif model.family == "no attention":
         say(f"there is no attention in {model.name}, and mla-compile leaves it as it is")
     elif model.family != "MLA":

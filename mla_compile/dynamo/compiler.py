@@ -27,6 +27,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
+from mla_compile.dynamo.candidates import joined_by_a_function
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
@@ -324,6 +325,8 @@ def has_attention(gm: fx.GraphModule) -> bool:
             known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention", "attn"))
             if node.op.startswith("call_") and (known or _takes_three_tensors(node.target)):
                 return True
+        if joined_by_a_function(module.graph):
+            return True
     return False
 
 
@@ -365,11 +368,11 @@ def _trace(report: Report) -> None:
 
 
 def _all_kept_by_choice(report: Report) -> bool:
-    """Every site was left alone because that is cheaper here, or because the user asked for it."""
-    return all(
-        site.code in (Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING)
-        for site in report.sites
-    )
+    """Every site was left alone because that is cheaper here, the user asked for it, or nothing is left to absorb."""
+    choices = (
+        Code.COST_PREFILL, Code.COST_LATENT_WIDE, Code.FORMS_EXPANDED, Code.TRAINING, Code.ALREADY_ABSORBED,
+    )  # fmt: skip
+    return all(site.code in choices for site in report.sites)
 
 
 def _without_frames(error: Exception) -> Exception:

@@ -10,7 +10,7 @@ exponentials that are divided by their sum after they met the values) is found t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal
 
@@ -18,15 +18,16 @@ import torch
 from torch import fx
 
 from mla_compile.passes.attention.flex import Flex, flex_of
-from mla_compile.passes.attention.score_tracer import ScoreTracer
+from mla_compile.passes.attention.score_tracer import SOFTMAX, ScoreTracer
 from mla_compile.passes.attention.scores import Scores, align_right, oriented
 from mla_compile.passes.attention.site import NEGLIGIBLE, AttentionSite, MaskTerm, Operand, Product
 from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
+from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.sizes import same, same_sizes, size
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import depends_on
+from mla_compile.passes.ir.walk import REACH, depends_on, reachable
 
 aten = torch.ops.aten
 
@@ -41,10 +42,41 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
         elif (flex := flex_of(node)) is not None:
             sites.append(_flex(node, flex))
         elif tracer.is_product(node):
-            site = _written_out(node, tracer)
+            site = _written_out(node, tracer.probabilities)
             if site is not None:
                 sites.append(site)
     return sites
+
+
+def find_other_weights(graph: fx.Graph, weights: Collection[fx.Node]) -> list[tuple[AttentionSite, fx.Node]]:
+    """Attentions whose weights are a function of each score by itself, and the first operator of that function.
+
+    There is no softmax in them, so :func:`find_attention` does not find them.
+    """
+    tracer = ScoreTracer(weights, every_map=True)
+
+    def mapped(node: fx.Node) -> Scores | None:
+        scores = tracer.trace(node)
+        return None if scores is None or scores.mapped is None or scores.normalized or scores.exponential else scores
+
+    found: list[tuple[AttentionSite, fx.Node]] = []
+    for node in graph.nodes:
+        site = _written_out(node, mapped) if tracer.is_product(node) else None
+        if site is None or site.probs is None or site.problem is not None or not site.keys:
+            continue
+        scores = mapped(site.probs.node)
+        if scores is not None and scores.mapped is not None and not _beside_a_softmax(site.probs.node):
+            found.append((site, scores.mapped))
+    return found
+
+
+def _beside_a_softmax(weights_of_keys: fx.Node) -> bool:
+    """Whether a softmax has a part in the weights all the same, which an attention that cannot be followed has."""
+
+    def inputs(node: fx.Node) -> Collection[fx.Node]:
+        return () if is_contraction(node) else node.all_input_nodes
+
+    return any(packet(n) in SOFTMAX for n in reachable([weights_of_keys], inputs, REACH))
 
 
 def _fused(node: fx.Node) -> AttentionSite:
@@ -127,8 +159,8 @@ def _fused_problem(
     return None
 
 
-def _written_out(node: fx.Node, tracer: ScoreTracer) -> AttentionSite | None:
-    """The attention whose value product is ``node``, if one of its operands is a softmax over scores."""
+def _written_out(node: fx.Node, weighs: Callable[[fx.Node], Scores | None]) -> AttentionSite | None:
+    """The attention whose value product is ``node``, if one of its operands weighs the keys by their scores."""
     labelled = product_labels(node)
     assert labelled is not None, "a product has labels"
     (left, left_labels), (right, right_labels), out_labels = labelled
@@ -137,7 +169,7 @@ def _written_out(node: fx.Node, tracer: ScoreTracer) -> AttentionSite | None:
         (left, left_labels, right, right_labels),
         (right, right_labels, left, left_labels),
     ):
-        scores = tracer.probabilities(p)
+        scores = weighs(p)
         if scores is not None:
             return _close(node, scores, p, p_labels, v, v_labels, out_labels)
     return None

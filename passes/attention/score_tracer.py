@@ -34,11 +34,24 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-class ScoreTracer:
-    """Walks back from one node; remembers what it has seen in this graph."""
+_LINEAR = {aten.nan_to_num, aten.sub}
+_MAPS = {
+    aten.abs, aten.celu, aten.clamp_max, aten.clamp_min, aten.elu, aten.erf, aten.gelu, aten.hardsigmoid,
+    aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.log_sigmoid, aten.mish, aten.pow, aten.relu6, aten.selu,
+    aten.silu, aten.softplus, aten.square, aten.threshold,
+}  # fmt: skip
+_TRIANGLES = {aten.tril, aten.triu}
 
-    def __init__(self, weights: Collection[fx.Node]) -> None:
+
+class ScoreTracer:
+    """Walks back from one node; remembers what it has seen in this graph.
+
+    ``every_map``: also through functions of each score that are found where there is no softmax.
+    """
+
+    def __init__(self, weights: Collection[fx.Node], *, every_map: bool = False) -> None:
         self.weights = weights
+        self.further = {*_MAPS, *_TRIANGLES} if every_map else set()
         self._seen: dict[fx.Node, Scores | None] = {}
 
     def is_product(self, node: fx.Node) -> bool:
@@ -63,7 +76,7 @@ class ScoreTracer:
         if how is not None:
             move = _MOVES.get(type(how))
             return None if move is None or not is_tensor(node) else move(self, node, how)
-        rule = _RULES.get(packet(node))
+        rule = _elementwise if packet(node) in self.further else _RULES.get(packet(node))
         return None if rule is None or not is_tensor(node) else rule(self, node)
 
 
@@ -227,6 +240,8 @@ def _elementwise(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     for x in args_of(node):
         scores = tracer.trace(x) if is_tensor(x) else None
         if scores is not None and _keeps_shape(node, x):
+            linear = packet(node) in _LINEAR or packet(node) in _TRIANGLES
+            scores = scores if linear or scores.mapped else replace(scores, mapped=node)
             return scores.opened(f"{packet(node).__name__} between the products")
     return None
 

@@ -35,8 +35,9 @@ class Padded:
 class Scores:
     """``scale * sum(products)`` with masks, possibly ``normalized`` by a softmax over the atoms ``softmax``.
 
-    ``exponential``: an exponential was taken of the scores without a softmax that is known as one. ``below_top``: the
-    axis of which the greatest score was taken off all others. ``sinks``: a score besides, which has no value.
+    ``exponential``: an exponential was taken of the scores without a softmax that is known as one. ``mapped``: the
+    first function of each score by itself that is not linear. ``below_top``: the axis of which the greatest score was
+    taken off all others. ``sinks``: a score besides, which has no value.
     """
 
     axes: Axes
@@ -46,6 +47,7 @@ class Scores:
     softmax: Axis = ()
     normalized: bool = False
     exponential: bool = False
+    mapped: fx.Node | None = None
     open_core: str | None = None
     problem: Stop | None = None
     padded: tuple[Padded, ...] = ()
@@ -114,6 +116,7 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
         a,
         products=(*a.products, *renamed.products),
         masks=(*a.masks, *renamed.masks),
+        mapped=a.mapped or b.mapped,
         open_core=a.open_core or b.open_core,
         problem=a.problem or b.problem,
     )

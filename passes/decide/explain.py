@@ -90,11 +90,11 @@ def _made_outside(site: AttentionSite, maps: Maps) -> bool:
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:
     """Whether no head has keys or values of its own, as in MQA: several heads of the queries read the same rows."""
     operands = (*(p.k for p in site.products), site.v)
-    own = [a for a in site.lead if not all(_repeats(o, a, maps) for o in operands)]
+    own = [a for a in site.lead if not all(repeats(o, a, maps) for o in operands)]
     return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
 
 
-def _repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
+def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
     """Whether the rows of ``operand`` are the same for every position of ``atom``."""
     at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
     if at is None:

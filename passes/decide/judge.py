@@ -18,6 +18,7 @@ from torch import fx
 
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.by_hand import absorbed_by_hand
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
@@ -50,7 +51,8 @@ def judge(
 ) -> list[Verdict]:
     """One verdict per site, in order; ``sparse``: whether attention may read the keys of a list only."""
     judged = _Judge(graph, maps, device, forms, fold, sparse)
-    return judged.respect_other_users([judged.whole(site) for site in sites])
+    verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
+    return absorbed_by_hand(graph, verdicts, maps)
 
 
 @dataclass(frozen=True)

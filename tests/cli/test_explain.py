@@ -203,6 +203,19 @@ def test_what_is_absorbed_in_part_has_no_figures_of_the_whole(explained_models):
     assert "in part or by groups of heads (1) are counted as whole ones" in " ".join(done.output.split())
 
 
+def test_what_is_absorbed_by_hand_is_no_failure(explained_models):
+    done = call("python:explained_models:by_hand", "--html", "page.html")
+    assert done.exit_code == 1, done.output
+    assert "kept: already_absorbed" in done.output
+    assert "ByHand is absorbed by hand: nothing is left to absorb" in done.output
+    assert "not Multi-head Latent Attention" not in done.output
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "Nothing needs to be absorbed" in page
+    assert "what stands in the way" not in page
+    said = json.loads(call("python:explained_models:by_hand", "--json").stdout)
+    assert (said["family"], said["cache"], said["costs"]) == ("absorbed by hand", [], [])
+
+
 def test_what_is_not_known_of_a_core_alone(explained_models):
     """Queries that come in as they are: nothing tells how wide what projects them is, so folds have no figures."""
     done = call("python:explained_models:alone")

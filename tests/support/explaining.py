@@ -90,6 +90,15 @@ def in_part():
 def alone():
     return Core(nn.Identity()), (torch.randn(1, 4, 1, 11), torch.randn(1, 90, 24))
 
+class ByHand(Core):
+    def forward(self, q, latent):
+        w_k, w_v = (f.weight.unflatten(0, (4, -1)) for f in (self.k_up, self.v_up))
+        rows = latent[:, None]
+        return F.scaled_dot_product_attention(q @ w_k, rows, rows) @ w_v.mT
+
+def by_hand():
+    return ByHand(None), (torch.randn(1, 4, 1, 11), torch.randn(1, 90, 24))
+
 class Heads(nn.Linear):
     def forward(self, x):
         return F.scaled_dot_product_attention(*super().forward(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4))

@@ -3,9 +3,9 @@ rows, W_v comes afterwards. Nothing is expanded, nothing is left to do; it stays
 
 import torch
 
-from tests.zoo.base import NotMla, Usual, carried, causal
+from tests.zoo.base import Kept, Usual, carried, causal
 
-EXPECTED = NotMla()
+EXPECTED = Kept("already_absorbed")
 
 
 class Attention(Usual):

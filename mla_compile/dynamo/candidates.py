@@ -1,0 +1,58 @@
+"""Whether a graph of Dynamo's could have an attention without a softmax in it: a look at names, before any capture."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_PRODUCTS = frozenset({"matmul", "bmm", "einsum", "baddbmm", "__matmul__", "rmatmul", "__rmatmul__", "imatmul"})
+_ENDS = frozenset({"linear", "addmm", "mm", "conv1d", "conv2d", "conv3d", "embedding"})
+_MAPS = (
+    "sigmoid", "relu", "gelu", "silu", "elu", "swish", "tanh", "softplus", "square", "pow", "clamp", "clip", "mish",
+    "threshold", "erf", "abs", "maximum", "max",
+)  # fmt: skip
+_REACH = 24
+"""Operators between two products: scales, masks, casts and a function of the scores."""
+
+
+def joined_by_a_function(graph: fx.Graph) -> bool:
+    """Whether a product of activations reads, through a function of each number, what another one made.
+
+    Products with parameters do not count, so that the layers of an MLP or a router are none.
+    """
+    products = {n for n in graph.nodes if _is_product(n)}
+    return len(products) > 1 and any(_behind_a_function(n, products) for n in products)
+
+
+def _behind_a_function(product: fx.Node, products: set[fx.Node]) -> bool:
+    queue = [(n, _is_map(n)) for n in product.all_input_nodes]
+    seen: set[tuple[fx.Node, bool]] = set()
+    while queue and len(seen) < _REACH:
+        node, mapped = queue.pop(0)
+        if (node, mapped) in seen:
+            continue
+        seen.add((node, mapped))
+        if node in products:
+            if mapped:
+                return True
+        elif _name(node) not in _ENDS:
+            queue += [(n, mapped or _is_map(n)) for n in node.all_input_nodes]
+    return False
+
+
+def _is_product(node: fx.Node) -> bool:
+    return _name(node) in _PRODUCTS and not any(_is_parameter(n) for n in node.all_input_nodes)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "get_attr" or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+
+
+def _is_map(node: fx.Node) -> bool:
+    return any(word in _name(node) for word in _MAPS)
+
+
+def _name(node: fx.Node) -> str:
+    if not node.op.startswith("call_"):
+        return ""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
