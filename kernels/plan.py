@@ -129,14 +129,13 @@ def _hopper_suits(
     page: int | None,
     mask_bytes: int,
     device: Device,
-    listed: bool,
 ) -> bool:
     """Whether the Hopper kernel is for calls of these sizes: enough rows of its widths, no mask to read.
 
     What else it needs (strides, beside lists a mask of bits, for float8 a query of the products' dtype) the launch
     checks; it then asks again with ``gluon=False``.
     """
-    converted = dtypes[1] == torch.float8_e4m3fn and not listed  # row by row, from pages of any size
+    converted = dtypes[1] == torch.float8_e4m3fn  # row by row, from pages of any size
     known = (r for r in table() if (r.kernel, r.cache) == ("gluon", _cache_kind(dtypes[1])))
     return (
         device.capability == (9, 0)
@@ -260,7 +259,7 @@ def plan(
     page, mask_bytes = (None, 0) if listed else (page_size, _mask_bytes(masked, mask_bytes))
     layout = _layout(L, R, Lv, cache_dtype, page is not None, mask_bytes)
     dtypes = (query_dtype, cache_dtype)
-    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device, listed):
+    if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
         row, smem = fitted(starting_row(kind, rows, layout, device, "triton", listed=listed), layout, device)

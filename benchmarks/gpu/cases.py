@@ -30,7 +30,8 @@ CACHE_SPREAD = 0.1
 class Shape:
     """Letters of mla_compile.core.dims; ``kv`` is the longest request, ``page`` None a contiguous cache [B,T,L+R].
 
-    ``k`` is how many keys a list names for each query token, 0 where there are no lists.
+    ``k`` is how many keys a list names for each query token, 0 where there are no lists. ``groups`` > 0: rows are bytes
+    as FlashMLA packs them (L float8 values, so many float32 scales of them, rope in bfloat16), and ``cache`` is float8.
     """
 
     B: int
@@ -43,11 +44,17 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     cache: torch.dtype | None = None
     k: int = 0
+    groups: int = 0
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """The cache's dtype: the query's unless said otherwise."""
         return self.cache or self.dtype
+
+    @property
+    def row(self) -> int:
+        """Bytes of a cached row."""
+        return self.L + 4 * self.groups + 2 * self.R if self.groups else (self.L + self.R) * self.cache_dtype.itemsize
 
     @property
     def scale(self) -> float:
@@ -66,7 +73,7 @@ class Shape:
         """
         total = self.B * (self.k or self.kv) if tokens is None else tokens
         rows = self.B * self.S * self.H
-        moved = total * (self.L + self.R) * self.cache_dtype.itemsize
+        moved = total * self.row
         moved += rows * (2 * self.L + self.R) * self.dtype.itemsize + 4 * self.B * self.S * self.k
         return moved, 2 * self.S * self.H * total * (2 * self.L + self.R)
 
@@ -76,12 +83,13 @@ class Shape:
         extra += "" if self.dtype == torch.bfloat16 else f" {str(self.dtype).removeprefix('torch.')}"
         extra += f" k{self.k}" if self.k else ""
         extra += "" if self.cache is None else f" cache {str(self.cache).removeprefix('torch.')}"
+        extra += f" in rows of {self.row} bytes" if self.groups else ""
         return f"b{self.B} kv{self.kv} h{self.H} s{self.S}{extra}"
 
 
 @dataclass
 class Problem:
-    """Inputs of one call. ``kv`` is [P,page,L+R] or, with ``table`` None, [B,T,L+R]."""
+    """Inputs of one call. ``kv`` is [P,page,L+R] or, with ``table`` None, [B,T,L+R]; packed rows are uint8."""
 
     shape: Shape
     query: Tensor
@@ -98,12 +106,21 @@ class Problem:
         if own is not None:
             options["plan"] = own
         if self.table is None:
-            L = self.shape.L
-            rope = self.kv[..., L:] if self.shape.R else None
-            return decode.decode_attention(self.query, self.kv[..., :L], rope, seq_lens=self.lens, **options)
+            latent, rope, scales = self.parts(self.kv)
+            if scales is not None:
+                options["kv_scale"] = scales
+            return decode.decode_attention(self.query, latent, rope, seq_lens=self.lens, **options)
         return decode.paged_decode_attention(
             self.query, self.kv, self.table, self.lens, latent_width=self.shape.L, **options
         )
+
+    def parts(self, kv: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Latent, rope and, of packed rows, the scales of groups: views of rows."""
+        L, groups = self.shape.L, self.shape.groups
+        if not groups:
+            return kv[..., :L], kv[..., L:] if self.shape.R else None, None
+        start = L + 4 * groups
+        return kv[..., :L].view(FP8), kv[..., start:].view(torch.bfloat16), kv[..., L:start].view(torch.float32)
 
     def places(self) -> Tensor:
         """The lists as row numbers in the cache, int32 [B,S,k], as peers take them; -1 where no key is named."""
@@ -132,25 +149,29 @@ class Problem:
             options.pop(name, None)
         if self.shape.k:
             return self._truth_of_lists(options)
-        kv = self.rows(self.shape.kv)
+        latent, rope, of_groups = self.parts(self.rows(self.shape.kv))
+        latent, rope = latent.to(torch.float64), None if rope is None else rope.to(torch.float64)
         scales = options.pop("kv_scale", None)
-        kv = kv.to(torch.float64)
-        if scales is not None:
-            kv = kv * (self._by_row(scales).to(torch.float64) if scales.dim() else scales.to(torch.float64))
-        rope = kv[..., L:] if self.shape.R else None
+        if of_groups is not None:
+            latent = latent * of_groups.repeat_interleave(L // self.shape.groups, -1).to(torch.float64)
+        elif scales is not None:
+            factor = self._by_row(scales).to(torch.float64) if scales.dim() else scales.to(torch.float64)
+            latent, rope = latent * factor, None if rope is None else rope * factor
         call = DecodeCall(
-            self.query.to(torch.float64), kv[..., :L], rope, options.pop("values", None), options.pop("mask", None),
+            self.query.to(torch.float64), latent, rope, options.pop("values", None), options.pop("mask", None),
             scale=self.shape.scale, seq_lens=self.lens, **options,
         )  # fmt: skip
         return reference.decode_attention(call)
 
     def _truth_of_lists(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The same for lists alone, from their rows: all rows in float64 may not fit in memory."""
-        L, R = self.shape.L, self.shape.R
+        L = self.shape.L
+        latent, rope, scales = self.parts(self.kv)
+        if scales is not None:
+            options["kv_scale"] = scales
         call = DecodeCall(
-            self.query, self.kv[..., :L], self.kv[..., L:] if R else None, seq_lens=self.lens, block_table=self.table,
-            scale=self.shape.scale, **options,
-        )  # fmt: skip
+            self.query, latent, rope, seq_lens=self.lens, block_table=self.table, scale=self.shape.scale, **options
+        )
         few = chosen.gathered(call)
         few = few._replace(query=few.query.double(), latent=few.latent.double())
         out, lse = reference.decode_attention(few._replace(rope=None if few.rope is None else few.rope.double()))
@@ -240,7 +261,7 @@ def problem(shape: Shape, device: torch.device, seed: int, *, how: str = "full",
         kv = normal(of_cache, shape.B, shape.kv, width)
         past = torch.arange(shape.kv)[None, :] >= lens[:, None]
         kv[past.to(device)] = float("nan")
-        return Problem(shape, query, kv.to(shape.cache_dtype), None, lens.to(device), options)
+        return Problem(shape, query, stored(shape, kv), None, lens.to(device), options)
     used = -(-lens.long() // shape.page)
     spare = 3
     order = torch.randperm(int(used.sum()), generator=host) + spare
@@ -254,7 +275,18 @@ def problem(shape: Shape, device: torch.device, seed: int, *, how: str = "full",
     scales = options.get("kv_scale")
     if scales is not None and scales.dim():
         options["kv_scale"] = scales[: kv.shape[0]]
-    return Problem(shape, query, kv.to(shape.cache_dtype), table.to(device), lens.to(device), options)
+    return Problem(shape, query, stored(shape, kv), table.to(device), lens.to(device), options)
+
+
+def stored(shape: Shape, kv: Tensor) -> Tensor:
+    """Rows of float32 as a cache of this shape holds them."""
+    if not shape.groups:
+        return kv.to(shape.cache_dtype)
+    latent = kv[..., : shape.L].unflatten(-1, (shape.groups, -1))
+    scales = latent.abs().amax(-1) / 448  # e4m3's largest value
+    values = (latent / scales[..., None]).flatten(-2).to(FP8)
+    parts = (values, scales, kv[..., shape.L :].bfloat16())
+    return torch.cat([x.contiguous().view(torch.uint8) for x in parts], -1)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ SMALL = {"B": (1, 2), "S": (1, 2), "kv": (20, 65), "H": (3, 64)}
 # Lists of k keys: less than a block of the Hopper kernel's, a whole one, a part of the last one, more than it looks up
 # at a time (in one split, where there are several tokens); heads that leave its 64 rows partly empty.
 LISTED = {"k": (1, 64, 100, 2048), "S": (1, 3), "H": (9, 17, 64, 80, 128)}
+PACKED: dict[str, Any] = {"cache": FP8, "groups": 4}  # rows of 656 bytes: DeepSeek-V3.2's
 # Seconds of a case: a new kind of kernel is compiled in 2 to 4 on one core, what is compiled already runs in a tenth.
 COMPILED, KNOWN = 3.0, 0.3
 SANITIZED = 200.0  # Triton 3.6 and 3.7 compile the sanitizer's checks slowly; nobody has waited for the end yet
@@ -162,6 +163,16 @@ def features(run: Run) -> Iterator[Case]:
             {"cache": FP8, "page": 16},
             lambda s, d: {**_scales(s, d), "softcap": 3.0, "window": 200},
         ),
+        ("fp8, rows of 656 bytes", PACKED, _none),
+        ("fp8, rows of 656 bytes, contiguous", {**PACKED, "page": None}, _none),
+        ("fp8, rows of 656 bytes, page 1", {**PACKED, "page": 1}, _none),
+        ("fp8, rows of 672 bytes", {**PACKED, "groups": 8}, _none),
+        ("fp8, rows of 656 bytes, mask with holes", {**PACKED, "page": None}, _holes),
+        (
+            "fp8, rows of 656 bytes, sinks, softcap, window",
+            {**PACKED, "page": 16},
+            lambda s, d: {**sinks(s, d), "softcap": 3.0, "window": 200},
+        ),
         ("sinks", {}, sinks),
         ("softcap", {}, lambda *_: {"softcap": 2.5}),
         ("window", {}, lambda *_: {"window": 33}),
@@ -176,6 +187,10 @@ def features(run: Run) -> Iterator[Case]:
         ("lists, float16", {"dtype": torch.float16}, _lists),
         ("lists, float32", {"dtype": torch.float32}, _lists),
         ("lists, fp8, scale per token", {"cache": FP8}, lambda s, d: {**_lists(s, d), **_scales(s, d)}),
+        ("lists, fp8, one scale", {"cache": FP8}, lambda s, d: {**_lists(s, d), **one_scale(s, d)}),
+        ("lists, fp8, rows of 656 bytes", PACKED, _lists),
+        ("lists, fp8, rows of 656 bytes, page 1", {**PACKED, "page": 1}, _lists),
+        ("lists, fp8, rows of 656 bytes, mask", {**PACKED, "page": None}, _lists_and_mask),
         ("lists, mask", {"page": None}, _lists_and_mask),
         ("lists, added mask", {"page": None}, lambda s, d: _lists_and_mask(s, d, added=True)),
         ("lists, mask of heads", {"page": None}, lambda s, d: _lists_and_mask(s, d, heads=True)),
@@ -204,8 +219,8 @@ def features(run: Run) -> Iterator[Case]:
 
 def hidden_rows_of_nan(posed: Problem) -> Problem:
     """The same, with NaN in the rows that a boolean mask hides from all queries, or that none of their lists names."""
-    mask, fp8 = posed.options.get("mask"), posed.kv.dtype == FP8
-    bits, nan = posed.kv.view(torch.uint8) if fp8 else posed.kv, 0x7F if fp8 else float("nan")
+    mask, as_bytes = posed.options.get("mask"), posed.kv.itemsize == 1
+    bits, nan = posed.kv.view(torch.uint8) if as_bytes else posed.kv, 0xFF if as_bytes else float("nan")
     if "indices" in posed.options:
         places = posed.places()
         named = torch.zeros(posed.kv.shape[:2].numel(), dtype=torch.bool, device=places.device)
@@ -311,9 +326,9 @@ def batch_invariance(run: Run, H: int, options: Options = _none) -> Row:
     return {}
 
 
-def repeated(run: Run, kernel: str, options: Options = _none, cache: torch.dtype | None = None) -> Row:
-    """The same call 50 times gives the same bits: a moving error is a race."""
-    shape = Shape(B=4, kv=60 if run.dry else 4096, H=128, cache=cache)
+def repeated(run: Run, kernel: str, options: Options = _none, **of: Any) -> Row:
+    """The same call 50 times gives the same bits: a moving error is a race. ``of`` is the cache."""
+    shape = Shape(B=4, kv=60 if run.dry else 4096, H=128, **of)
     posed = problem(shape, run.device, 19, how="varied", **options(shape, run.device))
     chosen = posed.plan(kernel)
     if chosen is None:
@@ -349,6 +364,8 @@ def consan(run: Run) -> Iterator[Case]:
     wanted.append((f"{sparse}, lists", sparse, _lists))
     converted = replace(few, cache=FP8)
     wanted.append((f"{converted}, scale per token", converted, _scales))
+    packed = Shape(B=2, kv=513, H=20, **PACKED)
+    wanted += [(str(packed), packed, _none), (f"{packed}, lists", packed, _lists)]
     for name, shape, options in wanted:
         key = f"gluon under ConSan: {name}"
         made = kernels_for(shape, run.device, options(shape, torch.device("cpu"))).get("gluon")
@@ -367,7 +384,9 @@ def cases(run: Run) -> Iterator[Case]:
             for kernel in ("triton", "gluon")
             for name, function in (("graph replay", graph_replay), ("repeated", repeated))
         ),
-        ("gluon: repeated, fp8", lambda: repeated(run, "gluon", _scales, FP8)),
+        ("gluon: repeated, fp8", lambda: repeated(run, "gluon", _scales, cache=FP8)),
+        ("gluon: repeated, fp8 in rows of 656 bytes", lambda: repeated(run, "gluon", **PACKED)),
+        ("gluon: repeated, fp8 in rows of 656 bytes, lists", lambda: repeated(run, "gluon", _lists, **PACKED)),
         ("triton: batch invariance, lists", lambda: batch_invariance(run, 16, _lists)),
         ("gluon: batch invariance, lists h128", lambda: batch_invariance(run, 128, _lists)),
         ("gluon: large offsets, lists", lambda: large_offsets(run, "gluon", _lists)),

@@ -1,6 +1,7 @@
 """Compiles the GPU kernels without a GPU and holds them to budgets: spills, shared memory, tensor core instructions.
 
     python -m benchmarks.gpu.offline            compile, print, write docs/kernel_table.md and benchmarks/results/
+    python -m benchmarks.gpu.offline --only gfx the same of some kernels; the results of the others stay
     python -m benchmarks.gpu.offline --check    compile and print; exit status 1 when a budget is broken
     PYTHONPATH=DIR python -m ...                with the Triton that was installed there (pip install --target DIR)
 
@@ -48,8 +49,14 @@ MMA = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma.sync", "QGMMA": "wgm
 # Both consumers score a block (9 chunks of 64 columns x 4 steps of 16) and apply two, with one more for the last block.
 SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
 # Its arrives: the producer's three; of each consumer the query, the sums, P, three stage halves and the last block's.
-# Beside lists the producer arrives once with all that it wrote, and its threads three times with their own copies.
-ARRIVES = {"mla_seesaw": (3 + 2 * 6, 0), "mla_seesaw_fp8": (3 + 2 * 6, 0), "mla_seesaw_lists": (1 + 2 * 6, 3)}
+# Beside lists the producer arrives once more with all that it wrote, and where rows are copied its threads arrive three
+# times with their own copies in its stead.
+ARRIVES = {
+    "mla_seesaw": (3 + 2 * 6, 0),
+    "mla_seesaw_fp8": (3 + 2 * 6, 0),
+    "mla_seesaw_lists": (1 + 2 * 6, 3),
+    "mla_seesaw_fp8_lists": (4 + 2 * 6, 0),
+}
 
 
 def tool(name: str) -> str:
@@ -210,7 +217,7 @@ def line(row: dict[str, Any]) -> str:
 def markdown() -> str:
     """docs/kernel_table.md, of all versions of Triton that have results."""
     found = [json.loads(p.read_text()) for p in sorted(RESULTS.glob("offline_triton_*.json"))]
-    versions = ", ".join(f"{f['triton']} ({f['date']})" for f in found)
+    versions = ", ".join(f"{f['triton']} ({_dates(f)})" for f in found)
     over = ", ".join(f"{sum(bool(r['broken']) for r in f['rows'])} with {f['triton']}" for f in found)
     text = [
         "# The GPU kernels as compiled",
@@ -254,11 +261,26 @@ def markdown() -> str:
     return "\n".join(text) + "\n"
 
 
+def _dates(found: dict[str, Any]) -> str:
+    """When the rows of a file were compiled."""
+    every = {row.get("date", found["date"]) for row in found["rows"]}
+    return min(every) if len(every) == 1 else f"{min(every)} to {max(every)}"
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], date: str) -> list[dict[str, Any]]:
+    """Rows of some cases in place of the old ones of those, in the order of the cases; ``date`` is of the old rows."""
+    rows = {(row["arch"], row["kernel"]): row for row in [*({"date": date, **row} for row in old), *new]}
+    names = [(case.arch, case.label) for case in cases()]
+    return [rows[name] for name in names if name in rows]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 1 with --check when a budget is broken."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when a budget is broken")
-    parser.add_argument("--only", default="", help="cases whose architecture and name contain this")
+    parser.add_argument(
+        "--only", default="", help="cases whose architecture and name contain this; the others' results stay"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(arguments)
     import triton
@@ -266,17 +288,20 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [c for c in cases() if given.only in f"{c.arch} {c.label}"]
     print(f"Triton {triton.__version__}: {len(chosen)} kernels")
     print(f"{'card':<6}  {'kernel':<36} {'tile':<14} {'regs':>4} {'spills':>9} {'smem KB':>7}  instructions")
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     rows = []
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
         for row in pool.map(measure, chosen):
             print(line(row), flush=True)
-            rows.append(row)
+            rows.append({**row, "date": date})
     bad = sum(bool(row["broken"]) for row in rows)
     print(f"{bad} of {len(rows)} kernels break a budget" if bad else "every budget is kept")
-    if not given.check and not given.only:
-        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        about = {"triton": triton.__version__, "torch": torch.__version__, "date": date, "rows": rows}
+    if not given.check:
         path = RESULTS / f"offline_triton_{triton.__version__}.json"
+        if path.exists():
+            before = json.loads(path.read_text())
+            rows = merged(before["rows"], rows, before["date"])
+        about = {"triton": triton.__version__, "torch": torch.__version__, "date": date, "rows": rows}
         path.write_text(json.dumps(about, indent=1) + "\n")
         TABLE.write_text(markdown())
     return int(bool(bad) and given.check)

@@ -52,7 +52,8 @@ class Case:
     sinks: bool = False
     softcap: float = 0.0
     window: int = 0
-    scales: str = "one"  # of a float8 cache: one, or one for each token
+    scales: str = "one"  # of a float8 cache: one, one for each token, or (rows of 656 bytes) one for each group
+    groups: int = 4  # of such a row's columns
 
     @property
     def tolerated(self) -> int:
@@ -63,6 +64,8 @@ class Case:
             return 4 if self.page and not self.listed else 0  # the same tile: one of them
         if self.arch == "sm_80" and self.rows > 32 and self.listed and self.cache == "half" and not self.page:
             return 120 if self.query else 8  # a list's entries beside 64 x 512 sums, in 3.6 twice as many as in 3.7
+        if self.arch == "sm_90" and self.scales == "group" and self.listed and self.kernel == "attend":
+            return 12  # places of a list beside the scales of their rows
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
             return 12  # a listed tile's bits, or an added mask's place, beside 64 x 512 sums; in 3.9 up to 4
         return 0
@@ -73,9 +76,9 @@ class Case:
         import triton
 
         # Triton 3.9 keeps some of what describes a piece of the schedule outside the registers, with one scale of
-        # float8 more: three loads of those are in the loops over blocks.
+        # float8 more, with scales of groups still more: three loads of those are in the loops over blocks.
         newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-        few = 60 if self.cache == "float8" else 26
+        few = (77 if self.scales == "group" else 60) if self.cache == "float8" else 26
         return few if newer and self.hopper and not self.splits else 0
 
     def call(self) -> DecodeCall:
@@ -89,16 +92,23 @@ class Case:
         def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(shape, dtype=of, device="meta")
 
-        cache = empty(outer, self.layers, inner, 576, of=dtype)[:, -1]
-        of_rows = () if self.scales == "one" else (outer, inner)
+        if self.scales == "group":  # 512 values, their scales and 64 rotary ones in bfloat16, one after the other
+            start = 512 + 4 * self.groups
+            cache = empty(outer, self.layers, inner, start + 128, of=torch.uint8)[:, -1]
+            latent, rope = cache[..., :512].view(dtype), cache[..., start:].view(torch.bfloat16)
+            kv_scale = cache[..., 512:start].view(torch.float32)
+        else:
+            cache = empty(outer, self.layers, inner, 576, of=dtype)[:, -1]
+            latent, rope = cache[..., :512], cache[..., 512:]
+            kv_scale = empty(*(() if self.scales == "one" else (outer, inner)), of=torch.float32)
         return DecodeCall(
             empty(B, self.tokens, self.rows, 576, of=query),
-            cache[..., :512],
-            cache[..., 512:],
+            latent,
+            rope,
             mask=empty(B, 1, 1, T, of=self.mask) if self.mask else None,
             block_table=empty(B, T // self.page) if self.page else None,
             seq_lens=empty(B) if self.page else None,
-            kv_scale=empty(*of_rows, of=torch.float32) if self.cache == "float8" else None,
+            kv_scale=kv_scale if self.cache == "float8" else None,
             sinks=empty(self.rows, of=torch.float32) if self.sinks else None,
             indices=empty(B, self.tokens, self.listed) if self.listed else None,
             scale=0.1,
@@ -193,5 +203,23 @@ def cases() -> Iterator[Case]:
     yield replace(fp8, label="Hopper, fp8, mask, scale per token", mask=torch.bool, scales="token")
     yield replace(fp8, label="Hopper, fp8, page 64, window, soft-cap, scale per token", page=64, window=WINDOW,
                   softcap=50.0, tokens=2, scales="token")  # fmt: skip
+    rows656 = replace(fp8, page=64, scales="group")
+    yield replace(rows656, label="Hopper, fp8, 656-byte rows, page 64")
+    yield replace(rows656, label="Hopper, fp8, 656-byte rows, page 64, scheduled", splits=0)
+    yield replace(rows656, label="Hopper, fp8, 656-byte rows, page 64, two layers, scheduled", splits=0, layers=2)
+    yield replace(rows656, label="Hopper, fp8, 656-byte rows, contiguous, mask", page=0, mask=torch.bool)
+    yield replace(rows656, label="Hopper, fp8, 8 groups, page 64, window, soft-cap", groups=8, window=WINDOW,
+                  softcap=50.0, tokens=2)  # fmt: skip
+    fp8_lists = replace(fp8, kernel="mla_seesaw_fp8_lists", listed=CHOSEN)
+    yield replace(fp8_lists, label="Hopper, fp8, list")
+    yield replace(fp8_lists, label="Hopper, fp8, page 64, scale per token, list", page=64, scales="token")
+    yield replace(fp8_lists, label="Hopper, fp8, list, mask, scale per token", mask=torch.bool, scales="token")
+    lists656 = replace(fp8_lists, page=64, scales="group")
+    yield replace(lists656, label="Hopper, fp8, 656-byte rows, page 64, list")
+    yield replace(lists656, label="Hopper, fp8, 656-byte rows, page 64, list, 1 split", splits=1)
+    yield replace(lists656, label="Hopper, fp8, 656-byte rows, page 64, two layers, list", layers=2)
+    yield replace(lists656, label="Hopper, fp8, 656-byte rows, contiguous, list", page=0)
+    yield replace(lists656, label="Hopper, fp8, 8 groups, list, window, soft-cap", page=0, groups=8, window=WINDOW,
+                  softcap=50.0, tokens=2)  # fmt: skip
     yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
     yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)

@@ -31,8 +31,8 @@ With a window, an item's first block is the first that some query token sees. It
 masked, and zeroed, as those past the length are.
 
 Lists of keys have an entry and a producer of their own (list_gluon.py), and these consumers: LISTED. Their rows come by
-cp.async, and there is nothing to be zeroed (CLEAN). So it is with float8 rows (fp8_gluon.py), which their producer
-converts.
+cp.async (COPIED), and there is nothing to be zeroed (CLEAN). Neither is there with float8 rows (fp8_gluon.py), with or
+without lists, which their producer converts and stores.
 
 Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
@@ -78,35 +78,36 @@ SUMS = gl.constexpr(4)
 
 
 @gluon.jit
-def _arrived(bars, i, phase, pred, LISTED: gl.constexpr):
+def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
     """Waits for a part of a block, and makes it readable for the tensor cores.
 
-    TMA writes by the same proxy as they read. Rows of a list come by cp.async, whose writes are those of threads: they
-    are performed before the barrier's phase completes, for each of the producer's threads arrives when its own copies
-    have landed; every thread here waits for that phase; and the fence of each orders what it has seen so before the
-    reads of the products that it issues next.
+    TMA writes by the same proxy as they read, and who stores rows fences them. COPIED rows come by cp.async, whose
+    writes are those of threads: they are performed before the barrier's phase completes, for each of the producer's
+    threads arrives when its own copies have landed; every thread here waits for that phase; and the fence of each
+    orders what it has seen so before the reads of the products that it issues next.
     """
     mbarrier.wait(bars.index(i), phase, pred=pred)
-    if LISTED:
+    if COPIED:
         fence_async_shared()
 
 
 @gluon.jit
-def _scores(tiles, narrow, bars, zero, stage, phase, LISTED: gl.constexpr, S_L: gl.constexpr):
+def _scores(tiles, narrow, bars, zero, stage, phase, COPIED: gl.constexpr, S_L: gl.constexpr):
     """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive."""
     s = gl.zeros([ROWS, BN], gl.float32, S_L)
-    _arrived(bars, 3 * stage, phase, True, LISTED)
+    _arrived(bars, 3 * stage, phase, True, COPIED)
     s = warpgroup_mma(tiles.index(zero), tiles.index(TILE + 2 * stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    _arrived(bars, 3 * stage + 1, phase, True, LISTED)
+    _arrived(bars, 3 * stage + 1, phase, True, COPIED)
     s = warpgroup_mma(tiles.index(zero + 1), tiles.index(TILE + 1 + 2 * stage).permute((1, 0)), s, is_async=True)
-    _arrived(bars, 3 * stage + 2, phase, True, LISTED)
+    _arrived(bars, 3 * stage + 2, phase, True, COPIED)
     s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
 def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
-                 scale, softcap, LISTED: gl.constexpr, CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+                 scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
+                 SCALED: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -132,7 +133,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
         # Not in the first trip: its block may be there already, which looks like a phase that is not over yet.
-        _arrived(bars, 3, ((used1 + t) & 1) ^ 1, older, LISTED)
+        _arrived(bars, 3, ((used1 + t) & 1) ^ 1, older, COPIED)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
@@ -142,7 +143,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         acc = scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
         acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
-        s_t = _scores(tiles, narrow, bars, zero, zero, (used0 + t) & 1, LISTED, S_L)
+        s_t = _scores(tiles, narrow, bars, zero, zero, (used0 + t) & 1, COPIED, S_L)
         acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
@@ -163,7 +164,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         mbarrier.arrive(bars.index(FREE))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
-        _arrived(bars, 3, (used1 + n // 2 + 1) & 1, True, LISTED)
+        _arrived(bars, 3, (used1 + n // 2 + 1) & 1, True, COPIED)
         a1 = stats.index(ALPHA + 1).load(R_S)
         m = stats.index(1).load(R_S)
         sums = sums * a1
@@ -179,7 +180,8 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
 
 @gluon.jit
 def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
-                scale, softcap, LISTED: gl.constexpr, CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+                scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
+                SCALED: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -198,9 +200,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         first = first_key(work, plane, lo + 2 * t + 1, LISTED)
         low, high = keys(work, plane, lo + 2 * t + 1, LISTED)
         low0, high0 = keys(work, plane, lo + 2 * t, LISTED)
-        s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, LISTED, S_L)
+        s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
-        _arrived(bars, 1, (used0 + t) & 1, True, LISTED)
+        _arrived(bars, 1, (used0 + t) & 1, True, COPIED)
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
@@ -232,7 +234,7 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         mbarrier.arrive(bars.index(FREE + 3))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
-        _arrived(bars, 1, (used0 + n // 2) & 1, True, LISTED)
+        _arrived(bars, 1, (used0 + n // 2) & 1, True, COPIED)
         a0 = stats.index(ALPHA).load(R_S)
         m = stats.index(0).load(R_S)
         sums = sums * a0
@@ -249,13 +251,13 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
 @gluon.jit
 def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, o_part, lse_part, out, lse, scale,
              softcap, reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-             bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr,
+             bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
              CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says.
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has their bits alone.
-    CLEAN: rows that nobody sees are zeros. ``kv_scale`` [] is what rows are to be multiplied by, or None; SCALED: by
-    what lies beside their stage.
+    COPIED: rows come by cp.async. CLEAN: those that nobody sees are zeros. ``kv_scale`` [] is what rows are to be
+    multiplied by, or None; SCALED: by what lies beside their stage.
     """
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -321,10 +323,12 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
                 limit = limit - S + 1 + token
             if W == 0:
                 acc, sums, m = _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                            cleared, limit, lower, scale, softcap, LISTED, CLEAN, SCALED)  # fmt: skip
+                                            cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
+                                            SCALED)  # fmt: skip
             else:
                 acc, sums, m = _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                           cleared, limit, lower, scale, softcap, LISTED, CLEAN, SCALED)  # fmt: skip
+                                           cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
+                                           SCALED)  # fmt: skip
 
             stats.index(SUMS + W).store(sums)
             mbarrier.arrive(bars.index(L_READY + W))
@@ -388,10 +392,10 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
                         tiles, narrow, bars, PAGE, BOX)),
             (consumer, (0, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
                         reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-                        bars, CAUSAL, PARTIAL, False, False, False)),
+                        bars, CAUSAL, PARTIAL, False, False, False, False)),
             (consumer, (1, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
                         reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-                        bars, CAUSAL, PARTIAL, False, False, False)),
+                        bars, CAUSAL, PARTIAL, False, False, False, False)),
         ],
         [4, 4],
         [REGS, REGS],

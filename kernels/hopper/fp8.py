@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mla_compile.kernels.call import DecodeCall
-from mla_compile.kernels.hopper.step import GluonStep, numbers
+from mla_compile.kernels.hopper import lists
+from mla_compile.kernels.hopper.step import GluonStep, begun, tell, written
 from mla_compile.kernels.plan import Plan
-from mla_compile.kernels.triton import lists
+from mla_compile.kernels.triton import lists as places
 from mla_compile.kernels.triton import steps as portable
-from mla_compile.kernels.triton.step import TYPES, Arguments
 
 REGISTERS = 216  # per thread of a consumer; leaves 72 to the producer
+GROUPS = (0, 1, 2, 4, 8)  # of columns with a scale of their own (0: all have one): a piece of 64 lies in one of them
+_FP8 = torch.float8_e4m3fn
 _I32 = 1 << 31
 
 
 def takes(call: DecodeCall) -> bool:
     """Whether rows are float8 and can be told to this kernel: places fit 32 bits.
 
-    A scale is for rope, too: to multiply scores by one that rope in half precision does not have, its products would
-    need registers of their own, and to multiply rows by it rounds them. Lists of keys stay with the portable kernel.
+    Rope is float8 and has the latent's scale, or it is bfloat16 and has none. In the second form rows are rounded when
+    they are multiplied by their scales. Their range is that of float32, so float16 would not do: the portable kernel
+    takes rope in that.
     """
-    kinds = {x.dtype for x in (call.latent, call.rope) if x is not None}
-    return kinds == {torch.float8_e4m3fn} and call.indices is None and call.latent.shape[:2].numel() < _I32
+    latent, rope = call.latent, call.rope
+    if latent.dtype != _FP8 or rope is None or latent.shape[:2].numel() >= _I32:
+        return False
+    if rope.dtype == _FP8:
+        return call.groups == 0
+    return rope.dtype == torch.bfloat16 and call.groups in GROUPS
 
 
 def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
@@ -33,54 +38,46 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: 
 
     import mla_compile.kernels.hopper.fp8_gluon as kernels
 
-    z, scales = call.sizes, call.kv_scale
-    whole, by_token = not ragged and plan.splits == 1, scales is not None and scales.dim() > 0
-    to = Arguments()
-    to.pointer("query", call.query)
-    to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
-    for name, rows in (("latent", call.latent), ("rope", call.rope)):
-        assert rows is not None
-        to.pointer(name, rows)
-        to.types[name] = "*i32"
-        to.strides({f"{name}_b": rows.stride(0), f"{name}_t": rows.stride(1)})
-    to.pointer("table", call.block_table)
-    to.strides({"table_b": 0 if call.block_table is None else call.block_table.stride(0)})
-    to.pointer("lengths", call.seq_lens)
-    to.pointer("sinks", call.sinks)
-    for name, used in (("kv_scale", not by_token), ("token_scale", by_token)):
-        if scales is not None and used:
-            to.pointer(name, scales)
-            to.buffers[name] = "kv_scale"
-        else:
-            to.constants[name] = None
-    scale_b, scale_t = scales.stride() if scales is not None and by_token else (0, 0)
-    to.strides({"scale_b": scale_b, "scale_t": scale_t})
-    for name, buffer, kind, used in (
-        ("items", "items", "*i32", ragged), ("slots", "shift", "*i32", ragged),
-        ("work", "work", "*i32", call.mask is not None),  # the halves of its int64
-        ("o_part", "part", "*fp32", not whole), ("lse_part", "part_lse", "*fp32", not whole),
-        ("out", "out", TYPES[call.query.dtype], ragged or whole), ("lse", "lse", "*fp32", ragged or whole),
-    ):  # fmt: skip
+    z, scales, listed = call.sizes, call.kv_scale, call.indices is not None
+    assert scales is not None
+    assert call.rope is not None
+    whole, groups = not ragged and plan.splits == 1, 0 if call.rope.dtype == _FP8 else max(1, call.groups)
+    to = begun(call)
+    to.types |= dict.fromkeys(("latent", "rope"), "*i32")
+    by_row = scales.dim() > 0 or groups > 0  # else for all of a call, in consumers' hands
+    for name, used in (("kv_scale", not by_row), ("token_scale", by_row)):
+        to.pointer(name, scales if used else None)
         if used:
-            to.scratch(name, buffer, kind)
+            to.buffers[name] = "kv_scale"
+    to.strides(dict(zip(("scale_b", "scale_t", "scale_g"), (*scales.stride(), 0, 0, 0), strict=False)))
+    if listed:
+        lists.told(call, to, "work")
+    else:
+        to.constants |= dict.fromkeys(("indices", "mask", "places"))
+        to.constants |= dict.fromkeys(("mask_b", "mask_s", "mask_t", "indices_b", "indices_s", "entries"), 0)
+    kept = [("items", "items", ragged), ("slots", "shift", ragged)]
+    if not listed:
+        kept.append(("work", "work", call.mask is not None))  # the halves of its int64
+    for name, buffer, used in kept:
+        if used:
+            to.scratch(name, buffer, "*i32")
         else:
             to.constants[name] = None
-    told: dict[str, Any] = numbers(call)
-    if call.mask is None:
-        told |= {"work_b": 0, "plane": 0}
-    else:
+    written(call, to, not whole, ragged or whole)
+    of_tiles = {"work_b": 0, "plane": 0}
+    if call.mask is not None and not listed:
         _, count, entries = portable.list_shape(call, plan)
-        told |= {"work_b": entries if count > 1 else 0, "plane": entries * count}
-    told |= {"T": z.T, "B": z.B, "S": z.S, "H": z.H, "least": least}
-    to.scalars |= {name: x for name, x in told.items() if x is not None}
-    to.constants |= {name: None for name, x in told.items() if x is None}
+        of_tiles = {"work_b": entries if count > 1 else 0, "plane": entries * count}
+    tell(to, {**of_tiles, "B": z.B, "least": least})
     to.constants |= {
         "DTYPE": {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[portable.dot_dtype(call)],
-        "PAGE": 0 if z.page == 0 or lists.in_one_piece(call) else z.page,
+        "GROUPS": groups,
+        "PAGE": 0 if z.page == 0 or places.in_one_piece(call) else z.page,
         "TABLE_PAGE": z.page,
         "CAUSAL": call.causal and z.S > 1,
         "PARTIAL": 2 if ragged else int(not whole),
         "REGS": REGISTERS,
     }
-    made = to.step("mla_seesaw_fp8", kernels.mla_seesaw_fp8, grid, {"num_warps": 4})
+    name = "mla_seesaw_fp8_lists" if listed else "mla_seesaw_fp8"
+    made = to.step(name, kernels.mla_seesaw_fp8, grid, {"num_warps": 4})
     return GluonStep(**vars(made), boxes={})

@@ -1,18 +1,23 @@
 """The producer of the Hopper kernel for float8 rows (fp8_gluon.py): ordinary loads, conversion, stores into the stage.
 
 The products are in half precision, and shared memory is full with two stages of that. So float8 never lies in it: the
-four warps of the producer load pieces of 64 rows and 64 columns into registers, 16 bytes at a time, convert them and
-write the swizzled tiles themselves. ``AHEAD`` pieces are under way at any time, those of the next block included, while
-the producer converts, and while it waits for a free stage. Four values are one int32 until then, because a value that
-a loop carries has a register for itself, however short it is.
+four warps of the producer load pieces of 64 rows and 64 bytes of each into registers, 16 bytes at a time, convert them
+and write the swizzled tiles themselves. ``AHEAD`` pieces are under way at any time, those of the next block included,
+while the producer converts, and while it waits for a free stage. Four values are one int32 until then, because a value
+that a loop carries has a register for itself, however short it is.
 
 A row lies at a *place*: the token, or ``page * TABLE_PAGE + slot``; -1 where nobody sees it (past the length, before
 the window, hidden by a mask), and then it is not read and becomes zeros, so that nothing has to be cleaned before it is
 used as a value. A block table is read for rows that are seen only. Where pages lie behind each other the cache is one
-piece, and PAGE is 0, which spares the producer registers.
+piece, and PAGE is 0, which spares the producer registers. Places of lists of keys are looked up first, as those of rows
+in half precision are (list_producer_gluon.py).
 
-e4m3 is exact in half precision, and rows times their scales would not be: scales are the consumers'. One that all rows
-have in common is a factor of the scores and of the result; those by token lie beside the stage, in a line of ``stats``.
+Scales come in two forms. Where rope is float8, too, a scale is for all of a row, and the consumers apply it: e4m3 is
+exact in half precision, and rows times their scales would not be. One that all rows have in common is a factor of the
+scores and of the result; those by token lie beside the stage, in a line of ``stats``. Rope in half precision has no
+scale, so none can be a factor of the scores: GROUPS > 0, the latent's columns are in so many groups, each with a scale
+for itself, and the producer multiplies in float32 and rounds once, to bfloat16. (FlashMLA does as much with the rows of
+656 bytes that DeepSeek-V3.2 is served from.) The rope part is stored as it is, from two pieces of 32 columns.
 
 The stores are ordinary ones, and the tensor cores read by another proxy: each thread fences its own, and one arrives
 for all behind a barrier of the four warps, as the consumers do with P. So who waits for the stage needs no fence. A
@@ -24,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mla_compile.kernels.hopper.block_gluon import bits, keys
+from mla_compile.kernels.hopper.list_producer_gluon import looked_up, token_of
 from mla_compile.kernels.hopper.producer_gluon import (
     BN,
     FACTOR,
@@ -37,27 +43,29 @@ from mla_compile.kernels.hopper.producer_gluon import (
 )
 
 AHEAD = gl.constexpr(4)  # pieces whose loads are under way: 16 KB, 8 registers of each thread for each
-COLUMNS = gl.constexpr(64)  # of a piece
-WORD = gl.constexpr(4)  # float8 values of an int32
+COLUMNS = gl.constexpr(64)  # of a piece of float8
+WORD = gl.constexpr(4)  # bytes of an int32
 IN_HALF = gl.constexpr(4)  # pieces of half the latent
-PIECES = gl.constexpr(9)  # of a block: two halves and the rope part
 
 
 @gluon.jit
-def _places(work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl.constexpr, L: gl.constexpr):
-    """Places [64] of the rows of block i; a block from ``hi`` on has none."""
+def _places(places, work, plane, table_row, i, hi, length, begin, TABLE_PAGE: gl.constexpr, L: gl.constexpr):
+    """Places [64] of the rows of block i; a block from ``hi`` on has none. ``places``: those of a list, or None."""
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
-    listed = gl.minimum(i, hi - 1)  # where a list ends, too
-    n = place_of(work, plane, listed) * BN + r
-    seen = (n < length) & (i < hi)
-    if begin is not None:
-        seen = seen & (n >= begin)
-    if work is not None:
-        low, high = keys(work, plane, listed, False)
-        seen = seen & bits(low, high, r)
-    if TABLE_PAGE > 0:
-        n = gl.load(table_row + n // TABLE_PAGE, mask=seen, other=0) * TABLE_PAGE + n % TABLE_PAGE
-    return gl.where(seen, n, -1)
+    if places is not None:
+        return gl.load(places + i * BN + r, mask=r < (hi - i) * BN, other=-1)
+    else:
+        listed = gl.minimum(i, hi - 1)  # where a list of tiles ends, too
+        n = place_of(work, plane, listed) * BN + r
+        seen = (n < length) & (i < hi)
+        if begin is not None:
+            seen = seen & (n >= begin)
+        if work is not None:
+            low, high = keys(work, plane, listed, False)
+            seen = seen & bits(low, high, r)
+        if TABLE_PAGE > 0:
+            n = gl.load(table_row + n // TABLE_PAGE, mask=seen, other=0) * TABLE_PAGE + n % TABLE_PAGE
+        return gl.where(seen, n, -1)
 
 
 @gluon.jit
@@ -71,40 +79,52 @@ def _offsets(place, stride_page, stride_row, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _words(stride):
-    """A stride of rows in int32; a multiple of 16 bytes, and divided so that the compiler knows it."""
-    return stride // 16 * (16 // WORD)
+def _words(stride, BYTES: gl.constexpr):
+    """A stride of elements of so many bytes in int32; a multiple of 16 bytes, divided so that the compiler knows it."""
+    return stride // (16 // BYTES) * (16 // WORD)
 
 
 @gluon.jit
-def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.constexpr, PAGE: gl.constexpr,
-           L: gl.constexpr):  # fmt: skip
+def _piece(latent, rope, place, latent_b, latent_t, rope_b, rope_t, PIECE: gl.constexpr, ROPE_BYTES: gl.constexpr,
+           PAGE: gl.constexpr, L: gl.constexpr):  # fmt: skip
     """Issues the loads of a piece of the rows at 64 places, int32 [64,16]; -1: zeros."""
     if PIECE < 2 * IN_HALF:
         x = latent + PIECE * (COLUMNS // WORD)
-        row = _offsets(place, _words(latent_b), _words(latent_t), PAGE)
+        row = _offsets(place, _words(latent_b, 1), _words(latent_t, 1), PAGE)
     else:
-        x = rope
-        row = _offsets(place, _words(rope_b), _words(rope_t), PAGE)
+        x = rope + (PIECE - 2 * IN_HALF) * (COLUMNS // WORD)
+        row = _offsets(place, _words(rope_b, ROPE_BYTES), _words(rope_t, ROPE_BYTES), PAGE)
     column = gl.arange(0, COLUMNS // WORD, gl.SliceLayout(0, L))
     cells = gl.expand_dims(row, 1) + gl.expand_dims(column, 0)
     return gl.load(x + cells, mask=gl.expand_dims(place >= 0, 1), other=0)
 
 
 @gluon.jit
-def _values(x, BYTE: gl.constexpr):
-    """The float8 values that are one of the four bytes of x [64,16], as float32.
+def _values(x, factor, BYTE: gl.constexpr):
+    """The float8 values that are one of the four bytes of x [64,16], as float32, times the rows' factor if any.
 
     From there two neighbours become a word of bfloat16 in one instruction; from float16 each takes a slow one.
     """
-    return (x >> (8 * BYTE)).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
+    x = (x >> (8 * BYTE)).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
+    if factor is not None:
+        x = x * gl.expand_dims(factor, 1)
+    return x
 
 
 @gluon.jit
-def _convert(x, tile):
+def _convert(x, factor, tile):
     """A piece, int32 [64,16], into tile [64,64]."""
-    x = gl.join(gl.join(_values(x, 0), _values(x, 2)), gl.join(_values(x, 1), _values(x, 3)))
-    tile.store(gl.reshape(x, [BN, COLUMNS]).to(tile.dtype))
+    even = gl.join(_values(x, factor, 0), _values(x, factor, 2))
+    odd = gl.join(_values(x, factor, 1), _values(x, factor, 3))
+    tile.store(gl.reshape(gl.join(even, odd), [BN, COLUMNS]).to(tile.dtype))
+
+
+@gluon.jit
+def _store_halves(left, right, tile):
+    """Rope in half precision: its two pieces, int32 [64,16], into tile [64,64] as they are."""
+    x = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [BN, 2 * COLUMNS // WORD])
+    x = gl.join(x.to(gl.int16), (x >> 16).to(gl.int16))
+    tile.store(gl.reshape(x, [BN, COLUMNS]).to(tile.dtype, bitcast=True))
 
 
 @gluon.jit
@@ -114,64 +134,121 @@ def _scales(kv_scale, place, scale_b, scale_t, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def fp8_producer(latent, rope, kv_scale, table, seq_lens, items, work, reach, latent_b, latent_t, rope_b, rope_t,
-                 scale_b, scale_t, table_stride, work_b, plane, T, B, least, tiles, narrow, stats, bars,
-                 PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
-    """Fills the stages with the blocks of this CTA's items, in order; ``kv_scale``: the scales by token, or None."""
-    # 16 columns for each thread, of 32 rows at a time: no two threads of a store meet in a bank.
+def _factor(kv_scale, place, scale_b, scale_t, scale_g, before, PIECE: gl.constexpr, GROUPS: gl.constexpr,
+            PAGE: gl.constexpr):  # fmt: skip
+    """What a piece of the rows at 64 places is multiplied by; ``before``: the same of the piece before it, or None."""
+    FIRST: gl.constexpr = PIECE * GROUPS % (2 * IN_HALF) == 0  # of a group
+    if FIRST and PIECE < 2 * IN_HALF:
+        for _ in gl.static_range(PIECE * GROUPS // (2 * IN_HALF)):
+            kv_scale += scale_g  # one by one: several times an int32 may be none
+        return _scales(kv_scale, place, scale_b, scale_t, PAGE)
+    else:
+        return before  # rope has none, and uses none
+
+
+@gluon.jit
+def _fill(latent, rope, kv_scale, places, work, plane, table_row, b, lo, hi, length, begin, used, latent_b, latent_t,
+          rope_b, rope_t, scale_b, scale_t, scale_g, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
+          PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr):  # fmt: skip
+    """Fills the stages with blocks lo..hi of request b; ``used`` and result: a bit for each stage, see fp8_producer."""
+    # 16 columns for each thread, of 32 rows at a time: no two threads of a store meet in a bank. (Of rope in half
+    # precision, which has 8 of them in as many bytes, two do.)
     L: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    used = 0  # a bit for each stage: whether it was used an odd number of times
-    b0, b1, t0, t1 = requests_of(items, B)
-    for b in range(b0, b1):
-        length = length_of(seq_lens, b, T)
-        begin = reach
-        if reach is not None:
-            begin = gl.maximum(length - reach, 0)
-        listed = work
-        if work is not None:
-            listed = work + 2 * b.to(gl.int64) * work_b
-        lo, hi, _ = blocks_of(items, listed, plane, length, begin, b, b0, t0, b1, t1, least)
-        table_row = table
-        latents = latent
-        ropes = rope
-        scales = kv_scale
-        if TABLE_PAGE > 0:
-            table_row = table + b.to(gl.int64) * table_stride
-        else:
-            latents = latent + b.to(gl.int64) * _words(latent_b)
-            ropes = rope + b.to(gl.int64) * _words(rope_b)
-            if kv_scale is not None:
-                scales = kv_scale + b.to(gl.int64) * scale_b
-        place = _places(listed, plane, table_row, lo, hi, length, begin, TABLE_PAGE, L)
+    ROPE_BYTES: gl.constexpr = 2 if GROUPS > 0 else 1
+    PIECES: gl.constexpr = 2 * IN_HALF + ROPE_BYTES  # of a block: two halves and the rope part
+    BESIDE: gl.constexpr = kv_scale is not None and GROUPS == 0  # scales lie beside the stage
+    latents = latent
+    ropes = rope
+    scales = kv_scale
+    if TABLE_PAGE == 0:
+        latents = latent + b.to(gl.int64) * _words(latent_b, 1)
+        ropes = rope + b.to(gl.int64) * _words(rope_b, ROPE_BYTES)
         if kv_scale is not None:
-            factor = _scales(scales, place, scale_b, scale_t, PAGE)
-        ahead = ()
-        for i in gl.static_range(AHEAD):
-            ahead += (_piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, i, PAGE, L),)
-        for block in range(lo, hi):
-            stage = (block - lo) % 2
-            # See producer_gluon.py: the first blocks find the stage free.
-            phase = (used >> stage & 1) ^ 1
-            wide = TILE + 2 * stage
-            for i in gl.static_range(PIECES):
-                if i == 0:
-                    mbarrier.wait(bars.index(FREE + 2 * stage), phase)
-                    if kv_scale is not None:
-                        stats.index(FACTOR + stage).store(factor)
-                if i == IN_HALF:
-                    mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
-                if i < 2 * IN_HALF:
-                    _convert(ahead[0], tiles.index(wide + i // IN_HALF).slice(i % IN_HALF * COLUMNS, COLUMNS, 1))
+            scales = kv_scale + b.to(gl.int64) * scale_b
+    place = _places(places, work, plane, table_row, lo, hi, length, begin, TABLE_PAGE, L)
+    if BESIDE:
+        factor = _scales(scales, place, scale_b, scale_t, PAGE)
+    ahead = ()
+    factors = ()  # of the pieces ahead
+    for i in gl.static_range(AHEAD):
+        ahead += (_piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, i, ROPE_BYTES, PAGE, L),)
+        if GROUPS > 0:
+            before = None if i == 0 else factors[-1]
+            factors += (_factor(scales, place, scale_b, scale_t, scale_g, before, i, GROUPS, PAGE),)
+    for block in range(lo, hi):
+        stage = (block - lo) % 2
+        # See producer_gluon.py: the first blocks find the stage free.
+        phase = (used >> stage & 1) ^ 1
+        wide = TILE + 2 * stage
+        for i in gl.static_range(PIECES):
+            if i == 0:
+                mbarrier.wait(bars.index(FREE + 2 * stage), phase)
+                if BESIDE:
+                    stats.index(FACTOR + stage).store(factor)
+            if i == IN_HALF:
+                mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
+            if i < 2 * IN_HALF:
+                tile = tiles.index(wide + i // IN_HALF).slice(i % IN_HALF * COLUMNS, COLUMNS, 1)
+                if GROUPS > 0:
+                    _convert(ahead[0], factors[0], tile)
                 else:
-                    _convert(ahead[0], narrow.index(NARROW + stage))
-                new = _piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, (i + AHEAD) % PIECES, PAGE,
-                             L)  # fmt: skip
-                ahead = ahead[1:] + (new,)  # noqa: RUF005  what the compiler takes
-                if i + AHEAD == PIECES - 1:  # what is loaded next is of the next block
-                    place = _places(listed, plane, table_row, block + 1, hi, length, begin, TABLE_PAGE, L)
-                    if kv_scale is not None:
-                        factor = _scales(scales, place, scale_b, scale_t, PAGE)
-                if i % IN_HALF == IN_HALF - 1 or i == PIECES - 1:
-                    fence_async_shared()
-                    mbarrier.arrive(bars.index(3 * stage + i // IN_HALF))
-            used = used ^ (1 + stage)
+                    _convert(ahead[0], None, tile)
+            elif GROUPS == 0:
+                _convert(ahead[0], None, narrow.index(NARROW + stage))
+            elif i == 2 * IN_HALF:  # the last piece, too
+                _store_halves(ahead[0], ahead[1], narrow.index(NARROW + stage))
+            new = _piece(latents, ropes, place, latent_b, latent_t, rope_b, rope_t, (i + AHEAD) % PIECES, ROPE_BYTES,
+                         PAGE, L)  # fmt: skip
+            ahead = ahead[1:] + (new,)  # noqa: RUF005  what the compiler takes
+            if GROUPS > 0:
+                new = _factor(scales, place, scale_b, scale_t, scale_g, factors[-1], (i + AHEAD) % PIECES, GROUPS,
+                              PAGE)  # fmt: skip
+                factors = factors[1:] + (new,)  # noqa: RUF005
+            if i + AHEAD == PIECES - 1:  # what is loaded next is of the next block
+                place = _places(places, work, plane, table_row, block + 1, hi, length, begin, TABLE_PAGE, L)
+                if BESIDE:
+                    factor = _scales(scales, place, scale_b, scale_t, PAGE)
+            if i % IN_HALF == IN_HALF - 1 or i == 2 * IN_HALF:
+                fence_async_shared()
+                mbarrier.arrive(bars.index(3 * stage + i // IN_HALF))
+        used = used ^ (1 + stage)
+    return used
+
+
+@gluon.jit
+def fp8_producer(latent, rope, kv_scale, indices, table, seq_lens, mask, places, items, work, reach, latent_b, latent_t,
+                 rope_b, rope_t, scale_b, scale_t, scale_g, table_b, mask_b, mask_s, mask_t, indices_b, indices_s,
+                 entries, work_b, plane, T, B, S, H, least, tiles, narrow, stats, bars, GROUPS: gl.constexpr,
+                 PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """Fills the stages with the blocks of this CTA's items, in order; ``kv_scale``: the scales by token, or None.
+
+    GROUPS: of the latent's columns, each with scales of its own and multiplied by them; rope is in half precision then.
+    0: rope is float8, and scales are for whole rows. With lists of keys (``indices``) the one item is this CTA's part
+    of a list, and its bits go to ``work``.
+    """
+    used = 0  # a bit for each stage: whether it was used an odd number of times
+    if indices is not None:
+        token, _ = token_of(H)
+        lo, hi, listed = looked_up(token, indices, table, seq_lens, mask, places, work, table_b, mask_b, mask_s, mask_t,
+                                   indices_b, indices_s, entries, reach, T, S, least, bars, TABLE_PAGE,
+                                   CAUSAL)  # fmt: skip
+        _fill(latent, rope, kv_scale, listed, None, 0, None, token // S, lo, hi, 0, None, used, latent_b, latent_t,
+              rope_b, rope_t, scale_b, scale_t, scale_g, tiles, narrow, stats, bars, GROUPS, PAGE,
+              TABLE_PAGE)  # fmt: skip
+    else:
+        b0, b1, t0, t1 = requests_of(items, B)
+        for b in range(b0, b1):
+            length = length_of(seq_lens, b, T)
+            begin = reach
+            if reach is not None:
+                begin = gl.maximum(length - reach, 0)
+            listed = work
+            if work is not None:
+                listed = work + 2 * b.to(gl.int64) * work_b
+            lo, hi, _ = blocks_of(items, listed, plane, length, begin, b, b0, t0, b1, t1, least)
+            table_row = table
+            if TABLE_PAGE > 0:
+                table_row = table + b.to(gl.int64) * table_b
+            used = _fill(latent, rope, kv_scale, None, listed, plane, table_row, b, lo, hi, length, begin, used,
+                         latent_b, latent_t, rope_b, rope_t, scale_b, scale_t, scale_g, tiles, narrow, stats, bars,
+                         GROUPS, PAGE, TABLE_PAGE)  # fmt: skip

@@ -68,6 +68,35 @@ def _look_up(indices, table, mask, places, words, lo, hi, entries, length, own, 
 
 
 @gluon.jit
+def looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mask_b, mask_s, mask_t, indices_b,
+              indices_s, entries, reach, T, S, least, bars, LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr):  # fmt: skip
+    """Looks up this CTA's part of a token's list and says so: (first block, one past the last, the list's places).
+
+    ``places`` int32 [tokens,blocks,64] and ``words`` int32 [tokens,blocks,2], blocks = cdiv(entries, 64), are written.
+    """
+    lo, hi, blocks = blocks_of(None, None, 0, entries, None, token, token, 0, token, 0, least)
+    b = token // S
+    s = token % S
+    length = length_of(seq_lens, b, T)
+    places += token.to(gl.int64) * blocks * BN
+    words += token.to(gl.int64) * blocks * 2
+    indices += b.to(gl.int64) * indices_b + s.to(gl.int64) * indices_s
+    if LIST_PAGE > 0:
+        table += b.to(gl.int64) * table_b
+    if mask is not None:
+        mask += b.to(gl.int64) * mask_b + s.to(gl.int64) * mask_s
+    lower = None
+    if reach is not None:
+        lower = length - reach + s
+    _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, lower, mask_t, LIST_PAGE,
+             CAUSAL)  # fmt: skip
+    # One thread arrives for all: the compiler places a barrier of the four warps before it (benchmarks/gpu/ptx.py).
+    mbarrier.arrive(bars.index(LIST_READY))
+    mbarrier.wait(bars.index(LIST_READY), 0)
+    return lo, hi, places
+
+
+@gluon.jit
 def _copy(x, place, stride_page, stride_row, tile, bar, WIDTH: gl.constexpr, PAGE: gl.constexpr, L: gl.constexpr):
     """Issues the copies of WIDTH columns of the rows at 64 places into tile [64,WIDTH]; -1: zeros. Then all arrive.
 
@@ -92,28 +121,12 @@ def list_producer(latent, rope, indices, table, seq_lens, mask, places, words, l
     """Fills the stages with the rows that this CTA's part of a list names, 64 at a time, in order."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # 16 bytes for each thread, of 16 rows at a time
     token, _ = token_of(H)
-    lo, hi, blocks = blocks_of(None, None, 0, entries, None, token, token, 0, token, 0, least)
-    b = token // S
-    s = token % S
-    length = length_of(seq_lens, b, T)
-    places += token.to(gl.int64) * blocks * BN
-    words += token.to(gl.int64) * blocks * 2
-    indices += b.to(gl.int64) * indices_b + s.to(gl.int64) * indices_s
-    if LIST_PAGE > 0:
-        table += b.to(gl.int64) * table_b
-    else:
+    if LIST_PAGE == 0:
+        b = token // S
         latent += b.to(gl.int64) * (latent_b // 8 * 8)
         rope += b.to(gl.int64) * (rope_b // 8 * 8)
-    if mask is not None:
-        mask += b.to(gl.int64) * mask_b + s.to(gl.int64) * mask_s
-    lower = None
-    if reach is not None:
-        lower = length - reach + s
-    _look_up(indices, table, mask, places, words, lo, hi, entries, length, length - S + s, lower, mask_t, LIST_PAGE,
-             CAUSAL)  # fmt: skip
-    # One thread arrives for all: the compiler places a barrier of the four warps before it (benchmarks/gpu/ptx.py).
-    mbarrier.arrive(bars.index(LIST_READY))
-    mbarrier.wait(bars.index(LIST_READY), 0)
+    lo, hi, places = looked_up(token, indices, table, seq_lens, mask, places, words, table_b, mask_b, mask_s, mask_t,
+                               indices_b, indices_s, entries, reach, T, S, least, bars, LIST_PAGE, CAUSAL)  # fmt: skip
     for block in range(lo, hi):
         stage = (block - lo) % 2
         # See producer_gluon.py: the first loads find the stage free.

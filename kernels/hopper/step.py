@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mla_compile.kernels.call import DecodeCall
-from mla_compile.kernels.triton.step import Step
+from mla_compile.kernels.triton.step import TYPES, Arguments, Step
 
 _I32 = (1 << 31) - 1
 
@@ -48,3 +48,38 @@ def numbers(call: DecodeCall) -> dict[str, int | float | None]:
         "softcap": call.softcap * factor if capped else None,
         "reach": reach(call),
     }
+
+
+def tell(to: Arguments, told: dict[str, int | float | None]) -> None:
+    """Adds numbers; None compiles to nothing."""
+    to.scalars |= {name: x for name, x in told.items() if x is not None}
+    to.constants |= {name: None for name, x in told.items() if x is None}
+
+
+def begun(call: DecodeCall) -> Arguments:
+    """The arguments that a kernel whose producer reads rows by pointers begins with: tensors, strides and numbers."""
+    to = Arguments()
+    to.pointer("query", call.query)
+    to.strides({f"query_{axis}": call.query.stride(i) for i, axis in enumerate("bsh")})
+    for name, rows in (("latent", call.latent), ("rope", call.rope)):
+        assert rows is not None
+        to.pointer(name, rows)
+        to.strides({f"{name}_b": rows.stride(0), f"{name}_t": rows.stride(1)})
+    to.pointer("table", call.block_table)
+    to.strides({"table_b": 0 if call.block_table is None else call.block_table.stride(0)})
+    to.pointer("lengths", call.seq_lens)
+    tell(to, {**numbers(call), "S": call.sizes.S, "H": call.sizes.H, "T": call.sizes.T})
+    return to
+
+
+def written(call: DecodeCall, to: Arguments, parts: bool, final: bool) -> None:
+    """Adds where results go: to ``parts``, to their ``final`` places, or, as each item says, to either."""
+    for name, buffer, kind, used in (
+        ("o_part", "part", "*fp32", parts), ("lse_part", "part_lse", "*fp32", parts),
+        ("out", "out", TYPES[call.query.dtype], final), ("lse", "lse", "*fp32", final),
+    ):  # fmt: skip
+        if used:
+            to.scratch(name, buffer, kind)
+        else:
+            to.constants[name] = None
+    to.pointer("sinks", call.sinks if final else None)

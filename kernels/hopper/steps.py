@@ -57,9 +57,9 @@ def takes(call: DecodeCall, device: Device) -> bool:
 
     Rows of 512 + 64 columns in half precision whose latent is the values, any H and S; pages of a multiple of 16 rows;
     a boolean mask that shows all query rows the same keys, because a list of tiles says all of it. Beside lists of keys
-    rows are copied one by one: pages of any size, and a boolean mask that shows all heads the same keys. So it is with
-    float8 rows without lists. A query of another dtype than the products is rounded to bfloat16 only: for float16 it
-    would have to be scaled. Sizes are not judged here.
+    a boolean mask shows all heads the same keys, and rows are copied one by one: pages of any size, and so with float8
+    rows, which may have rope in bfloat16 beside them. A query of another dtype than the products is rounded to bfloat16
+    only: for float16 it would have to be scaled. Sizes are not judged here.
     """
     z, rope = call.sizes, call.rope
     if rope is None or call.values is not None:
@@ -151,14 +151,12 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     tokens = plan.chunk or (MIN_SPLIT if least is None else least)
     before = () if call.schedule is not None else preparing(call, plan, device)
     least = max(1, tokens // BLOCK)
-    if call.indices is not None:
-        attention = lists.attention(call, plan, least)
-    else:
-        M, ragged = call.sizes.S * call.sizes.H, scheduled(call, plan)
-        pieces = (schedule.partitions(device.sms, M), 1) if ragged else (plan.splits, call.sizes.B)
-        form = fp8.attention if fp8.takes(call) else _attention
-        attention = form(call, plan, (-(-M // BLOCK), *pieces), ragged, least)
-    if scheduled(call, plan):
+    M, ragged, listed = call.sizes.S * call.sizes.H, scheduled(call, plan), call.indices is not None
+    pieces = (schedule.partitions(device.sms, M), 1) if ragged else (plan.splits, call.sizes.B)
+    grid = lists.grid(call, plan) if listed else (-(-M // BLOCK), *pieces)
+    form = fp8.attention if fp8.takes(call) else lists.attention if listed else _attention
+    attention = form(call, plan, grid, ragged, least)
+    if ragged:
         return *before, attention, _combine_slots(call, plan)
     if plan.splits == 1:
         return *before, attention

@@ -208,6 +208,7 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
     assert make(**suits, query_dtype=FLOAT).kernel == "gluon"
     assert make(gluon=True, masked=True, mask_bytes=0).kernel == "gluon"  # its list of tiles says all of it
     assert make(gluon=True, cache_dtype=FP8, page_size=1).kernel == "gluon"  # read row by row
+    assert make(gluon=True, cache_dtype=FP8, listed=True).kernel == "gluon"
     assert [make(**suits, B=B).scheduled for B in (1, 4)] == [False, True]
     assert not make(**suits, B=4, deterministic=True).scheduled
     assert not make(**suits, B=4, splits=3).scheduled
@@ -219,7 +220,6 @@ def test_hopper_kernel_is_for_what_it_was_written_for():
         {"masked": True},
         {"page_size": 1},
         {"page_size": 8},
-        {"cache_dtype": FP8, "listed": True},
         {"cache_dtype": FP8, "H": 16},
         {"query_dtype": FLOAT, "cache_dtype": torch.float16},
         {"device": PRESETS["sm_80"]},

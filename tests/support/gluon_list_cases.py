@@ -5,6 +5,7 @@ Rows that no query token of their request sees are NaN, unused table slots name 
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,60 +35,73 @@ def chosen(B, S, T, k, kind, seed):
     return index
 
 
-def simulate_lists(
-    loaded, seed, lens, H, k, S=1, page=0, apart=False, splits=1, least=1, causal=True, sinks=False, dtype="bf16",
-    T=None, all_rows=False, mask=None, kind="mixed", softcap=0.0, window=0,
+class Listed(NamedTuple):
+    """A call with lists on the CPU; ``cache`` has NaN in rows that nobody sees, ``call`` in float64 may have others."""
+
+    call: DecodeCall
+    query: np.ndarray
+    cache: np.ndarray
+    splits: int
+    dtype: str
+
+
+def listed(
+    seed, lens, H, k, S=1, page=0, splits=1, causal=True, sinks=False, dtype="bf16", T=None, all_rows=False, mask=None,
+    kind="mixed", softcap=0.0, window=0,
 ):  # fmt: skip
-    """Runs the kernel once and compares; raises AssertionError or SimulationError. ``apart``: pages of two layers."""
-    module, machine = loaded
+    """A random :class:`Listed`."""
     rng = np.random.default_rng(seed)
     query, cache, table = problem(lens, H, S, page, dtype, seed, T)
-    B, tokens, scale = len(lens), len(lens) * S, 192**-0.5
+    B = len(lens)
     capacity = table.shape[1] * page if page else cache.shape[1]
-    indices = chosen(B, S, max(1, *lens), k, kind, seed)
     shown = None
     if mask is not None:
         shown = rng.random((B if "B" in mask else 1, 1, S if "S" in mask else 1, capacity)) < 0.6
     sink = rng.standard_normal(H).astype(np.float32) if sinks else None
     call = DecodeCall(
         torch.from_numpy(query).double(), torch.from_numpy(cache[..., :512]).double(),
-        torch.from_numpy(cache[..., 512:]).double(), scale=scale, causal=causal, softcap=softcap, window=window,
-        indices=indices,
+        torch.from_numpy(cache[..., 512:]).double(), scale=192**-0.5, causal=causal, softcap=softcap, window=window,
+        indices=chosen(B, S, max(1, *lens), k, kind, seed),
         mask=None if shown is None else torch.from_numpy(shown),
         seq_lens=None if all_rows else torch.tensor(lens, dtype=torch.int32),
         block_table=None if table is None else torch.from_numpy(table),
         sinks=None if sink is None else torch.from_numpy(sink).double(),
     )  # fmt: skip
     cache[~read(call)] = np.nan
-    want, want_lse = (x.numpy().reshape(tokens, H, -1) for x in reference.decode_attention(call))
+    return Listed(call, query, cache, splits, dtype)
 
-    pool = np.full((*cache.shape[:1], 2, *cache.shape[1:]), np.nan, np.float32) if apart else cache
-    if apart:
-        pool[:, 1] = cache
-    start, outer = (cache[0].size, 2 * cache[0].size) if apart else (0, cache[0].size)
+
+def launch_lists(machine, kernel, seed, given, bits, **more):
+    """Runs a kernel once on a call, with the arguments that those for lists have in common, and ``more``.
+
+    ``bits`` is what it calls the scratch for them. Results, those of ``splits`` merged, are compared with the
+    reference's of the call.
+    """
+    call, (B, S, H, _), (_, _, k) = given.call, given.query.shape, given.call.indices.shape
+    tokens, capacity, splits, shown = B * S, call.sizes.T, given.splits, call.mask
+    want, want_lse = (x.numpy().reshape(tokens, H, -1) for x in reference.decode_attention(call))
     blocks = -(-k // 64)
     places = np.full(tokens * blocks * 64, 10**9, np.int32)
-    words = rng.integers(-(2**31), 2**31, tokens * blocks * 2).astype(np.int32)
+    words = np.random.default_rng(seed).integers(-(2**31), 2**31, tokens * blocks * 2).astype(np.int32)
     part, part_lse, out, lse = (
         np.full(n, np.nan, np.float32)
         for n in (splits * tokens * H * 512, splits * tokens * H, tokens * H * 512, tokens * H)
     )
-    flat = pool.ravel()
+    sink = None if call.sinks is None else call.sinks.numpy().astype(np.float32)
+    table, lens = call.block_table, call.seq_lens
     machine.launch(
-        module.mla_seesaw_lists, (-(-H // 64) * tokens, splits, 1), seed,
-        query=Pointer(query.ravel(), dtype), query_b=S * H * 576, query_s=H * 576, query_h=576,
-        latent=Pointer(flat, dtype, start), latent_b=outer, latent_t=576,
-        rope=Pointer(flat, dtype, start + 512), rope_b=outer, rope_t=576,
-        indices=Pointer(indices.numpy().ravel()), indices_b=S * k, indices_s=k, entries=k,
-        table=None if table is None else Pointer(table.ravel()), table_b=0 if table is None else table.shape[1],
-        lengths=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
-        mask=None if shown is None else Pointer(shown.astype(np.uint8).ravel()),
-        mask_b=0 if shown is None or len(shown) == 1 else shown[0].size,
+        kernel, (-(-H // 64) * tokens, splits, 1), seed,
+        query=Pointer(given.query.ravel(), given.dtype), query_b=S * H * 576, query_s=H * 576, query_h=576,
+        indices=Pointer(call.indices.numpy().ravel()), indices_b=S * k, indices_s=k, entries=k,
+        table=None if table is None else Pointer(table.numpy().ravel()), table_b=0 if table is None else table.shape[1],
+        lengths=None if lens is None else Pointer(lens.numpy()), sinks=None if sink is None else Pointer(sink),
+        mask=None if shown is None else Pointer(shown.numpy().astype(np.uint8).ravel()),
+        mask_b=0 if shown is None or len(shown) == 1 else shown[0].numel(),
         mask_s=0 if shown is None or shown.shape[2] == 1 else capacity, mask_t=1,
-        places=Pointer(places), words=Pointer(words), o_part=Pointer(part), lse_part=Pointer(part_lse),
-        out=Pointer(out, dtype), lse=Pointer(lse), **scores(scale, softcap), T=capacity,
-        reach=window + S - 1 if window else None, tokens=tokens, S=S, H=H, least=least, PAGE=page if apart else 0,
-        LIST_PAGE=page, CAUSAL=causal, PARTIAL=int(splits > 1), REGS=232,
+        places=Pointer(places), o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, given.dtype),
+        lse=Pointer(lse), **scores(call.scale, call.softcap), T=capacity,
+        reach=call.window + S - 1 if call.window else None, S=S, H=H, CAUSAL=call.causal, PARTIAL=int(splits > 1),
+        **{bits: Pointer(words)}, **more,
     )  # fmt: skip
     out, lse = out.reshape(tokens, H, 512), lse.reshape(tokens, H)
     if splits > 1:
@@ -103,21 +117,52 @@ def simulate_lists(
     assert np.linalg.norm(out - want) <= 6e-3 * np.linalg.norm(want)  # P is rounded to bf16
 
 
-def run_step(call, device):
-    """Runs the step that a launch makes of a call, whose tensors hold its numbers, and compares."""
+def beside(rows, apart):
+    """A cache as the kernel is given it: (the memory, where it begins, from page to page); ``apart``: of two layers."""
+    if not apart:
+        return rows.ravel(), 0, rows[0].size
+    pool = np.full((len(rows), 2, *rows.shape[1:]), np.nan if rows.dtype == np.float32 else 0xFF, rows.dtype)
+    pool[:, 1] = rows
+    return pool.ravel(), rows[0].size, 2 * rows[0].size
+
+
+def simulate_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, **how):
+    """Runs the kernel once and compares; raises AssertionError or SimulationError. ``apart``: pages of two layers."""
+    module, machine = loaded
+    given = listed(seed, lens, H, k, page=page, **how)
+    flat, start, outer = beside(given.cache, apart)
+    launch_lists(
+        machine, module.mla_seesaw_lists, seed, given, "words",
+        latent=Pointer(flat, given.dtype, start), latent_b=outer, latent_t=576,
+        rope=Pointer(flat, given.dtype, start + 512), rope_b=outer, rope_t=576,
+        tokens=given.query.shape[0] * given.query.shape[1], least=least, PAGE=page if apart else 0, LIST_PAGE=page,
+        REGS=232,
+    )  # fmt: skip
+
+
+def run_step(call, device, source=LIST_SOURCE, tolerance=2e-3, **constants):
+    """Runs the step that a launch makes of a call, whose tensors hold its numbers, and compares; returns the step.
+
+    ``tolerance`` is that of the logarithms.
+    """
     plan = chosen_plan(call, device)
     step = next(s for s in hopper_steps.steps(call, plan, device, least=0) if isinstance(s, GluonStep))
-    module, machine = load(LIST_SOURCE)
+    module, machine = load(source)
     B, S, H, _ = call.query.shape
-    want, want_lse = reference.decode_attention(call._replace(query=call.query.double(), latent=call.latent.double()))
+    latent = call.latent if call.latent.dtype == torch.float8_e4m3fn else call.latent.double()
+    want, want_lse = reference.decode_attention(call._replace(query=call.query.double(), latent=latent))
     tensors = dict(zip(BUFFERS, call[:TENSORS], strict=True))
     made = {}
     for name, (shape, dtype) in hopper_steps.scratch(call, plan, device).items():
         whole = dtype == torch.int32
         data = np.full(math.prod(shape), 10**9 if whole else np.nan, np.int32 if whole else np.float32)
         made[name] = Pointer(data, KINDS[dtype])
-    pointers = made | {name: pointer_to(tensors[name]) for name in step.buffers.values() if name not in made}
-    machine.launch(module.mla_seesaw_lists, step.grid, 0, **step.arguments(pointers))
+    pointers = made | {
+        name: pointer_to(tensors[name], step.types[argument] == "*i32")
+        for argument, name in step.buffers.items()
+        if name not in made
+    }
+    machine.launch(getattr(module, step.fn.__name__), step.grid, 0, **step.arguments(pointers) | constants)
     if plan.splits > 1:
         part = made["part"].data.reshape(plan.splits, B * S, H, 512)
         part_lse = made["part_lse"].data.reshape(plan.splits, B * S, H)
@@ -127,16 +172,19 @@ def run_step(call, device):
     else:
         out, lse = made["out"].data, made["lse"].data
     want, want_lse = want.double().numpy().reshape(B * S, H, 512), want_lse.numpy().reshape(B * S, H)
-    assert np.abs(lse.reshape(want_lse.shape) - want_lse).max() < 2e-3
+    assert np.abs(lse.reshape(want_lse.shape) - want_lse).max() < tolerance
     assert np.linalg.norm(out.reshape(want.shape) - want) <= 8e-3 * np.linalg.norm(want)
+    return step
 
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "int32"}
 
 
-def pointer_to(x):
-    """Where a tensor begins, in all the memory that it is a view of."""
+def pointer_to(x, words=False):
+    """Where a tensor begins, in all the memory that it is a view of; ``words``: in that memory as int32."""
     memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    if words:
+        return Pointer(memory.view(torch.uint8).numpy().view(np.int32), "int32", x.storage_offset() * x.itemsize // 4)
     whole = not x.is_floating_point()
     data = memory.to(torch.uint8).numpy() if x.dtype == torch.bool else (memory if whole else memory.float()).numpy()
     return Pointer(data, KINDS.get(x.dtype, "int32"), x.storage_offset())

@@ -77,7 +77,8 @@ class Machine:
         gl = types.ModuleType("gluon_language")
         gl.constexpr = lambda value: value
         gl.bfloat16, gl.float16, gl.float32, gl.int32, gl.int64 = "bf16", "fp16", "fp32", "int32", "int64"
-        gl.int8, gl.float8e4nv = "int8", "fp8"
+        gl.int8, gl.int16, gl.float8e4nv = "int8", "int16", "fp8"
+        gl.permute = lambda x, order: array(np.transpose(x, order))
         gl.join, gl.reshape = lambda a, b: array(np.stack([a, b], -1)), lambda x, shape: array(np.reshape(x, shape))
         for layout in ("NVMMADistributed", "NVMMAShared", "SwizzledShared", "Slice", "DotOperand", "Blocked"):
             setattr(gl, f"{layout}Layout", lambda *args, **kwargs: None)

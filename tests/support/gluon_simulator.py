@@ -106,10 +106,15 @@ class Array(np.ndarray):
         if dtype == "fp8":
             assert bitcast, "float8 is read, not made"
             return array(E4M3[np.asarray(self) & 255])
+        if bitcast:
+            bits = (np.asarray(self) & 0xFFFF).astype(np.uint16)
+            halves = bits.view(np.float16) if dtype == "fp16" else (bits.astype(np.uint32) << 16).view(np.float32)
+            return array(halves.astype(np.float32))
         if dtype in ("bf16", "fp16"):
             return array(round_to(self, dtype))
-        if dtype == "int8":
-            return array((np.asarray(self) & 255 ^ 128) - 128)
+        if dtype in ("int8", "int16"):
+            sign = 1 << (int(dtype[3:]) - 1)
+            return array((np.asarray(self) & 2 * sign - 1 ^ sign) - sign)
         return array(self.astype(np.int64 if dtype in ("int32", "int64") else np.float32))
 
 

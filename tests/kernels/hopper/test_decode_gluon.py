@@ -49,7 +49,7 @@ ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
 OTHERS = (
-    "        _arrived(bars, {}, {}, True, LISTED)\n"  # of what TMA brought for a block that the other consumer scored
+    "        _arrived(bars, {}, {}, True, COPIED)\n"  # of what TMA brought for a block that the other consumer scored
 )
 EVEN_WAIT = "_arrived(bars, 3, ((used1 + t) & 1) ^ 1"
 TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"

@@ -34,7 +34,7 @@ def test_random_lists():
 COPIED = "    async_copy.mbarrier_arrive(bar, increment_count=False)\n"
 COPIES = "    load_rows(tile, x + (gl.expand_dims(offset, 1) + gl.expand_dims(column, 0)), mask=seen)\n"
 FREED = "\n        mbarrier.wait(bars.index(FREE + 2 * stage{}), phase)\n"
-FENCE = "    if LISTED:\n        fence_async_shared()\n"
+FENCE = "    if COPIED:\n        fence_async_shared()\n"
 MANY = {"lens": [447, 430], "H": 20, "S": 2, "k": 400}
 CAUSAL = {"lens": [100, 120], "H": 20, "S": 3, "k": 120, "kind": "full"}
 PAGED = LIST_CASES["page 16"]
@@ -72,7 +72,7 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "length forgotten": ("seen = (n >= 0) & (n < length)", "seen = n >= 0", {**PAGED, "causal": False}),
     "mask forgotten": ("mask=seen, other=0) != 0)", "mask=seen, other=0) >= 0)", LIST_CASES["mask"]),
     "page of the wrong request": ("table += b.to(gl.int64) * table_b", "table += 0 * table_b", PAGED),
-    "rows of the wrong request": ("latent += b.to(gl.int64)", "latent += s.to(gl.int64)", MANY),
+    "rows of the wrong request": ("latent += b.to(gl.int64)", "latent += 0 * b.to(gl.int64)", MANY),
     "list of the wrong token": ("s.to(gl.int64) * indices_s", "b.to(gl.int64) * indices_s", MANY),
     "distance of pages forgotten": ("* (stride_page // 8 * 8)", "* (PAGE * row)", APART),
     "halves of the bits exchanged": ("gl.where(c < 32, bit, 0)", "gl.where(c < 32, 0, bit)", MANY),

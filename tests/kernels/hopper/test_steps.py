@@ -17,9 +17,10 @@ LIST = torch.zeros(1, 1, 1, dtype=torch.int32, device="meta").expand(3, 2, 9)
 
 
 def call(
-    B=3, S=2, H=20, T=200, page=0, L=512, R=64, dtype=BF16, query=None, row=None, pages=None, lengths=True, **more
-):
-    """Meta tensors; ``row`` and ``pages`` are the cache's strides."""
+    B=3, S=2, H=20, T=200, page=0, L=512, R=64, dtype=BF16, query=None, row=None, pages=None, lengths=True, rope=None,
+    **more,
+):  # fmt: skip
+    """Meta tensors; ``row`` and ``pages`` are the cache's strides, ``rope`` is the dtype of one with its own."""
 
     def empty(*shape, of=torch.int32):
         return torch.empty(shape, dtype=of, device="meta")
@@ -31,7 +32,8 @@ def call(
         (outer, rows, L + R), (rows * row if pages is None else pages, row, 1), dtype=dtype, device="meta"
     )
     return DecodeCall(
-        empty(B, S, H, L + R, of=query or dtype), cache[..., :L], cache[..., L:], scale=0.1, causal=True,
+        empty(B, S, H, L + R, of=query or dtype), cache[..., :L],
+        cache[..., L:] if rope is None else empty(outer, rows, R, of=rope), scale=0.1, causal=True,
         block_table=empty(B, -(-T // page)) if page else None, seq_lens=empty(B) if page or lengths else None, **more,
     )  # fmt: skip
 
@@ -56,6 +58,11 @@ def call(
         {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(())},
         {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "page": 1},
         {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(3, 200), "row": 656},
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200, 4), "rope": BF16},
+        {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(13, 16, 8), "rope": BF16, "page": 16, "B": 1},
+        {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(()), "rope": BF16},
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200, 4), "rope": BF16, "indices": LIST},
+        {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "indices": LIST},
         {"indices": LIST},
         {"indices": LIST, "page": 1},
         {"indices": LIST, "page": 64, "pages": 64 * 576 * 5},
@@ -88,7 +95,11 @@ def test_takes(given):
         {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(())},  # its products are in float16
         {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "row": 584},
         {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "L": 256},
-        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(()), "indices": LIST},
+        {"dtype": FP8, "query": BF16, "kv_scale": torch.ones(3, 200, 16), "rope": BF16},
+        {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "rope": FP16},
+        {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(3, 200, 4), "rope": FP16},
+        {"dtype": FP8, "query": FP32, "kv_scale": torch.ones(()), "indices": LIST},
+        {"dtype": FP8, "query": FP16, "kv_scale": torch.ones(()), "rope": FP16, "indices": LIST},
         {"B": 1 << 16},
         {"indices": LIST, "row": 580},
         {"indices": LIST, "pages": 0},
@@ -131,7 +142,7 @@ def test_scratch_of_a_schedule_holds_every_piece():
 
 def test_steps_name_only_buffers_that_exist():
     pytest.importorskip("triton.experimental.gluon")
-    tensors = {"query", "latent", "rope", "table", "lengths", "sinks", "mask", "kv_scale"}
+    tensors = {"query", "latent", "rope", "table", "lengths", "sinks", "mask", "kv_scale", "indices"}
     mask = torch.ones(3, 1, 1, 200, dtype=torch.bool, device="meta")
     for given in (
         call(page=32, H=64),
@@ -142,6 +153,10 @@ def test_steps_name_only_buffers_that_exist():
         call(H=64, page=64, softcap=2.0, window=9),
         call(H=64, page=8, dtype=FP8, query=BF16, kv_scale=torch.ones(())),
         call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200), mask=mask, window=9),
+        call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200, 4), mask=mask, rope=BF16),
+        call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200, 4), rope=BF16, indices=LIST),
+        call(H=64, page=8, dtype=FP8, query=BF16, kv_scale=torch.ones(()), indices=LIST),
+        call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(3, 200), indices=LIST, mask=mask),
     ):
         for scheduled in (False, True):
             chosen = replace(planned(given), scheduled=scheduled)
