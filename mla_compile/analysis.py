@@ -28,6 +28,7 @@ from mla_compile.passes.ir.graph import ORIGIN
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import weight_nodes
 from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.linear.nearby import Nearby
 from mla_compile.passes.linear.records import Maps, VirtualSources
 
 CANONICAL: dict[str, Callable[[Program], int]] = {
@@ -110,7 +111,8 @@ def analyse(program: Program, *, slices: bool = True) -> Analysis:
     weights = weights_of(program)
     sites = find_attention(program.gm.graph, weights)
     shared = find_shared_rows(sites, weights, program.fake_mode)
-    maps = LinearMaps(weights, program.fake_mode, virtual=VirtualSources(shared=shared))
+    nearby = Nearby({site.node: [p.q.node for p in site.products] for site in sites})
+    maps = LinearMaps(weights, program.fake_mode, virtual=VirtualSources(shared=shared), nearby=nearby)
     found = Analysis(program, sites, maps)
     return found.with_slices() if slices else found
 

@@ -84,6 +84,7 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
         with Compilations("the program", progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
+        _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, progress, dict(options))
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "
@@ -116,6 +117,7 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
     own = {name for name in Options.names() if name in arguments and not _is_argument(model, name, arguments[name])}
     options = Options.parse({name: arguments.pop(name) for name in own})
     if _is_plain_module(model):
+        _needs_forward(model, "explain()")
         return explain_module(model, example_inputs, arguments, options)
     if not isinstance(model, (torch.export.ExportedProgram, fx.GraphModule)):
         raise InputError(
@@ -159,6 +161,14 @@ def migrate_cache(optimized: Any, cached: Sequence[torch.Tensor], tolerance: flo
 def _is_plain_module(model: object) -> TypeGuard[torch.nn.Module]:
     """A module as its author wrote it: neither a traced graph nor TorchScript."""
     return isinstance(model, torch.nn.Module) and not isinstance(model, (fx.GraphModule, torch.jit.ScriptModule))
+
+
+def _needs_forward(model: torch.nn.Module, door: str) -> None:
+    if "forward" not in vars(model) and type(model).forward is torch.nn.Module.forward:
+        raise InputError(
+            f"{door} is for what runs when a module is called, and {type(model).__name__} has no forward; pass the "
+            "module whose forward its methods call, or give it a forward that calls one of them"
+        )
 
 
 def _is_argument(model: object, name: str, value: object) -> bool:

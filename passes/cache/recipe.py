@@ -186,7 +186,7 @@ def make_recipe(
         index, _ = ingredients[piece.source]
         part = _part(piece, index, wide, inner, kinds, columns, leaves)
         if part is None:
-            return Stop(node, "unsupported_op", "heads or columns that a weight has in part")
+            return Stop(node, "unsupported_op", "a weight that differs along an axis of its rows")
         parts.append(part)
     expanded = {part.rows for part in parts if part.weight is not None}
     packed = tuple(packs and k in expanded for k in range(len(widths)))
@@ -227,21 +227,27 @@ def _part(
     weight: Formula | None = None
     if piece.weight is not None:
         present = set(piece.weight.atoms)
-        own = [k for k in heads if present.issuperset(piece.axes[k])]
+        own = [k for k in heads if present.intersection(piece.axes[k])]
         kept = [*(piece.axes[k] for k in own), piece.axes[columns], inner]
-        if set(flatten(kept)) != present:
+        if not present.issubset(flatten(kept)):
             return None
         has = tuple(k in own for k in heads)
-        matrix = aligned(piece.weight, flatten(kept)).view([fixed_size(a) for a in kept])
-        weight = _formula(matrix, leaves)
-    bias = None if piece.bias is None else _formula(_broadcast(piece.bias, piece.axes), leaves)
+        weight = _formula(_whole(piece.weight, kept), leaves)
+    bias = None
+    if piece.bias is not None:  # of size 1 along an axis of K's that it does not depend on
+        has_bias = set(piece.bias.atoms)
+        axes = [own if has_bias.intersection(own) else () for own in piece.axes]
+        bias = _formula(_whole(piece.bias, axes), leaves)
     return ColumnBlock(rows, width, weight, has, piece.scale, bias)
 
 
-def _broadcast(bias: Factor, axes: Sequence[Axis]) -> Expr:
-    """The bias with an axis for each of K's, size 1 where it does not depend on it."""
-    expr = aligned(bias, tuple(a for a in flatten(axes) if a in bias.atoms))
-    return expr.view([fixed_size(a for a in own if a in bias.atoms) for own in axes])
+def _whole(factor: Factor, axes: Sequence[Axis]) -> Expr:
+    """``factor`` with ``axes``. Of a group of heads that share a weight, each head is given it."""
+    atoms = flatten(axes)
+    expr = aligned(factor, atoms)
+    if set(atoms) != set(factor.atoms):
+        expr = expr.call(aten.expand.default, expr, [fixed_size((a,)) for a in atoms])
+    return expr.view([fixed_size(a) for a in axes])
 
 
 def _formula(value: Expr | fx.Node, leaves: dict[fx.Node, int]) -> Formula:

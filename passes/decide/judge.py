@@ -181,13 +181,14 @@ class _Judge:
             closer = self.whole(site, computed)
             return closer if closer.absorb else _taken_back(verdict, which, node)
         if site.node not in options:
-            final = verdict.instead or _taken_back(verdict, which, node)
+            read = _taken_back(verdict, which, node)
+            final = verdict.instead or read
             options[site.node] = [final]
             if self.forms != "expanded":
-                stop = Stop(final.blame or node, final.code.value, final.reason)
                 # The other side first: the expansion of this one is what could not be saved.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                tried = (self.part(final, stop, self.maps, (side,)) for side in sides)
+                stops = [Stop(v.blame or node, v.code.value, v.reason) for v in (read, final)]
+                tried = (self.part(final, stop, self.maps, (side,)) for side, stop in zip(sides, stops, strict=True))
                 options[site.node] = [*(v for v in tried if v.absorb), final]
         return options[site.node].pop(0)
 

@@ -121,7 +121,9 @@ class _Copies:
             queue += [place for place in reads if place not in queue]
             along = {n for n, _ in reads}
             found.update((n, None) for n in one.all_input_nodes if is_tensor(n) and n not in along | {*self.weights})
-        return tuple(found)
+        # A copy may be read for its dtype or its shape, too (`type_as`, `zeros_like`): it is computed all the same.
+        copies = {one for one, _ in queue}
+        return tuple(n for n in found if n not in copies)
 
     def _reads(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]] | None:
         """The axes that all have to be copies for axis ``dim`` of ``node`` to be one; None where it is none."""

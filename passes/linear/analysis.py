@@ -94,7 +94,7 @@ class LinearMaps:
         return self._nearby.same_rows(one, other)
 
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
-        """``nodes``, and all that their numbers depend on."""
+        """``nodes``, and all that their numbers depend on, but for the keys and values of attentions before them."""
         return self._nearby.behind(nodes)
 
     def map(self, node: fx.Node) -> LinearMap:

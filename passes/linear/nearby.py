@@ -6,8 +6,9 @@ nodes is a number with a bit for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
@@ -17,9 +18,10 @@ from mla_compile.passes.ir.walk import computed_from
 
 
 class Nearby:
-    """What the nodes of one graph are computed from."""
+    """What the nodes of one graph are computed from. ``asked``: by what attentions return, their queries."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Mapping[fx.Node, list[fx.Node]] = MappingProxyType({})) -> None:
+        self.asked = asked
         self._bits: dict[fx.Node, int] = {}
         # What a node is computed from, itself among it: all of it, and of the tensors those with no projection in
         # between, and with one at most.
@@ -40,15 +42,22 @@ class Nearby:
         return bool(self._projected[one] & ~self._plain[one] & self._projected[other] & ~self._plain[other])
 
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]:
-        """``nodes``, and all that their numbers depend on."""
+        """``nodes``, and all that their numbers depend on, but for the keys and values of attentions before them.
+
+        The latent of one layer is behind the queries of the next, which may read it again. Hidden states are behind
+        queries.
+        """
         found = 0
         for node in nodes:
-            for n in _inputs_first(node, computed_from, self._all):
+            for n in _inputs_first(node, self._before, self._all):
                 self._all[n] = self._bit(n)
-                for read in computed_from(n):
+                for read in self._before(n):
                     self._all[n] |= self._all[read]
             found |= self._all[node]
         return _Nodes(found, self._bits)
+
+    def _before(self, node: fx.Node) -> list[fx.Node]:
+        return self.asked.get(node) or computed_from(node)
 
     def _look_behind(self, node: fx.Node) -> None:
         plain = projected = self._bit(node)

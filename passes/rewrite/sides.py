@@ -20,7 +20,7 @@ from mla_compile.passes.decide.refine import value_features
 from mla_compile.passes.ir.arrange import Sizes, aligned, arrange, einsum, spread
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import Expr, Factor, wide
-from mla_compile.passes.ir.graph import Builder, materialize, val
+from mla_compile.passes.ir.graph import Builder, is_virtual, materialize, val
 from mla_compile.passes.ir.sizes import size
 from mla_compile.passes.linear.records import Term
 from mla_compile.passes.rewrite.project import project
@@ -43,6 +43,8 @@ class Sides:
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
         # In the order of the graph: what a product reads sizes from has to stand before it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
+        # Keys that are one axis of K may be several of the rows, such as the two of an image.
+        known += sorted(((r.node, r.axes) for r in plan.rows if not is_virtual(r.node)), key=lambda pair: pair[0])
         self.sizes = Sizes(self.builder, known)
         self.dtype = val(self.site.v.node).dtype
         # What folding asks for later: the products q W_kc, and the attended latent before W_v.

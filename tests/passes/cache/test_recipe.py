@@ -102,6 +102,23 @@ RECIPES = {
     "heads that share a weight in groups": (
         lambda c, w: heads_first(c, w)[:, :, None].expand(B, H, 2, T, N), [c()], [w(H * N, L)], 3,
     ),
+    "heads that share a weight in groups, in one axis": (
+        lambda c, w: heads_first(c, w)[:, :, None].expand(B, H, 2, T, N).reshape(B, H * 2, T, N),
+        [c()], [w(H * N, L)], 2,
+    ),
+    "heads that share a weight and a bias in groups, beside rotary rows": (
+        lambda c, r, w, b: torch.cat(
+            [
+                (heads_first(c, w) + b)[:, :, None].expand(B, H, 2, T, N).reshape(B, H * 2, T, N),
+                r[:, None].expand(B, H * 2, T, R),
+            ],
+            -1,
+        ),
+        [c(), seeded(B, T, R)], [w(H * N, L), w(H, 1, N)], 2,
+    ),
+    "columns that are repeated": (
+        lambda c, w: heads_first(c, w)[..., None].expand(B, H, T, N, 2).reshape(B, H, T, 2 * N), [c()], [w(H * N, L)], 2,
+    ),
     "a last axis of size 1": (lambda c, w: F.linear(c, w).view(B, T, H, N, 1), [c()], [w(H * N, L)], 1),
     "one column, from one": (lambda z, w: z[:, :, None] * w, [seeded(B, T)], [w(N)], 1),
     "one token of one batch": (
@@ -154,7 +171,6 @@ LAYOUT = "rows in a layout that a cache cannot be kept in"
 NOTHING = "columns of the cache that come from no rows"
 NEITHER = "an axis of the cache is neither tokens, heads nor features"
 FEATURES = "the cache has no axis of features"
-IN_PART = "heads or columns that a weight has in part"
 NO_RECIPE = {
     "rows of every head": (
         lambda c, r, w: torch.cat([heads_first(c, w), r], -1), [c(), seeded(B, H, T, R)], [w(H * N, L)], 2, NEITHER,
@@ -175,14 +191,6 @@ NO_RECIPE = {
     "rows as they are": (lambda r: r[:, None].expand(B, H, T, R).clone(), [seeded(B, T, R)], [], 2, FEATURES),
     "a sum over the batch": (
         lambda c, w: heads_first(c, w).sum(0, keepdim=True), [c()], [w(H * N, L)], 2, FEATURES,
-    ),
-    "columns that are repeated": (
-        lambda c, w: heads_first(c, w)[..., None].expand(B, H, T, N, 2).reshape(B, H, T, 2 * N),
-        [c()], [w(H * N, L)], 2, IN_PART,
-    ),
-    "heads that share a weight in groups, in one axis": (
-        lambda c, w: heads_first(c, w)[:, :, None].expand(B, H, 2, T, N).reshape(B, H * 2, T, N),
-        [c()], [w(H * N, L)], 2, IN_PART,
     ),
 }  # fmt: skip
 
