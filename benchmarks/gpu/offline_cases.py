@@ -161,6 +161,10 @@ def cases() -> Iterator[Case]:
         yield replace(listed, label="bf16, 128 rows, list, fp32 query", query="float32")
         yield replace(listed, label="fp8, 128 rows, page 64, list", cache="float8", page=64)
         yield replace(listed, label="fp32, 128 rows, list", cache="float32")
+        packed = Case(arch, "", "attend", cache="float8", page=64, scales="group")
+        for rows in (16, 128):
+            yield replace(packed, label=f"fp8, 656-byte rows, {rows} rows, page 64", rows=rows)
+            yield replace(packed, label=f"fp8, 656-byte rows, {rows} rows, page 64, list", rows=rows, listed=CHOSEN)
         yield Case(arch, "combine", "combine")
         yield Case(arch, "indexer, bf16, 64 heads", "index_scores", 64)
         yield Case(arch, "indexer, fp32, 64 heads", "index_scores", 64, "float32")

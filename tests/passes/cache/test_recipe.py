@@ -117,7 +117,8 @@ RECIPES = {
         [c(), seeded(B, T, R)], [w(H * N, L), w(H, 1, N)], 2,
     ),
     "columns that are repeated": (
-        lambda c, w: heads_first(c, w)[..., None].expand(B, H, T, N, 2).reshape(B, H, T, 2 * N), [c()], [w(H * N, L)], 2,
+        lambda c, w: heads_first(c, w)[..., None].expand(B, H, T, N, 2).reshape(B, H, T, 2 * N),
+        [c()], [w(H * N, L)], 2,
     ),
     "a last axis of size 1": (lambda c, w: F.linear(c, w).view(B, T, H, N, 1), [c()], [w(H * N, L)], 1),
     "one column, from one": (lambda z, w: z[:, :, None] * w, [seeded(B, T)], [w(N)], 1),
