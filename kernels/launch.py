@@ -279,6 +279,7 @@ def chosen_plan(
         gluon=gluon,
         listed=listed,
         window=call.window,
+        grouped=call.groups > 0,
     )
 
 

@@ -59,6 +59,9 @@ L2_RATE = 8e12  # bytes/s at which partials are written and read again
 WORTHWHILE = 0.995  # more splits have to take less than this share of the time: the times are estimates
 MIN_CAPABILITY = (8, 0)  # cp.async and bfloat16 matrix products
 _HALF = (torch.float16, torch.bfloat16)
+# Rows of a tile where keys are multiplied by scales of groups. With 32, Triton 3.6 and 3.7 load the query before the
+# barrier behind which the keys are: 400 to 520 bytes of spills a thread (none with 3.9). Warpgroups load no operands.
+GROUPED_ROWS = 16
 
 # What the Hopper kernel (kernels/hopper/decode_gluon.py) is written for.
 HOPPER_WIDTHS = (512, 64)  # latent and rope
@@ -222,6 +225,7 @@ def plan(
     gluon: bool = True,
     listed: bool = False,
     window: int = 0,
+    grouped: bool = False,
 ) -> Plan:
     """The launch for B requests of S query tokens and H heads over at most T tokens of L+R columns.
 
@@ -233,6 +237,7 @@ def plan(
     a list says which T tokens; B counts query tokens then, of which a grid takes any number. A row's place is
     looked up before it is needed: the loop is that of a cache in one piece without a mask. ``window``: the tiles of a
     request are those that some of its query tokens see (not of a list, whose entries all have to be looked at).
+    ``grouped``: float8 rows are multiplied by scales of groups of columns, see GROUPED_ROWS.
 
     Raises :class:`InputError`: sizes below 1, a dtype no kernel takes, a GPU older than sm_80, splits beyond the grid
     or together with ``deterministic``; :class:`NoPlanError`, one of them, for rows too wide for shared memory.
@@ -262,7 +267,10 @@ def plan(
     if gluon and _hopper_suits(rows, (L, R, Lv), dtypes, page, mask_bytes, device):
         row, smem = starting_row(kind, rows, layout, device, "gluon"), HOPPER_SMEM
     else:
-        row, smem = fitted(starting_row(kind, rows, layout, device, "triton", listed=listed), layout, device)
+        row = starting_row(kind, rows, layout, device, "triton", listed=listed)
+        if grouped and GROUPED_ROWS < row.block_m < HOPPER_BLOCK:
+            row = starting_row(kind, GROUPED_ROWS, layout, device, "triton", listed=listed)
+        row, smem = fitted(row, layout, device)
     if window and not listed:
         T = min(T, window + S - 1 + row.block_n - 1)  # the first and the last tile are seen in part
     if deterministic:

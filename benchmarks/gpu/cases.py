@@ -208,7 +208,7 @@ def plan_of(shape: Shape, device: torch.device, kernel: str, options: dict[str, 
         page_size=shape.page, Lv=None if values is None else values.shape[-1], masked=mask is not None,
         mask_bytes=read_mask_bytes(mask), device=Device.of(device), splits=options.get("num_splits"),
         deterministic=options.get("deterministic", False), gluon=kernel != "triton", listed=bool(entries),
-        window=options.get("window", 0),
+        window=options.get("window", 0), grouped=shape.groups > 0,
     )  # fmt: skip
     if kernel == "gluon splits":
         return replace(made, scheduled=False) if made.scheduled else None

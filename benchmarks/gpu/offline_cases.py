@@ -64,8 +64,8 @@ class Case:
             return 4 if self.page and not self.listed else 0  # the same tile: one of them
         if self.arch == "sm_80" and self.rows > 32 and self.listed and self.cache == "half" and not self.page:
             return 120 if self.query else 8  # a list's entries beside 64 x 512 sums, in 3.6 twice as many as in 3.7
-        if self.arch == "sm_90" and self.scales == "group" and self.listed and self.kernel == "attend":
-            return 12  # places of a list beside the scales of their rows
+        if self.scales == "group" and self.listed and self.kernel == "attend":
+            return 32  # places of a list beside the scales of their rows; in 3.9 only on sm_90
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
             return 12  # a listed tile's bits, or an added mask's place, beside 64 x 512 sums; in 3.9 up to 4
         return 0

@@ -58,9 +58,13 @@ def to_dot(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def times_groups(x, scales, GROUP: tl.constexpr):
-    """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP]."""
+    """Rows x [N,L] in float32, each group of columns times its scale; scales [N,L/GROUP].
+
+    The sum is over one term. Behind the operands of a product Triton looks for the narrowest dtype, through all but
+    reductions, and finds float8; then they would be loaded in an order that ldmatrix does not have.
+    """
     groups = to_dot(x, tl.float32).reshape(x.shape[0], x.shape[1] // GROUP, GROUP)
-    return (groups * scales[:, :, None]).reshape(x.shape[0], x.shape[1])
+    return tl.sum((groups * scales[:, :, None]).reshape(1, x.shape[0], x.shape[1]), 0)
 
 
 @triton.jit
