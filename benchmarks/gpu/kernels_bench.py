@@ -8,6 +8,7 @@ except where the cache of one problem fits the L2 and was not flushed, which is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.common import table
 from benchmarks.gpu import timing
-from benchmarks.gpu.cases import Problem, Shape, kernels_for, left_padded, lists
+from benchmarks.gpu.cases import FP8, Problem, Shape, kernels_for, left_padded, lists, stored
 from benchmarks.gpu.common import Case, Row, Run, SkipError, Store, _short
 from benchmarks.gpu.compare import compare_out
 from benchmarks.gpu.correctness import not_replaced, seed_of
@@ -46,6 +47,8 @@ LISTED = (
     (32, 64, 32768),
 )  # fmt: skip
 
+PACKED = 4  # of these, how many are measured over rows of 656 bytes in float8, too
+
 LEFT_PADDED = tuple((H, 1, tuple(4096 - 96 * i for i in range(32))) for H in (32, 128))  # as generate() pads prompts
 PAGE = 64
 
@@ -62,6 +65,7 @@ def with_lists(dry: bool) -> list[tuple[str, Shape, tuple[int, ...] | None]]:
     """Sparse attention: whatever the length of a request, its list is as long."""
     made = [(4, 2, 70)] if dry else LISTED
     every = [Shape(B=B, kv=kv, H=H, page=PAGE, k=30 if dry else CHOSEN) for H, B, kv in made]
+    every += [replace(shape, cache=FP8, groups=4) for shape in every[:PACKED]]
     return [(str(shape), shape, None) for shape in every]
 
 
@@ -103,6 +107,15 @@ class Pool:
             part.copy_(0.1 * torch.randn(part.shape, device=self.run.device, dtype=torch.bfloat16))
         return made
 
+    @cached_property
+    def packed(self) -> torch.Tensor:
+        """The same rows in float8 as DeepSeek-V3.2 is served from them: bytes [pages,64,656]."""
+        made = torch.empty(*self.kv.shape[:2], 656, dtype=torch.uint8, device=self.run.device)
+        shape = Shape(1, 1, 1, cache=FP8, groups=4)
+        for part, into in zip(self.kv.split(1024), made.split(1024), strict=True):
+            into.copy_(stored(shape, part.float()))
+        return made
+
     def problem(self, shape: Shape, lens: tuple[int, ...] | None = None) -> Problem:
         """Requests of these lengths (None: all full) over random pages, or left-padded to them in one piece."""
         count = _pages(shape)
@@ -122,7 +135,7 @@ class Pool:
             return Problem(shape, query.to(shape.dtype), whole, None, full, options)
         lengths = torch.tensor(lens or [shape.kv] * shape.B, dtype=torch.int32, device=self.run.device)
         made = order.int().reshape(shape.B, shape.pages)
-        return Problem(shape, query.to(shape.dtype), self.kv, made, lengths, options)
+        return Problem(shape, query.to(shape.dtype), self.packed if shape.groups else self.kv, made, lengths, options)
 
 
 def floors(run: Run) -> Iterator[Case]:

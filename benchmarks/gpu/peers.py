@@ -156,12 +156,13 @@ def flashmla_sparse(posed: Problem, path: str | None) -> Call:
 
 
 def flashmla_fp8(posed: Problem, path: str | None) -> Call:
-    """FlashMLA's sparse decode, which reads rows of 656 bytes in fp8. Its rows are rounded ones: not compared."""
+    """FlashMLA's sparse decode, which reads rows of 656 bytes in fp8."""
     s = posed.shape
     module = _module("flash_mla", path)
     _needs((s.page, s.L, s.R) == (64, 512, 64), "FlashMLA takes pages of 64 and 512+64 only")
     _needs(s.H in (64, 128), "FlashMLA takes 64 or 128 heads")
-    cache, places = _fp8_records(posed.kv)[:, :, None], posed.places()
+    _needs(s.groups == 4, "FlashMLA takes rows of 656 bytes only")
+    cache, places = posed.kv.view(FP8)[:, :, None], posed.places()
     metadata, splits = module.get_mla_metadata(posed.lens, s.S * s.H, 1, num_heads_q=s.H, is_fp8_kvcache=True, topk=s.k)
 
     def run() -> Tensor:
@@ -172,20 +173,6 @@ def flashmla_fp8(posed: Problem, path: str | None) -> Call:
         return out
 
     return run
-
-
-def _fp8_records(kv: Tensor) -> Tensor:
-    """[P,page,656] float8: of each row 512 values in e4m3, a float32 scale for each 128 of them, 64 in bfloat16."""
-    made = torch.empty(*kv.shape[:2], 656, dtype=torch.uint8, device=kv.device)
-    for part, into in zip(
-        kv.split(1024), made.split(1024), strict=True
-    ):  # float32 of all at once would be twice the memory
-        blocks = part[..., :512].float().unflatten(-1, (4, 128))
-        scales = (blocks.abs().amax(-1) / 448).clamp(min=1e-12)
-        into[..., :512] = (blocks / scales[..., None]).flatten(-2).to(FP8).view(torch.uint8)
-        into[..., 512:528] = scales.contiguous().view(torch.uint8)
-        into[..., 528:] = part[..., 512:].contiguous().view(torch.uint8)
-    return made.view(FP8)
 
 
 def flashinfer(posed: Problem, path: str | None) -> Call:
@@ -321,8 +308,7 @@ PEERS: dict[str, Callable[[Problem, str | None], Call]] = {
     "sglang": sglang,
     "flaggems": flaggems,
 }
-# They work on expanded keys and values, and on rows rounded to fp8: their output is not comparable.
-OTHER_NUMBERS = ("sdpa", "flashmla fp8")
+OTHER_NUMBERS = ("sdpa",)  # works on expanded keys and values: its output is not comparable
 OF_LISTS = ("flashmla sparse", "flashmla fp8")  # take lists of keys and nothing else; sglang takes both
 FLEX_SHAPES = ((8, 4096, 128, 1), (1, 32768, 16, 1))  # each is compiled anew, which takes seconds
 
@@ -330,6 +316,7 @@ FLEX_SHAPES = ((8, 4096, 128, 1), (1, 32768, 16, 1))  # each is compiled anew, w
 def where_timed(name: str, shape: Shape) -> None:
     """Raises :class:`SkipError` for a peer that is worth a few shapes only; a cache in one piece comes with a mask."""
     _needs(shape.page is not None, "timed over pages, without a mask")
+    _needs(not shape.groups or name == "flashmla fp8", "takes no rows of bytes")
     if shape.k:
         _needs(name in (*OF_LISTS, "sglang"), "takes no lists of keys")
     else:
