@@ -91,8 +91,9 @@ class Analysis:
         found = find_other_weights(gm.graph, self.weights)
         if not found:
             return []
-        maps = with_row_slices([site for site, _ in found], self.maps)
-        return not_softmax(gm.graph, found, maps, default_device(device_type(gm)))
+        sites, functions = [site for site, _ in found], [function for _, function in found]
+        maps, device = with_row_slices(sites, self.maps), default_device(device_type(gm))
+        return not_softmax(judge(gm.graph, sites, maps, device, "absorbed", "never", sparse=False), functions)
 
 
 @dataclass(frozen=True)

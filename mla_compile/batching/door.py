@@ -12,7 +12,7 @@ import torch
 from mla_compile.api import explain, optimize, plain_copy
 from mla_compile.batching.check import check, page_size, pages_needed
 from mla_compile.batching.graphs import Graph, StepGraphs
-from mla_compile.batching.traced import NotMlaError, might_be_absorbed
+from mla_compile.batching.traced import NotMlaError
 from mla_compile.capture.causal_lm import wire
 from mla_compile.capture.dtensors import shared_weight
 from mla_compile.dynamo.ranks import Meeting, OtherRankFailedError, meeting_of
@@ -197,7 +197,7 @@ def _has_latent_attention(model: Any) -> bool:
         report = explain(model, input_ids=ids, use_cache=False, forms="absorbed")
     except MlaCompileError:
         return shared_weight(model) is not None  # which may be impossible to copy, and then nobody can say
-    return any(map(might_be_absorbed, report.sites))
+    return any(site.latent for site in report.sites)
 
 
 def _as_before(model: Any, why: str) -> Any:

@@ -17,9 +17,7 @@ from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.capture.causal_step import INPUTS, export_step
 from mla_compile.capture.dtensors import shared_weight
-from mla_compile.codes import Code
 from mla_compile.core.program import Program
-from mla_compile.core.records import SiteReport
 from mla_compile.core.sharing import Sharing
 from mla_compile.dynamo.ranks import Meeting, sharing_of_model
 from mla_compile.dynamo.step import trace_step
@@ -43,11 +41,6 @@ class NotMlaError(MlaCompileError, TypeError):
     """The model has no latent attention to absorb, so there is nothing here for it."""
 
 
-def might_be_absorbed(site: SiteReport) -> bool:
-    """Whether an attention has a latent of which more is made than its own code reads."""
-    return site.verdict != "not_mla" and site.code is not Code.ALREADY_ABSORBED
-
-
 @dataclass(frozen=True)
 class Traced:
     """A decode step, a piece of a prompt, the caches, and how ranks share their rows."""
@@ -68,7 +61,7 @@ def trace(lm: CausalLM, options: Options, ranks: Meeting | None) -> Traced:
         if not decode.absorbed:
             reasons = dict.fromkeys(f"{site.code}: {site.reason}" for site in decode.report.sites)
             told = "; ".join(reasons) or "no attention was found"
-            if not any(map(might_be_absorbed, decode.report.sites)):
+            if not any(site.latent for site in decode.report.sites):
                 raise NotMlaError(f"{type(lm.model).__name__} has no latent attention to absorb ({told})")
             raise CaptureError(f"no attention of {type(lm.model).__name__} can be decoded in absorbed form: {told}")
         rows = paged(decode.program, lm)

@@ -123,6 +123,11 @@ class SiteReport:
             raise ValueError(f"verdict is {self.verdict!r}, expected one of {', '.join(VERDICTS)}")
         object.__setattr__(self, "code", Code(self.code))  # a plain string will do, an unknown one will not
 
+    @property
+    def latent(self) -> bool:
+        """Whether it has a latent of which more is made than its own code reads."""
+        return self.verdict != "not_mla" and self.code is not Code.ALREADY_ABSORBED
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, with every field; a float that JSON cannot hold becomes the string ``inf`` or ``nan``."""
         record = dataclasses.asdict(dataclasses.replace(self, drawing=None))

@@ -24,11 +24,11 @@ from mla_compile.core.program import Program
 from mla_compile.errors import ExportError, brief
 from mla_compile.onnx.bake import bake_projections
 from mla_compile.onnx.complex_pairs import split_complex
+from mla_compile.onnx.float8_rows import unpack_rows
 from mla_compile.onnx.op import translations
 from mla_compile.onnx.tidy import tidy
 from mla_compile.options import Options
 from mla_compile.passes.ir.graph import packet
-from mla_compile.passes.rewrite.packed_rows import unpack_rows
 from mla_compile.report.report import Report
 from mla_compile.runtime.folds import folded_values
 

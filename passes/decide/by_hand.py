@@ -15,8 +15,7 @@ from torch import fx
 
 from mla_compile.codes import Code
 from mla_compile.passes.attention.site import AttentionSite, Operand, Product
-from mla_compile.passes.decide.explain import repeats
-from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.decide.records import Verdict, repeats
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.graph import packet, shape
 from mla_compile.passes.ir.labels import LABELLED, product_labels

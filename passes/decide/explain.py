@@ -11,12 +11,11 @@ from typing import TypeGuard
 
 from torch import fx
 
-from mla_compile.passes.attention.site import AttentionSite, Operand, Product
+from mla_compile.passes.attention.site import AttentionSite, Product
 from mla_compile.passes.decide.blame import SYMPTOMS, Search, explained, of_queries
 from mla_compile.passes.decide.plan import make_part_plan, make_plan
-from mla_compile.passes.decide.records import AbsorbPlan, Side, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Side, pieces_of, repeats
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.axes import Atom
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import ancestors
@@ -92,15 +91,6 @@ def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:
     operands = (*(p.k for p in site.products), site.v)
     own = [a for a in site.lead if not all(repeats(o, a, maps) for o in operands)]
     return len(own) < 2 and (len(own) < len(site.lead) or all(_more_axes(p) for p in site.products))
-
-
-def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
-    """Whether the rows of ``operand`` are the same for every position of ``atom``."""
-    at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
-    if at is None:
-        return True
-    pieces = maps.map(operand.node).pieces
-    return all(p.weight is None and not set(p.axes[at]) & set(p.source_atoms) for p in pieces)
 
 
 def _more_axes(product: Product) -> bool:

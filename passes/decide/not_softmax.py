@@ -13,27 +13,23 @@ from collections.abc import Sequence
 from torch import fx
 
 from mla_compile.codes import Code
-from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.cost import Device
-from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.axes import axis_size
 from mla_compile.passes.ir.graph import packet
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.records import Maps
 
 _LEGAL = (Code.ABSORBED, Code.KEYS_USED_ELSEWHERE, Code.VALUES_USED_ELSEWHERE)
 
 
-def not_softmax(
-    graph: fx.Graph, found: Sequence[tuple[AttentionSite, fx.Node]], maps: Maps, device: Device
-) -> list[tuple[fx.Node, Stop]]:
-    """The value product of each of ``found`` that attends to a latent, and the function in place of a softmax."""
-    verdicts = judge(graph, [site for site, _ in found], maps, device, "absorbed", "never", sparse=False)
+def not_softmax(verdicts: Sequence[Verdict], functions: Sequence[fx.Node]) -> list[tuple[fx.Node, Stop]]:
+    """The value product of each attention to a latent, and the function in place of a softmax.
+
+    ``verdicts`` are what would be said if each of ``functions`` were one.
+    """
     return [
         (verdict.site.node, Stop(function, Code.NOT_SOFTMAX, _reason(function)))
-        for verdict, (_, function) in zip(verdicts, found, strict=True)
+        for verdict, function in zip(verdicts, functions, strict=True)
         if _of_a_latent(verdict)
     ]
 

@@ -10,11 +10,11 @@ from torch import fx
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
-from mla_compile.passes.attention.site import AttentionSite, Visible
+from mla_compile.passes.attention.site import AttentionSite, Operand, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
-from mla_compile.passes.ir.axes import Axis, axis_size, fixed_size
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size
 from mla_compile.passes.ir.sizes import Size
-from mla_compile.passes.linear.records import LinearMap, Piece, Term
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Term
 
 Side = Literal["keys", "values"]
 
@@ -142,3 +142,12 @@ class Verdict:
 def pieces_of(maps: list[LinearMap]) -> list[Piece]:
     """Every piece that has a source."""
     return [p for m in maps for p in m.pieces if p.source is not None]
+
+
+def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
+    """Whether the rows of ``operand`` are the same for every position of ``atom``."""
+    at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
+    if at is None:
+        return True
+    pieces = maps.map(operand.node).pieces
+    return all(p.weight is None and not set(p.axes[at]) & set(p.source_atoms) for p in pieces)

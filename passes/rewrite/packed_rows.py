@@ -10,7 +10,6 @@ A row has one scale, or one for each group of columns, as FlashMLA keeps its row
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import fx
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.ir.graph import Builder, args_of, argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import Broadcast, Copy, Regroup, Repeat, decode
-from mla_compile.passes.ir.schema import named_arguments
 from mla_compile.passes.ir.sizes import Size, quotient, same, same_sizes
 from mla_compile.passes.ir.walk import remove_dead_code
 
@@ -56,34 +54,6 @@ def read_packed(graph: fx.Graph, fake_mode: FakeTensorMode | None, reads: Callab
     if done:
         remove_dead_code(graph)
     return done
-
-
-def unpack_rows(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> None:
-    """Multiplies float8 rows by their scales before attention, for whoever has no operator that reads them."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.mla_compile.decode_attention.default):
-        given = named_arguments(node)
-        scales, query = given.pop("kv_scale"), given["query"]
-        if not is_tensor(scales) or not is_tensor(query):
-            continue
-        float8 = [name for name in ("latent", "rope") if is_tensor(x := given[name]) and val(x).dtype == _FLOAT8]
-        rope = given["rope"]
-        dtype = val(rope if is_tensor(rope) and "rope" not in float8 else query).dtype
-        multiply, builder = partial(_product, dtype=dtype), Builder(node, fake_mode)
-        for name in float8:
-            rows = given[name]
-            assert is_tensor(rows)
-            given[name] = builder.trace(multiply, (rows, scales))
-        node.args = (query, given.pop("latent"))
-        node.kwargs = {name: x for name, x in given.items() if x is not None and name != "query"}
-
-
-def _product(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [B,T,L] in float32 times scales [], [B,T] or [B,T,G]."""
-    groups = scales.shape[2] if scales.dim() == 3 else 1
-    by_group = rows.float().unflatten(-1, (groups, -1))
-    factors = scales.reshape(*scales.shape[:2], -1, 1) if scales.dim() else scales
-    product: torch.Tensor = (by_group * factors).flatten(-2)
-    return product.to(dtype)
 
 
 def _float8(latent: fx.Node) -> tuple[fx.Node, fx.Node] | None:
