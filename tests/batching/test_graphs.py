@@ -77,7 +77,7 @@ class TestMemory:
         )
         assert StepGraphs(wire(model), Options(verify=False)).bytes_of_row() == 1152
         packed = StepGraphs(wire(model), Options(verify=False, cache_dtype="fp8"))
-        assert packed.bytes_of_row() == 512 + 4 + 128
+        assert packed.bytes_of_row() == 512 + 16 + 128
 
     def test_a_pool_takes_what_it_says(self, served):
         _, fast = served
