@@ -18,6 +18,7 @@ from torch import fx
 
 from mla_compile.codes import CODES, Code
 from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.blame import SYMPTOMS
 from mla_compile.passes.decide.by_hand import absorbed_by_hand
 from mla_compile.passes.decide.cached import are_cached
 from mla_compile.passes.decide.call_sizes import call_sizes
@@ -187,7 +188,9 @@ class _Judge:
             if self.forms != "expanded":
                 # The other side first: the expansion of this one is what could not be saved.
                 sides: tuple[Side, ...] = ("values", "keys") if which == "values" else ("keys", "values")
-                stops = [Stop(v.blame or node, v.code.value, v.reason) for v in (read, final)]
+                # What the rows of the whole look like says nothing of this side, which was to be absorbed.
+                why = read if final.code in SYMPTOMS else final
+                stops = [Stop(v.blame or node, v.code.value, v.reason) for v in (why, final)]
                 tried = (self.part(final, stop, self.maps, (side,)) for side, stop in zip(sides, stops, strict=True))
                 options[site.node] = [*(v for v in tried if v.absorb), final]
         return options[site.node].pop(0)
