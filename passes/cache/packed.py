@@ -48,13 +48,15 @@ def pack(rows: X, width: int, call: Call[X]) -> X:
     # A row of zeros has some scale, or its values would be NaN.
     scale = call(aten.clamp_min.default, call(aten.mul.Tensor, largest, 1 / _TOP), _LEAST)
     values = call(aten._to_copy.default, call(aten.div.Tensor, x, scale), dtype=FLOAT8)
-    own = call(aten.view.dtype, scale, torch.uint8)
-    at = place_of_scale(width)
-    parts = [call(aten.view.dtype, values, torch.uint8), *[own] * ((packed_width(width) - at.start) // _SCALE)]
-    if at.start != width:
+    start, end = place_of_scale(width).start, packed_width(width)
+    # Two at least: Inductor of torch 2.11 does not read an axis of size 1 as bytes.
+    several = call(aten.cat.default, [scale] * max(2, (end - start) // _SCALE), -1)
+    copies = call(aten.view.dtype, several, torch.uint8)
+    parts = [call(aten.view.dtype, values, torch.uint8)]
+    if start != width:
         # A pad would take symbolic sizes for the traced ones.
-        parts.insert(1, call(aten.slice.Tensor, own, -1, 0, at.start - width))
-    return call(aten.cat.default, parts, -1)
+        parts.append(call(aten.slice.Tensor, copies, -1, 0, start - width))
+    return call(aten.cat.default, [*parts, call(aten.slice.Tensor, copies, -1, 0, end - start)], -1)
 
 
 def unpack(rows: X, width: int, dtype: torch.dtype, call: Call[X]) -> X:
