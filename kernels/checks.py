@@ -207,7 +207,7 @@ def _check_scales(call: DecodeCall, kv_scale: Tensor) -> None:
         expected = f"[], [{row}] or [{row},G] with [{row}] = {list(tokens)}"
         _need(call, False, f"kv_scale is {_shape(kv_scale)}, expected {expected}; reshape it")
     if kv_scale.dim() == 3:
-        L, G = call.latent.shape[2], kv_scale.shape[2]
+        L, G = int(call.latent.shape[2]), int(kv_scale.shape[2])  # widths are never open, and this asks for bits
         if not 0 < G <= L or L % G or (L // G).bit_count() != 1:
             fits = "a part of L that leaves groups of a power of two columns"
             _need(call, False, f"G of kv_scale is {G} beside L = {L}, expected {fits}; repeat or merge scales")

@@ -70,7 +70,7 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
             and ``fullgraph`` as in ``torch.compile``.
 
     Raises:
-        InputError: ``obj`` is not a model, or the example inputs do not fit it.
+        InputError: ``obj`` is not a model, or a module without a ``forward``, or the example inputs do not fit it.
         OptionError: an option does not exist, or cannot have that value.
         CaptureError: the model does not become one functional graph.
         WeightError: a weight has no values that could be used.
@@ -110,7 +110,7 @@ def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
         One entry for each attention site. A module that breaks into several graphs has one report for all of them.
 
     Raises:
-        InputError: ``model`` is not a model, or does not run on these inputs.
+        InputError: ``model`` is not a model, or a module without a ``forward``, or does not run on these inputs.
         OptionError: an option cannot have that value.
         CaptureError: the model does not become a functional graph.
     """
