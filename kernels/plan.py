@@ -66,6 +66,7 @@ GROUPED_ROWS = 16
 # What the Hopper kernel (kernels/hopper/decode_gluon.py) is written for.
 HOPPER_WIDTHS = (512, 64)  # latent and rope
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
+BARRIERS = (3, 9)  # of a stage: two halves of the latent columns, or eight parts, and rope
 HOPPER_PAGE = 16  # a box of its copy engine is 16, 32 or 64 rows and lies in one page
 HOPPER_SMEM = 220 * KB  # query 72, two stages of 72, statistics and barriers 2, and room to align
 
@@ -78,7 +79,8 @@ class Plan:
 
     ``tma``: tiles come by Hopper's copy engine; ``pdl``: the combine launch overlaps the end of the attention one;
     ``scheduled``: the Hopper kernel shares its work out on the device (kernels/triton/schedule.py) in place of
-    ``splits``.
+    ``splits``. ``barriers``: on how many its copies of a block are counted, 3, or 9 so that scores begin with the first
+    64 columns; ``held``: its consumers keep the rotary columns of the query in registers.
     """
 
     kernel: Kernel
@@ -92,6 +94,8 @@ class Plan:
     tma: bool = False
     pdl: bool = False
     scheduled: bool = False
+    barriers: int = 3
+    held: bool = False
 
     def row_blocks(self, rows: int) -> int:
         """Blocks along the grid's first axis for ``rows`` = S*H query rows."""
@@ -290,6 +294,8 @@ def plan(
         tma=row.tma,
         pdl=row.pdl and wanted > 1,
         scheduled=row.kernel == "gluon" and page is not None and B > 1 and not (deterministic or splits),
+        barriers=row.barriers,
+        held=row.held,
     )
 
 
@@ -316,6 +322,7 @@ def check(
         chosen.kernel == "triton" or (chosen.block_m, chosen.block_n) == (HOPPER_BLOCK, HOPPER_BLOCK),
         f"the tile is {chosen.block_m}x{chosen.block_n}, the Hopper kernel has one of {HOPPER_BLOCK}x{HOPPER_BLOCK}",
     )
+    _require(chosen.barriers in BARRIERS, f"barriers is {chosen.barriers}, expected one of {BARRIERS}")
     _require(chosen.num_stages >= 1, f"num_stages is {chosen.num_stages}, expected at least 1")
     _require(1 <= chosen.splits <= GRID_LIMIT, f"splits is {chosen.splits}, expected 1 to {GRID_LIMIT}")
     _require(

@@ -52,7 +52,7 @@ SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
 # Beside lists the producer arrives once more with all that it wrote, and where rows are copied its threads arrive three
 # times with their own copies in its stead.
 ARRIVES = {
-    "mla_seesaw": (3 + 2 * 6, 0),
+    "mla_seesaw": (3 + 2 * 6, 0),  # with 9 barriers a block the producer arrives at each of them
     "mla_seesaw_fp8": (3 + 2 * 6, 0),
     "mla_seesaw_lists": (1 + 2 * 6, 3),
     "mla_seesaw_fp8_lists": (4 + 2 * 6, 0),
@@ -196,8 +196,10 @@ def broken(case: Case, chosen: Plan, row: dict[str, Any]) -> list[str]:
         found += row["protocol"]
         if row["wgmma"] != SEESAW:
             found.append(f"wgmma {row['wgmma']}, expected {SEESAW}")
-        if row["arrives"] != ARRIVES[case.kernel]:
-            found.append(f"{row['arrives']} arrives, of them of copies, expected {ARRIVES[case.kernel]}")
+        arrives, landed = ARRIVES[case.kernel]
+        arrives += chosen.barriers - 3
+        if row["arrives"] != (arrives, landed):
+            found.append(f"{row['arrives']} arrives, of them of copies, expected {(arrives, landed)}")
         if row["local"] > case.tolerated_local:
             found.append(f"{row['local']} loads and stores of local memory")
     return found
@@ -224,7 +226,8 @@ def markdown() -> str:
         "",
         f"Written by `python -m benchmarks.gpu.offline`, without a GPU, with Triton {versions}. Nothing was timed.",
         "One line per kernel and version: registers per thread (of the Hopper kernel: at its launch; its consumers",
-        "take 232 and its producer 40, for lists of keys 224 and 56, for fp8 216 and 72), bytes of spill stores/loads,",
+        "take 232 and its producer 40, with a held query 240 and 24; for lists of keys 224 and 56; for fp8 216, 72),",
+        "bytes of spill stores/loads,",
         "shared memory in KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and",
         "the spills that are put up with, stand in that file; CI checks them with Triton 3.6 and 3.9. Kernels that",
         f"break one say so in the last column: {over}. Of the Hopper kernel CI also checks that no local memory",

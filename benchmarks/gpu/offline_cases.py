@@ -54,6 +54,7 @@ class Case:
     window: int = 0
     scales: str = "one"  # of a float8 cache: one, one for each token, or (rows of 656 bytes) one for each group
     groups: int = 4  # of such a row's columns
+    form: tuple[int, bool] = (3, False)  # of the Hopper kernel: a plan's ``barriers`` and ``held``
 
     @property
     def tolerated(self) -> int:
@@ -66,6 +67,8 @@ class Case:
             return 120 if self.query else 8  # a list's entries beside 64 x 512 sums, in 3.6 twice as many as in 3.7
         if self.scales == "group" and self.listed and self.kernel == "attend":
             return 32  # places of a list beside the scales of their rows; in 3.9 only on sm_90
+        if self.cache == "float8" and self.form[1]:
+            return 36  # the rotary query beside one scale and a piece of the schedule, in 3.6
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
             return 12  # a listed tile's bits, or an added mask's place, beside 64 x 512 sums; in 3.9 up to 4
         return 0
@@ -76,9 +79,12 @@ class Case:
         import triton
 
         # Triton 3.9 keeps some of what describes a piece of the schedule outside the registers, with one scale of
-        # float8 more, with scales of groups still more: three loads of those are in the loops over blocks.
+        # float8 more, with scales of groups or the query in registers still more: three loads of those are in the
+        # loops over blocks.
         newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-        few = (77 if self.scales == "group" else 60) if self.cache == "float8" else 26
+        few = (77 if self.scales == "group" or self.form[1] else 60) if self.cache == "float8" else 26
+        if self.tolerated and self.hopper:
+            return few  # what is spilled is among them
         return few if newer and self.hopper and not self.splits else 0
 
     def call(self) -> DecodeCall:
@@ -135,6 +141,8 @@ class Case:
             return index_step(self.indexer()), chosen_plan(replace(self, cache="half").call(), self.device)
         call, device = self.call(), self.device
         found = chosen_plan(call, device, gluon=self.hopper)
+        if self.hopper:
+            found = replace(found, barriers=self.form[0], held=self.form[1])
         every = hopper_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
         return next(s for s in every if s.name == self.kernel), found
 
@@ -225,5 +233,19 @@ def cases() -> Iterator[Case]:
     yield replace(lists656, label="Hopper, fp8, 656-byte rows, contiguous, list", page=0)
     yield replace(lists656, label="Hopper, fp8, 8 groups, list, window, soft-cap", page=0, groups=8, window=WINDOW,
                   softcap=50.0, tokens=2)  # fmt: skip
+    yield from forms(hopper, lists, fp8)
     yield replace(hopper, label="Hopper, schedule", kernel="cut", page=64, splits=0)
     yield replace(hopper, label="Hopper, schedule: combine", kernel="combine_slots", page=64, splits=0)
+
+
+def forms(hopper: Case, lists: Case, fp8: Case) -> Iterator[Case]:
+    """What benchmarks/gpu/tune.py times the Hopper kernel against."""
+    for form, named in (((9, False), "9 barriers"), ((3, True), "held query"), ((9, True), "9 barriers, held query")):
+        half = replace(hopper, form=form)
+        yield replace(half, label=f"Hopper, bf16, 1 split, {named}", splits=1)
+        yield replace(half, label=f"Hopper, bf16, page 64, scheduled, {named}", page=64, splits=0)
+        yield replace(half, label=f"Hopper, bf16, page 16, {named}", page=16)
+        yield replace(half, label=f"Hopper, bf16, mask, {named}", mask=torch.bool)
+    yield replace(lists, label="Hopper, bf16, page 64, list, held query", page=64, form=(3, True))
+    yield replace(fp8, label="Hopper, fp8, page 64, scheduled, held query", page=64, splits=0, form=(3, True))
+    yield replace(fp8, label="Hopper, fp8, 656-byte rows, page 64, held query", page=64, scales="group", form=(3, True))

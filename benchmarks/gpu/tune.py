@@ -11,7 +11,8 @@ fastest one, t0 and what a tile takes a lone block are intercept and slope of a 
 lengths; t_tile of the formula in kernels/plan.py is the smaller of that and an SM's time for a tile on the full card.
 From both, of all tiles that have them, benchmarks/gpu/fit.py fits how long a block waits; that line is printed, and
 goes into kernels/devices.py by hand. On a Hopper card both sections also hold its kernel against the portable one by
-the number of query rows, which is where ``min_rows`` comes from. Rows of other GPU generations stay as they are.
+the number of query rows, which is where ``min_rows`` comes from, and its forms (FORMS) against the plain one. Rows of
+other GPU generations stay as they are.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ BESIDE = "gluon: "  # what the keys begin with where the Hopper kernel is held a
 MOST = 24  # candidates of a class
 HOPPER_KINDS = {"half": "", "float8": "float8, "}  # cache dtypes at which they are, and how that is said in keys
 HOPPER_ROWS = (4, 8, 12, 16, 20, 24, 32, 48, 64)  # query rows at which the two kernels are compared
+FORMS: dict[str, dict[str, Any]] = {  # of the Hopper kernel, beside the one without any of it
+    "9 barriers": {"barriers": 9},
+    "held query": {"held": True},
+    "9 barriers, held query": {"barriers": 9, "held": True},
+}
+KIND_FORMS = {"half": tuple(FORMS), "float8": ("held query",)}  # float8 rows are stored, with three arrivals a block
+WORTH = 0.99  # a form has to take less than this share of the plain one's time
+FORM_ROWS = (32, 64, 128)  # query rows at which forms are compared
 FIRST = 4  # of them, the nearest to the table: of all classes before the others of any
 
 
@@ -151,11 +160,20 @@ def _both(kind: str, rows: int, batch: int, kv: int, device: torch.device) -> tu
 
 
 def _beside(run: Run, batch: int, kv: int) -> Iterator[tuple[str, str, Shape, dict[str, Plan]]]:
-    """Key, cache dtype, shape and plans of each comparison of the two kernels."""
+    """Key, cache dtype, shape and plans of each comparison of the two kernels, then of the Hopper kernel's forms."""
     for kind, rows in itertools.product(HOPPER_KINDS, HOPPER_ROWS):
         shape, plans = _both(kind, rows, batch, kv, run.device)
         if plans:
             yield f"{BESIDE}{HOPPER_KINDS[kind]}{rows} rows", kind, shape, plans
+    for kind, rows in itertools.product(HOPPER_KINDS, FORM_ROWS):
+        shape, plans = _both(kind, rows, batch, kv, run.device)
+        for form in KIND_FORMS[kind] if plans else ():
+            forms = {"form": replace(plans["gluon"], **FORMS[form]), "gluon": plans["gluon"]}
+            yield _form_key(kind, form, rows), kind, shape, forms
+
+
+def _form_key(kind: str, form: str, rows: int) -> str:
+    return f"{BESIDE}{HOPPER_KINDS[kind]}{form}, {rows} rows"
 
 
 def tiles(run: Run) -> Iterator[Case]:
@@ -178,7 +196,7 @@ def _both_right(run: Run, kind: str, shape: Shape, plans: dict[str, Plan]) -> Ro
     want, row = small.truth(), Row()
     for name, made in plans.items():
         row = compare(small.ours(made), want, shape.dtype)
-        not_replaced(name)
+        not_replaced(made.kernel)
         if row.get("status") == "failed":
             return {**row, "error": f"{name}: {row['error']}"}
     return row
@@ -268,6 +286,25 @@ def least_rows(found: dict[int, Row]) -> int | None:
     return least
 
 
+def form_ratios(store: Store, kind: str) -> dict[str, float]:
+    """What each form of the Hopper kernel took in place of the plain one, by the mean of the ratios of all sizes."""
+    found, timed = {}, store.rows("tune")
+    for form in KIND_FORMS[kind]:
+        rows = [timed.get(_form_key(kind, form, count), {}) for count in FORM_ROWS]
+        if all(row.get("status") == "ok" for row in rows):
+            found[form] = statistics.geometric_mean([row["form_us"] / row["gluon_us"] for row in rows])
+    return found
+
+
+def best_form(store: Store, kind: str) -> dict[str, Any] | None:
+    """What the table says of the fastest form; None where not all were measured."""
+    found = form_ratios(store, kind)
+    if len(found) < len(KIND_FORMS[kind]):
+        return None
+    best = min(found, key=lambda form: found[form])
+    return {"barriers": 3, "held": False, **(FORMS[best] if found[best] < WORTH else {})}
+
+
 def fitted(store: Store) -> str:
     """What the measured tiles say about waiting, as kernels/devices.py has it, beside what stands there."""
     rows = [row for row in store.rows("tune").values() if "lone_us" in row]
@@ -308,9 +345,11 @@ def rewritten(store: Store) -> list[dict[str, Any]]:
         }  # fmt: skip
         rows = [part for row in rows for part in _without(made, row)] + [made]
     for kind in HOPPER_KINDS:
+        this = ("gluon", kind)
         if (least := least_rows(compared(store, kind))) is not None:
-            this = ("gluon", kind)
             rows = [row | {"min_rows": least} if (row["kernel"], row["cache"]) == this else row for row in rows]
+        if (form := best_form(store, kind)) is not None:
+            rows = [row | form if (row["kernel"], row["cache"]) == this else row for row in rows]
     return sorted(rows, key=lambda r: (r["capability"], r["kernel"] != "triton", r["max_rows"] or 1 << 30))
 
 
@@ -359,6 +398,8 @@ def main(arguments: list[str] | None = None) -> int:
         for count, row in sorted(rows.items()):
             both = f"Hopper kernel {row['gluon_us']:.1f} us, portable {row['triton_us']:.1f} us"
             print(f"{HOPPER_KINDS[kind]}{count:3} query rows: {both}")
+        for form, ratio in form_ratios(store, kind).items():
+            print(f"{HOPPER_KINDS[kind]}{form}: {ratio:.3f} of the time without")
         why = f"stays: at {max(rows)} query rows it is not the faster one"
         print(f"{HOPPER_KINDS[kind]}min_rows of the Hopper kernel: {least_rows(rows) or why}")
     dry = store.data["about"]["dry_run"]

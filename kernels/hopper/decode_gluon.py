@@ -34,6 +34,11 @@ Lists of keys have an entry and a producer of their own (list_gluon.py), and the
 cp.async (COPIED), and there is nothing to be zeroed (CLEAN). Neither is there with float8 rows (fp8_gluon.py), with or
 without lists, which their producer converts and stores.
 
+Two forms are flags, for a GPU to decide between (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted on one
+barrier, or on four, so that scores begin with the first 64 columns of a block, as FlashMLA's nine barriers let them.
+HELD: the consumers keep the rotary columns of the query in registers, as FlashMLA does, and the products with them read
+half as much shared memory.
+
 Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
 source; the fences and barriers inside a warpgroup, which it does not model, are read in the compiled PTX
@@ -61,6 +66,7 @@ from mla_compile.kernels.hopper.producer_gluon import (
     TILE,
     blocks_of,
     length_of,
+    loaded,
     producer,
     requests_of,
 )
@@ -72,6 +78,7 @@ P_READY = gl.constexpr(10)  # + consumer
 L_READY = gl.constexpr(12)  # + consumer
 Q_READY = gl.constexpr(14)
 BARRIERS = gl.constexpr(15)
+NINE_BARRIERS = gl.constexpr(27)  # with those of the later parts of each half, see ``loaded``
 # Rows of the float32 exchange [6,64]: the running maximum, the rescaling and the row sums of each consumer.
 ALPHA = gl.constexpr(2)
 SUMS = gl.constexpr(4)
@@ -92,22 +99,41 @@ def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
 
 
 @gluon.jit
-def _scores(tiles, narrow, bars, zero, stage, phase, COPIED: gl.constexpr, S_L: gl.constexpr):
-    """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive."""
+def _half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl.constexpr):
+    """Waits for half a block's latent columns, whose values are applied next."""
+    for part in gl.static_range(PARTS):
+        _arrived(bars, loaded(stage, half, part), phase, pred, COPIED)
+
+
+@gluon.jit
+def _scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, PARTS: gl.constexpr,
+            S_L: gl.constexpr):  # fmt: skip
+    """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive.
+
+    ``held``: the rotary columns of the query in registers, or None.
+    """
     s = gl.zeros([ROWS, BN], gl.float32, S_L)
-    _arrived(bars, 3 * stage, phase, True, COPIED)
-    s = warpgroup_mma(tiles.index(zero), tiles.index(TILE + 2 * stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    _arrived(bars, 3 * stage + 1, phase, True, COPIED)
-    s = warpgroup_mma(tiles.index(zero + 1), tiles.index(TILE + 1 + 2 * stage).permute((1, 0)), s, is_async=True)
+    for half in gl.static_range(2):
+        for part in gl.static_range(PARTS):
+            _arrived(bars, loaded(stage, half, part), phase, True, COPIED)
+            query = tiles.index(zero + half)
+            rows = tiles.index(TILE + half + 2 * stage)
+            if PARTS > 1:
+                query = query.slice(part * HALF // PARTS, HALF // PARTS, 1)
+                rows = rows.slice(part * HALF // PARTS, HALF // PARTS, 1)
+            s = warpgroup_mma(query, rows.permute((1, 0)), s, use_acc=half + part > 0, is_async=True)
     _arrived(bars, 3 * stage + 2, phase, True, COPIED)
-    s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+    if held is None:
+        s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(held, narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
+def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                  scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
-                 SCALED: gl.constexpr):  # fmt: skip
+                 SCALED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -133,7 +159,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
         # Not in the first trip: its block may be there already, which looks like a phase that is not over yet.
-        _arrived(bars, 3, ((used1 + t) & 1) ^ 1, older, COPIED)
+        _half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
@@ -143,8 +169,8 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         acc = scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
         acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
-        s_t = _scores(tiles, narrow, bars, zero, zero, (used0 + t) & 1, COPIED, S_L)
-        acc = warpgroup_mma_wait(3, deps=[acc_t])  # one commit group per warpgroup_mma: the three of the scores stay
+        s_t = _scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
+        acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # a commit group for each: those of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
         p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
@@ -164,7 +190,7 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
         mbarrier.arrive(bars.index(FREE))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
-        _arrived(bars, 3, (used1 + n // 2 + 1) & 1, True, COPIED)
+        _half_arrived(bars, 1, 0, (used1 + n // 2 + 1) & 1, True, COPIED, PARTS)
         a1 = stats.index(ALPHA + 1).load(R_S)
         m = stats.index(1).load(R_S)
         sums = sums * a1
@@ -179,9 +205,9 @@ def _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, l
 
 
 @gluon.jit
-def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
+def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, plane, length, begin, limit, lower,
                 scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
-                SCALED: gl.constexpr):  # fmt: skip
+                SCALED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -200,9 +226,9 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         first = first_key(work, plane, lo + 2 * t + 1, LISTED)
         low, high = keys(work, plane, lo + 2 * t + 1, LISTED)
         low0, high0 = keys(work, plane, lo + 2 * t, LISTED)
-        s_t = _scores(tiles, narrow, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, S_L)
+        s_t = _scores(tiles, narrow, held, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, PARTS, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
-        _arrived(bars, 1, (used0 + t) & 1, True, COPIED)
+        _half_arrived(bars, 0, 1, (used0 + t) & 1, True, COPIED, PARTS)
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
@@ -234,7 +260,7 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
         mbarrier.arrive(bars.index(FREE + 3))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
-        _arrived(bars, 1, (used0 + n // 2) & 1, True, COPIED)
+        _half_arrived(bars, 0, 1, (used0 + n // 2) & 1, True, COPIED, PARTS)
         a0 = stats.index(ALPHA).load(R_S)
         m = stats.index(0).load(R_S)
         sums = sums * a0
@@ -252,12 +278,13 @@ def _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, work, plane, le
 def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, o_part, lse_part, out, lse, scale,
              softcap, reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
              bars, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr, LISTED: gl.constexpr, COPIED: gl.constexpr,
-             CLEAN: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+             CLEAN: gl.constexpr, SCALED: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Consumer W's items. PARTIAL: 0 every item is a whole request, 1 none, 2 the item's range says.
 
     LISTED: a request is one query token, its keys are the T entries of a list, and ``work`` has their bits alone.
     COPIED: rows come by cp.async. CLEAN: those that nobody sees are zeros. ``kv_scale`` [] is what rows are to be
-    multiplied by, or None; SCALED: by what lies beside their stage.
+    multiplied by, or None; SCALED: by what lies beside their stage. PARTS: barriers of half a stage. HELD: the rotary
+    columns of the query stay in registers.
     """
     S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -314,6 +341,10 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             if LISTED:
                 mbarrier.wait(bars.index(LIST_READY), 0)
 
+            held = None
+            if HELD:
+                held = narrow.index(0).load(gl.DotOperandLayout(0, S_L, 2))
+
             limit = gl.full([ROWS], 0, gl.int32, R_S) + length
             token = (first_row + gl.arange(0, ROWS, R_S)) // H
             lower = None
@@ -322,13 +353,13 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             if CAUSAL:
                 limit = limit - S + 1 + token
             if W == 0:
-                acc, sums, m = _even_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                            cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
-                                            SCALED)  # fmt: skip
+                acc, sums, m = _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, listed, plane,
+                                            length, cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
+                                            SCALED, PARTS)  # fmt: skip
             else:
-                acc, sums, m = _odd_blocks(tiles, narrow, stats, bars, used0, used1, n, lo, listed, plane, length,
-                                           cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
-                                           SCALED)  # fmt: skip
+                acc, sums, m = _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, listed, plane,
+                                           length, cleared, limit, lower, scale, softcap, LISTED, COPIED, CLEAN,
+                                           SCALED, PARTS)  # fmt: skip
 
             stats.index(SUMS + W).store(sums)
             mbarrier.arrive(bars.index(L_READY + W))
@@ -359,7 +390,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
 def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_part, lse_part, out, lse, scale,
                softcap, reach, stride_qb, stride_qs, stride_qh, table_stride, work_b, plane, T, B, S, H, least,
                PAGE: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
-               REGS: gl.constexpr):  # fmt: skip
+               REGS: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer; grid (blocks of 64 rows, splits or partitions, B or 1).
 
     q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] where
@@ -381,21 +412,22 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
     tiles = gl.allocate_shared_memory(latent.dtype, [6, 64, 256], SWIZZLED)
     narrow = gl.allocate_shared_memory(latent.dtype, [3, 64, 64], SWIZZLED)
     stats = gl.allocate_shared_memory(gl.float32, [6, 64], PLAIN)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], BARRIER)
-    for i in gl.static_range(BARRIERS):
+    NUMBER: gl.constexpr = BARRIERS if PARTS == 1 else NINE_BARRIERS
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], BARRIER)
+    for i in gl.static_range(NUMBER):
         mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
     fence_async_shared()
     # Making a consumer the default partition costs 400 bytes of spills.
     gl.warp_specialize(
         [
             (producer, (latent, rope, table, seq_lens, items, work, reach, table_stride, work_b, plane, T, B, least,
-                        tiles, narrow, bars, PAGE, BOX)),
+                        tiles, narrow, bars, PAGE, BOX, PARTS)),
             (consumer, (0, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
                         reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-                        bars, CAUSAL, PARTIAL, False, False, False, False)),
+                        bars, CAUSAL, PARTIAL, False, False, False, False, PARTS, HELD)),
             (consumer, (1, q, seq_lens, sinks, None, items, slots, work, o_part, lse_part, out, lse, scale, softcap,
                         reach, stride_qb, stride_qs, stride_qh, work_b, plane, T, B, S, H, least, tiles, narrow, stats,
-                        bars, CAUSAL, PARTIAL, False, False, False, False)),
+                        bars, CAUSAL, PARTIAL, False, False, False, False, PARTS, HELD)),
         ],
         [4, 4],
         [REGS, REGS],

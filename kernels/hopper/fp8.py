@@ -77,6 +77,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: 
         "CAUSAL": call.causal and z.S > 1,
         "PARTIAL": 2 if ragged else int(not whole),
         "REGS": REGISTERS,
+        "HELD": plan.held,
     }
     name = "mla_seesaw_fp8_lists" if listed else "mla_seesaw_fp8"
     made = to.step(name, kernels.mla_seesaw_fp8, grid, {"num_warps": 4})

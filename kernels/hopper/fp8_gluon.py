@@ -19,7 +19,7 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
                    latent_t, rope_b, rope_t, scale_b, scale_t, scale_g, table_b, mask_b, mask_s, mask_t, indices_b,
                    indices_s, entries, work_b, plane, T, B, S, H, least, DTYPE: gl.constexpr, GROUPS: gl.constexpr,
                    PAGE: gl.constexpr, TABLE_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
-                   REGS: gl.constexpr):  # fmt: skip
+                   REGS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Absorbed decode attention of one layer over float8 rows; grid (blocks of 64 rows, splits or partitions, B or 1).
 
     As ``mla_seesaw``, but for: latent float8_e4m3fn [B,T,512] or [P,TABLE_PAGE,512], and rope alike, both passed as
@@ -58,12 +58,12 @@ def mla_seesaw_fp8(query, latent, rope, indices, table, lengths, mask, places, s
                         out, lse, scale, softcap, None if LISTED else reach, query_b, query_s, query_h,
                         (entries + BN - 1) // BN if LISTED else work_b, plane, entries if LISTED else T,
                         B * S if LISTED else B, S, H, least, tiles, narrow, stats, bars, CAUSAL and not LISTED, PARTIAL,
-                        LISTED, False, True, SCALED)),
+                        LISTED, False, True, SCALED, 1, HELD)),
             (consumer, (1, query, None if LISTED else lengths, sinks, kv_scale, items, slots, work, o_part, lse_part,
                         out, lse, scale, softcap, None if LISTED else reach, query_b, query_s, query_h,
                         (entries + BN - 1) // BN if LISTED else work_b, plane, entries if LISTED else T,
                         B * S if LISTED else B, S, H, least, tiles, narrow, stats, bars, CAUSAL and not LISTED, PARTIAL,
-                        LISTED, False, True, SCALED)),
+                        LISTED, False, True, SCALED, 1, HELD)),
         ],
         [4, 4],
         [REGS, REGS],

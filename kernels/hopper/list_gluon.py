@@ -19,7 +19,7 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
                      lse, scale, softcap, reach, query_b, query_s, query_h, latent_b, latent_t, rope_b, rope_t, table_b,
                      mask_b, mask_s, mask_t, indices_b, indices_s, entries, T, tokens, S, H, least, PAGE: gl.constexpr,
                      LIST_PAGE: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
-                     REGS: gl.constexpr):  # fmt: skip
+                     REGS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
     """Absorbed decode attention over the keys of lists; grid (blocks of 64 heads x query tokens, splits, 1).
 
     As ``mla_seesaw``, but for: latent [B,T,512] or [P,LIST_PAGE,512] and rope, by strides that are multiples of 8;
@@ -45,10 +45,10 @@ def mla_seesaw_lists(query, latent, rope, indices, table, lengths, mask, places,
                              least, tiles, narrow, bars, PAGE, LIST_PAGE, CAUSAL)),
             (consumer, (0, query, None, sinks, None, None, None, words, o_part, lse_part, out, lse, scale, softcap,
                         None, query_b, query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats,
-                        bars, False, PARTIAL, True, True, True, False)),
+                        bars, False, PARTIAL, True, True, True, False, 1, HELD)),
             (consumer, (1, query, None, sinks, None, None, None, words, o_part, lse_part, out, lse, scale, softcap,
                         None, query_b, query_s, query_h, blocks, 0, entries, tokens, S, H, least, tiles, narrow, stats,
-                        bars, False, PARTIAL, True, True, True, False)),
+                        bars, False, PARTIAL, True, True, True, False, 1, HELD)),
         ],
         [4, 4],
         [REGS, REGS],

@@ -68,6 +68,7 @@ def attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: 
         "CAUSAL": call.causal and z.S > 1,
         "PARTIAL": int(not direct),
         "REGS": REGISTERS,
+        "HELD": plan.held,
     }
     made = to.step("mla_seesaw_lists", kernels.mla_seesaw_lists, grid, {"num_warps": 4})
     return GluonStep(**vars(made), boxes={})

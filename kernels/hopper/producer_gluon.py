@@ -28,6 +28,17 @@ LIST_COUNT = gl.constexpr(5)
 FACTOR = gl.constexpr(6)  # + stage: rows of the float32 exchange that hold scales by token, after the consumers'
 # Barriers: 3 * stage + part (halves 0 and 1, then rope) "loaded", then 2 * stage + half "free again".
 FREE = gl.constexpr(6)
+# Where a half comes in four parts: the second to fourth of half h of stage s, 3 * (2 * s + h) from here on.
+PARTS_READY = gl.constexpr(15)
+
+
+@gluon.jit
+def loaded(stage, half, part: gl.constexpr):
+    """The barrier of a part of a stage's half: parts after the first have theirs behind all others."""
+    if part == 0:
+        return 3 * stage + half
+    else:
+        return PARTS_READY - 1 + 3 * (2 * stage + half) + part
 
 
 @gluon.jit
@@ -107,15 +118,16 @@ def _reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr, WIDTH: gl.constexpr,
-          PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
-    """Issues the copies of columns COL..COL+WIDTH of block i into tile [64,WIDTH], counted on bar.
+          FIRST: gl.constexpr, CHUNKS: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
+    """Issues the copies of some chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
 
-    ``page, row`` is the place of a block that is one box. Smaller boxes are looked up one by one: a register for each
-    does not fit beside the 40 that the consumers leave the producer, and a line of the table lasts several blocks.
+    The tile is for columns from COL on. ``page, row`` is the place of a block that is one box. Smaller boxes are looked
+    up one by one: a register for each does not fit beside the 40 that the consumers leave the producer, and a line of
+    the table lasts several blocks.
     """
     CUBE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    mbarrier.expect(bar, BN * WIDTH * 2)
-    if BOX == BN:
+    mbarrier.expect(bar, BN * CHUNKS * 64 * 2)
+    if BOX == BN and CHUNKS * 64 == WIDTH:
         cube = _reshaped(tile, desc.dtype, [1, BN, WIDTH], CUBE)
         load_box(desc, [page, row, COL], bar, cube)
     else:
@@ -123,14 +135,26 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
         # the swizzle's 8) rows of a chunk are contiguous.
         boxes = _reshaped(tile, desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
         for r in range(BN // BOX):
-            page, row = _place(table_row, b, i * BN + r * BOX, length, PAGE)
-            for c in gl.static_range(WIDTH // 64):
+            if BOX != BN:
+                page, row = _place(table_row, b, i * BN + r * BOX, length, PAGE)
+            for c in gl.static_range(FIRST, FIRST + CHUNKS):
                 load_box(desc, [page, row, COL + c * 64], bar, boxes.index(c * (BN // BOX) + r))
 
 
 @gluon.jit
+def _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, half: gl.constexpr, PAGE: gl.constexpr,
+               BOX: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+    """Issues the copies of half the latent columns of block i, counted on PARTS barriers."""
+    CHUNKS: gl.constexpr = HALF // 64 // PARTS
+    for part in gl.static_range(PARTS):
+        bar = loaded(stage, half, part)
+        _copy(latent, tiles.index(TILE + 2 * stage + half), bars.index(bar), table_row, b, page, row, i, length,
+              half * HALF, HALF, part * CHUNKS, CHUNKS, PAGE, BOX)  # fmt: skip
+
+
+@gluon.jit
 def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, work_b, plane, T, B, least, tiles, narrow,
-             bars, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
+             bars, PAGE: gl.constexpr, BOX: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Fills the stages with the blocks of this CTA's items, in order."""
     used0 = 0
     used1 = 0
@@ -156,14 +180,11 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
             row = i * BN
             if BOX == BN:  # before the wait for a free stage, where the producer spends its time
                 page, row = _place(table_row, b, i * BN, length, PAGE)
-            bar = 3 * stage
-            wide = TILE + 2 * stage
             mbarrier.wait(bars.index(FREE + 2 * stage), phase)
-            _copy(latent, tiles.index(wide), bars.index(bar), table_row, b, page, row, i, length, 0, HALF, PAGE, BOX)
+            _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 0, PAGE, BOX, PARTS)
             mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
-            _copy(latent, tiles.index(wide + 1), bars.index(bar + 1), table_row, b, page, row, i, length, HALF, HALF,
-                  PAGE, BOX)  # fmt: skip
-            _copy(rope, narrow.index(NARROW + stage), bars.index(bar + 2), table_row, b, page, row, i, length, 0, ROPE,
-                  PAGE, BOX)  # fmt: skip
+            _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 1, PAGE, BOX, PARTS)
+            _copy(rope, narrow.index(NARROW + stage), bars.index(3 * stage + 2), table_row, b, page, row, i, length, 0,
+                  ROPE, 0, 1, PAGE, BOX)  # fmt: skip
             used0 += 1 - stage
             used1 += stage

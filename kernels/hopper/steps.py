@@ -41,6 +41,7 @@ from mla_compile.kernels.triton.steps import (
 LATENT, ROPE = HOPPER_WIDTHS
 BLOCK = HOPPER_BLOCK
 REGISTERS = 232  # per thread of a consumer; leaves the producer 40 of the 64 K of an SM
+HELD_REGISTERS = 240  # where 16 of them hold the rotary query: with 232, Triton 3.9 uses local memory for masks
 STRIDE_LIMIT = 1 << 40  # bytes; cuTensorMapEncodeTiled
 COORDINATE_LIMIT = 1 << 31  # TMA coordinates are int32
 _HALF = (torch.float16, torch.bfloat16)
@@ -173,10 +174,10 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged:
     z = call.sizes
     rows = min(BLOCK, z.page & -z.page) if z.page else BLOCK
     whole = not ragged and plan.splits == 1
-    kind = TYPES[call.latent.dtype][1:]
+    kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2  # of half a stage; the other one is rope's
     boxes, types, optional = {}, {}, {}
     for name, tensor, width in (
-        ("latent", call.latent, LATENT // 2 if rows == BLOCK else 64),
+        ("latent", call.latent, LATENT // 2 // parts if rows == BLOCK else 64),
         ("rope", call.rope, ROPE),
     ):
         assert tensor is not None
@@ -210,8 +211,9 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged:
     else:
         _, lists, entries = list_shape(call, plan)
         scalars |= {"work_b": entries if lists > 1 else 0, "plane": entries * lists}
-    constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1, "REGS": REGISTERS}
-    constants["PARTIAL"] = 2 if ragged else int(not whole)
+    constants |= {"PAGE": z.page, "BOX": rows, "CAUSAL": call.causal and z.S > 1}
+    constants |= {"PARTIAL": 2 if ragged else int(not whole), "PARTS": parts, "HELD": plan.held}
+    constants["REGS"] = HELD_REGISTERS if plan.held else REGISTERS
     aligned = {name for name, stride in strides.items() if stride % 16 == 0}
     given = {"query": call.query, "table": call.block_table, "lengths": call.seq_lens, "sinks": call.sinks}
     aligned |= {n for n, b in buffers.items() if n not in boxes and (b not in given or _is_aligned(given[b]))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -554,6 +555,24 @@ def test_what_tune_prints_has_the_fit_and_the_threshold(tmp_path, capsys):
     assert "min_rows of the Hopper kernel: 20" in said
 
 
+def test_the_fastest_form_of_the_hopper_kernel_becomes_the_tables(tmp_path, capsys):
+    store = h200(tmp_path / "r.json")
+    took = {"9 barriers": 4.5, "held query": 4.9, "9 barriers, held query": 4.6}
+    for form, rows in itertools.product(took, tune.FORM_ROWS):
+        assert tune.best_form(store, "half") is None  # not all of them were measured
+        row = {"status": "ok", "form_us": took[form], "gluon_us": 5.0}
+        store.record("tune", f"gluon: {form}, {rows} rows", row)
+    store.record("tune", "gluon: 64 rows", {"status": "ok", "gluon_us": 5.0, "triton_us": 6.0})
+    for rows, us in zip(tune.FORM_ROWS, (5.1, 4.9, 5.0), strict=True):
+        row = {"status": "ok", "form_us": us, "gluon_us": 5.0}
+        store.record("tune", f"gluon: float8, held query, {rows} rows", row)
+    by_kind = {row["cache"]: row for row in tune.rewritten(store) if row["kernel"] == "gluon"}
+    assert (by_kind["half"]["barriers"], by_kind["half"]["held"]) == (9, False)
+    assert (by_kind["float8"]["barriers"], by_kind["float8"]["held"]) == (3, False)  # no gain is no reason
+    assert tune.main([str(store.path)]) == 0
+    assert "9 barriers: 0.900 of the time without" in capsys.readouterr().out
+
+
 def test_both_kernels_are_checked_then_timed_by_query_rows(tmp_path, monkeypatch):
     """As on an H200, over the reference: only rows whose check is right are timed."""
     assert not any(case.key.startswith(tune.BESIDE) for case in tune.tiles(run_of(tmp_path / "r.json", dry=True)))
@@ -564,11 +583,15 @@ def test_both_kernels_are_checked_then_timed_by_query_rows(tmp_path, monkeypatch
         run = Run(store, section.__name__, CPU, dry=True)
         listed = [case for case in section(run) if case.key.startswith(tune.BESIDE)]
         keys = [f"gluon: {kind}{rows} rows" for kind in ("", "float8, ") for rows in tune.HOPPER_ROWS]
-        assert [case.key for case in listed] == keys
-        assert all(common.kernel_of(case.key) == "gluon" and "kernel='triton'" in case.of for case in listed)
-        run.cases(listed[:2])
+        both, forms = listed[: len(keys)], listed[len(keys) :]
+        assert [case.key for case in both] == keys
+        assert all(common.kernel_of(case.key) == "gluon" and "kernel='triton'" in case.of for case in both)
+        assert len(forms) == len(tune.FORM_ROWS) * sum(map(len, tune.KIND_FORMS.values()))
+        assert all("barriers=9" in case.of or "held=True" in case.of for case in forms)
+        run.cases([*listed[:2], forms[0]])
         store.rows("tiles")["gluon: 8 rows"]["status"] = "failed"
     assert set(tune.compared(store)) == {4}
+    assert {"form_us", "gluon_us"} <= set(store.rows("tune")["gluon: 9 barriers, 32 rows"])
     assert store.rows("tune")["gluon: 8 rows"]["reason"] == "its check is failed"
 
 

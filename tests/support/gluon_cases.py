@@ -129,7 +129,7 @@ def scores(scale, softcap):
 
 def simulate(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False, mask=None, softcap=0.0, window=0,
+    all_rows=False, mask=None, softcap=0.0, window=0, parts=1, held=False,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError."""
     module, machine = loaded
@@ -149,7 +149,7 @@ def simulate(
     machine.launch(
         module.mla_seesaw, (-(-M // 64), partitions or splits, 1 if partitions else B), seed,
         q=Pointer(query.ravel(), dtype), stride_qb=M * 576, stride_qs=H * 576, stride_qh=576,
-        latent=Descriptor(cache[..., :512], (1, box, 256 if box == 64 else 64), dtype),
+        latent=Descriptor(cache[..., :512], (1, box, 256 // parts if box == 64 else 64), dtype),
         rope=Descriptor(cache[..., 512:], (1, box, 64), dtype),
         table=None if table is None else Pointer(shown.ravel()), table_stride=0 if table is None else table.shape[1],
         seq_lens=None if all_rows else Pointer(np.array(lens, np.int32)), sinks=Pointer(sink) if sinks else None,
@@ -160,6 +160,7 @@ def simulate(
         o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, dtype), lse=Pointer(lse),
         **scores(scale, softcap), reach=reach, T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H,
         least=least, PAGE=page, BOX=box, CAUSAL=causal, PARTIAL=2 if partitions else int(splits > 1), REGS=232,
+        PARTS=parts, HELD=held,
     )  # fmt: skip
     want = expected(query, cache, table, lens, sink, mask, scale=scale, causal=causal, softcap=softcap, window=window)
     compare((out, lse), (part, part_lse), want, plan, splits, sink)

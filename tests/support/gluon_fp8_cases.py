@@ -77,7 +77,7 @@ def stored(cache, scales, groups, rng, apart=False):
 
 def simulate_fp8(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False, mask=None, softcap=0.0, window=0, scales="one", groups=0, apart=False,
+    all_rows=False, mask=None, softcap=0.0, window=0, scales="one", groups=0, apart=False, held=False,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError.
 
@@ -111,14 +111,16 @@ def simulate_fp8(
         o_part=Pointer(part), lse_part=Pointer(part_lse), out=Pointer(out, dtype), lse=Pointer(lse),
         **scores(scale, softcap), reach=reach, T=NOWHERE if page else cache.shape[1], B=B, S=S, H=H, least=least,
         DTYPE=dtype, PAGE=page if apart else 0, TABLE_PAGE=page, CAUSAL=causal,
-        PARTIAL=2 if partitions else int(splits > 1), REGS=216, **without, **rows,
+        PARTIAL=2 if partitions else int(splits > 1), REGS=216, HELD=held, **without, **rows,
     )  # fmt: skip
     numbers = {"scale": scale, "causal": causal, "softcap": softcap, "window": window}
     want = expected(query, stands, table, lens, sink, mask, **numbers)
     compare((out, lse), (part, part_lse), want, plan, splits, sink)
 
 
-def simulate_fp8_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, scales="one", groups=0, **how):
+def simulate_fp8_lists(
+    loaded, seed, lens, H, k, page=0, apart=False, least=1, scales="one", groups=0, held=False, **how
+):
     """The same with lists of keys; ``how``: see ``listed`` of tests/support/gluon_list_cases.py."""
     module, machine = loaded
     given = listed(seed, lens, H, k, page=page, **how)
@@ -127,7 +129,7 @@ def simulate_fp8_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, s
     given = given._replace(call=given.call._replace(latent=latent, rope=rope))
     launch_lists(
         machine, module.mla_seesaw_fp8, seed, given, "work", items=None, slots=None, work_b=0, plane=0, B=len(lens),
-        least=least, DTYPE=given.dtype, PAGE=page if apart else 0, TABLE_PAGE=page, REGS=216, **rows,
+        least=least, DTYPE=given.dtype, PAGE=page if apart else 0, TABLE_PAGE=page, REGS=216, HELD=held, **rows,
     )  # fmt: skip
 
 
@@ -153,6 +155,7 @@ FP8_CASES = {
     "schedule, window": {"lens": [900, 64, 300, 0], "H": 12, "page": 32, "window": 200, "partitions": 3},
     "656 bytes, page 64": {"lens": [63, 64, 65, 0, 1], "H": 20, "page": 64, **FLASH_MLA},
     "656 bytes, page 1": {"lens": [130, 3], "H": 24, "page": 1, **FLASH_MLA},
+    "656 bytes, held query": {"lens": [190, 0, 65], "H": 24, "page": 64, "partitions": 2, "held": True, **FLASH_MLA},
     "656 bytes, two layers, splits": {"lens": [300, 17], "H": 24, "page": 16, "splits": 3, "apart": True, **FLASH_MLA},
     "656 bytes, contiguous": {"lens": [200, 130], "H": 20, "S": 2, "T": 333, "splits": 2, "sinks": True, **FLASH_MLA},
     "656 bytes, mask, soft-cap": {"lens": [300, 129, 70], "H": 12, "mask": "each", "softcap": 2.0, **FLASH_MLA},

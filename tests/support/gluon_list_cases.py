@@ -126,7 +126,7 @@ def beside(rows, apart):
     return pool.ravel(), rows[0].size, 2 * rows[0].size
 
 
-def simulate_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, **how):
+def simulate_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, held=False, **how):
     """Runs the kernel once and compares; raises AssertionError or SimulationError. ``apart``: pages of two layers."""
     module, machine = loaded
     given = listed(seed, lens, H, k, page=page, **how)
@@ -136,7 +136,7 @@ def simulate_lists(loaded, seed, lens, H, k, page=0, apart=False, least=1, **how
         latent=Pointer(flat, given.dtype, start), latent_b=outer, latent_t=576,
         rope=Pointer(flat, given.dtype, start + 512), rope_b=outer, rope_t=576,
         tokens=given.query.shape[0] * given.query.shape[1], least=least, PAGE=page if apart else 0, LIST_PAGE=page,
-        REGS=232,
+        REGS=232, HELD=held,
     )  # fmt: skip
 
 
@@ -209,6 +209,7 @@ def read(call):
 
 
 LIST_CASES = {
+    "held query": {"lens": [200, 70], "H": 20, "S": 2, "k": 150, "page": 16, "held": True},
     "one entry": {"lens": [1], "H": 64, "k": 1},
     "a block": {"lens": [90], "H": 64, "k": 64, "kind": "full"},
     "two blocks, 16 heads": {"lens": [300, 70], "H": 16, "k": 100},

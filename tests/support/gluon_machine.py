@@ -137,7 +137,7 @@ class Machine:
             assert destination.shape == desc.box, "the destination is one box"
             box = desc.read(*coordinates)
             destination[...] = np.nan
-            tile.cells.brought[bar.barrier] = bar.barrier.completed + 1
+            tile.cells.bring(bar.barrier, destination)
 
             def land():
                 destination[...] = box
@@ -199,7 +199,7 @@ class Machine:
             rows = np.zeros(shape, np.float32)  # where the mask is not set
             rows[mask] = pointer.data[cells]
             tile.data[...] = np.nan
-            one = Copy(tile.cells)
+            one = Copy(tile.cells, tile.data)
             self.copies.setdefault(threading.current_thread().name, []).append(one)
 
             def land():
@@ -217,7 +217,8 @@ class Machine:
             for one in before:
                 if not one.counted:
                     one.counted = True
-                    one.cells.brought[barrier] = one.cells.copied[barrier] = barrier.completed + 1
+                    one.cells.bring(barrier, one.data)
+                    one.cells.copied[barrier] = barrier.completed + 1
             flying = [one for one in before if not one.landed]
             left = len(flying)
 

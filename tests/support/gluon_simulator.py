@@ -241,19 +241,26 @@ class Cells:
     """What is known of an allocation, whatever view of it is used.
 
     ``unfenced``: the partitions whose ordinary stores no fence has followed. ``brought``: for each barrier that
-    copies into it counted on, the phase, counted from 1, that completes with them; ``copied``: those of cp.async among
-    them.
+    copies into it counted on, the phase, counted from 1, that completes with them, and where to they went;
+    ``copied``: the phases of cp.async among them.
     """
 
     def __init__(self, size):
         self.size, self.unfenced, self.brought, self.copied = size, set(), {}, {}
 
+    def bring(self, barrier, data):
+        """A copy into ``data`` counts on the barrier's phase under way."""
+        phase = barrier.completed + 1
+        before, places = self.brought.get(barrier, (phase, []))
+        self.brought[barrier] = phase, [*(places if before == phase else ()), data]
+
 
 class Copy:
     """One cp.async of a partition; ``counted``: some barrier waits for it, ``followers``: what to do when it lands."""
 
-    def __init__(self, cells):
-        self.cells, self.landed, self.counted, self.followers = cells, False, False, []
+    def __init__(self, cells, data):
+        self.cells, self.data = cells, data
+        self.landed, self.counted, self.followers = False, False, []
 
     def land(self):
         self.landed = True
@@ -306,10 +313,11 @@ class Tile:
         return self.data
 
     def awaited(self):
-        """Checks that the running partition has waited for everything that was brought."""
+        """Checks that the running partition has waited for everything that was brought to where it reads."""
         me = threading.current_thread().name
-        if any(barrier.known.get(me, 0) < phase for barrier, phase in self.cells.brought.items()):
-            raise SimulationError(f"{me} reads what was copied without having waited for it")
+        for barrier, (phase, places) in self.cells.brought.items():
+            if barrier.known.get(me, 0) < phase and any(np.shares_memory(self.data, place) for place in places):
+                raise SimulationError(f"{me} reads what was copied without having waited for it")
 
     def crossed(self):
         """Checks that the running partition has issued a fence since it waited for what cp.async brought."""

@@ -21,6 +21,7 @@ def random_case(seed):
     how = rng.integers(3)
     if not case["page"] and how != 1:  # a schedule knows lengths alone
         case["mask"] = (None, "each", "all")[rng.integers(3)]
+    case |= {"parts": int(rng.choice([1, 4])), "held": bool(rng.random() < 0.5)}
     return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
 
 
@@ -29,6 +30,17 @@ def test_every_interleaving_gives_the_reference(name):
     loaded = load(SOURCE)
     for seed in range(INTERLEAVINGS):
         simulate(loaded, seed, **CASES[name])
+
+
+FORMS = ({"parts": 4}, {"held": True}, {"parts": 4, "held": True})
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ["33 rows of three tokens", "two row blocks", "page 16", "mask", "window, schedule"])
+def test_forms_give_the_reference(name, form):
+    loaded = load(SOURCE)
+    for seed in range(INTERLEAVINGS):
+        simulate(loaded, seed, **CASES[name], **form)
 
 
 def test_random_batches():
@@ -48,10 +60,9 @@ FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at 
 ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
-OTHERS = (
-    "        _arrived(bars, {}, {}, True, COPIED)\n"  # of what TMA brought for a block that the other consumer scored
-)
-EVEN_WAIT = "_arrived(bars, 3, ((used1 + t) & 1) ^ 1"
+# What TMA brought for a block that the other consumer scored.
+OTHERS = "        _half_arrived(bars, {}, {}, True, COPIED, PARTS)\n"
+EVEN_WAIT = "_half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1"
 TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
 LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
@@ -61,21 +72,27 @@ MASK = {"lens": [447, 380, 64], "H": 12, "mask": "each"}
 WINDOW = {"lens": [290, 447], "H": 20, "S": 3, "page": 64, "window": 150}
 SCHEDULED = {"lens": LENGTHS, "H": 12, "page": 64, "partitions": 3}
 
+NINE = {"lens": [447, 130, 64], "H": 20, "S": 2, "page": 64, "parts": 4}
+NINE_SMALL = NINE | {"page": 16, "splits": 2}
+HELD = NINE | {"parts": 1, "held": True, "partitions": 2}
+PART = "            _arrived(bars, loaded(stage, half, part), phase, True, COPIED)\n"
+HALF_PARTS = "    for part in gl.static_range(PARTS):\n        _arrived(bars"
+
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "half freed before its product retired": (RETIRE_U + FREE_0, FREE_0 + RETIRE_U, SPLIT),
-    "one product too few waited for": ("wait(3, deps=[acc_t])", "wait(4, deps=[acc_t])", SPLIT),
+    "one product too few waited for": ("wait(2 * PARTS + 1, ", "wait(2 * PARTS + 2, ", SPLIT),
     "scores not waited for": ("wait(1, deps=[s_t])", "wait(2, deps=[s_t])", SPLIT),
     "P read before it is there": (WAIT_P0, "", SPLIT),
     "even: the other's block not waited for": (f"        {EVEN_WAIT}", "        #", SPLIT),
     "even: a block waited for that there is not": (f"{EVEN_WAIT}, older, ", f"{EVEN_WAIT}, True, ", SPLIT),
-    "even: the last block not waited for": (OTHERS.format(3, "(used1 + n // 2 + 1) & 1"), "", CASES["ragged"]),
+    "even: the last block not waited for": (OTHERS.format("1, 0", "(used1 + n // 2 + 1) & 1"), "", CASES["ragged"]),
     "even: the last block's phase is wrong": (
-        OTHERS.format(3, "(used1 + n // 2 + 1) & 1"),
-        OTHERS.format(3, "(used1 + n // 2) & 1"),
+        OTHERS.format("1, 0", "(used1 + n // 2 + 1) & 1"),
+        OTHERS.format("1, 0", "(used1 + n // 2) & 1"),
         CASES["ragged"],
     ),
-    "odd: the other's block not waited for": (OTHERS.format(1, "(used0 + t) & 1"), "", SPLIT),
-    "odd: the last block not waited for": (OTHERS.format(1, "(used0 + n // 2) & 1"), "", TAIL),
+    "odd: the other's block not waited for": (OTHERS.format("0, 1", "(used0 + t) & 1"), "", SPLIT),
+    "odd: the last block not waited for": (OTHERS.format("0, 1", "(used0 + n // 2) & 1"), "", TAIL),
     "half freed that was never taken": ("(bars.index(FREE + 2), pred=older)", "(bars.index(FREE + 2))", SPLIT),
     "tail not zeroed, own block": (ZERO_EVEN, "pass", TAIL),
     "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "    pass", TAIL),
@@ -103,6 +120,15 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "phases start again with each item": ("            used0 += (n + 1) // 2\n", "", SCHEDULED),
     "last even block never freed": (FREE_2, "", SCHEDULED),
     "last odd block never freed": ("is_async=False)\n" + FREE_1, "is_async=False)\n", SCHEDULED),
+    "9 barriers: a part scored before it is there": (PART, f"            if part != 2:\n    {PART}", NINE),
+    "9 barriers: the other's parts not waited for": (HALF_PARTS, HALF_PARTS.replace("PARTS)", "1)"), NINE),
+    "9 barriers: two parts count on one": ("bar = loaded(stage, half, part)", "bar = loaded(stage, half, 0)", NINE),
+    "9 barriers: the parts of the other stage": ("- 1 + 3 * (2 * stage + half)", "- 1 + 3 * half", NINE),
+    "9 barriers: one product too few waited for": ("wait(2 * PARTS + 1, ", "wait(2 * PARTS + 2, ", NINE),
+    "9 barriers: the first boxes in place of all": ("boxes.index(c * (BN // BOX) + r)", "boxes.index(r)", NINE_SMALL),
+    "9 barriers: columns of the first part": ("[page, row, COL + c * 64]", "[page, row, COL]", NINE),
+    "held query: taken before it is there": (Q_WAIT, "", HELD),
+    "held query: that of the latent columns": ("held = narrow.index(0)", "held = tiles.index(0).slice(0, 64, 1)", HELD),
     "wrong slot": ("gl.load(slots + b) + gl.program_id(1)", "gl.load(slots + b)", CUT),
 }
 
