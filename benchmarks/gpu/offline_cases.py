@@ -68,7 +68,7 @@ class Case:
         if self.scales == "group" and self.listed and self.kernel == "attend":
             return 32  # places of a list beside the scales of their rows; in 3.9 only on sm_90
         if self.cache == "float8" and self.form[1]:
-            return 36  # the rotary query beside one scale and a piece of the schedule, in 3.6
+            return 40  # the rotary query beside one scale and a piece of the schedule, in 3.6 and 3.7
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
             return 12  # a listed tile's bits, or an added mask's place, beside 64 x 512 sums; in 3.9 up to 4
         return 0
