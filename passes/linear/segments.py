@@ -220,12 +220,11 @@ def _joinable(maps: Sequence[LinearMap], dim: int, rank: int) -> bool:
 
 def joined(maps: Maps, node: fx.Node, how: Join) -> LinearMap | Stop:
     dim = how.dim
-    sources: list[LinearMap] = []
-    for x in how.parts:
-        source = _map_of(maps, x)
-        if isinstance(source, Stop):
-            return Stop(node, "unsupported_op", "constants are joined to columns of a linear map")
-        sources.append(source)
+    parts = [_map_of(maps, x) for x in how.parts]
+    sources = [part for part in parts if not isinstance(part, Stop)]
+    if len(sources) < len(parts):
+        what = "columns" if _joinable(sources, dim, len(shape(node))) else "rows"
+        return Stop(node, "unsupported_op", f"constants are joined to {what} of a linear map")
     if len(sources) == 1:
         return finish(sources[0], node)
     if not _joinable(sources, dim, len(shape(node))):

@@ -767,6 +767,17 @@ def test_a_weight_of_a_layout_or_dtype_without_arithmetic_is_named():
     assert list(found_reasons.values()) == ["unsupported_weight"]
 
 
+@pytest.mark.parametrize(("dim", "shown", "word"), [(2, (B, T, 3), "columns"), (1, (B, 2, 6), "rows")])
+def test_constants_that_are_joined_are_said_to_be_along_what(dim, shown, word):
+    from mla_compile.passes.ir.walk import weight_nodes
+
+    program = trace(lambda z, w, more: torch.cat([more, z @ w], dim), [z()], [W(L, 6), W(*shown)])
+    (node,) = program.gm.graph.output_node().args[0]
+    maps = LinearMaps(weight_nodes(program.gm.graph, program.weights), program.fake_mode)
+    maps.map(node)
+    assert maps.reasons[node].detail == f"constants are joined to {word} of a linear map"
+
+
 def test_a_chosen_source_ends_the_walk():
     from mla_compile.passes.ir.walk import weight_nodes
 
