@@ -38,6 +38,7 @@ from mla_compile.passes.ir.walk import depends_on, reachable
 from mla_compile.passes.linear.records import Maps, Term
 
 aten = torch.ops.aten
+_PROMPT = "a prompt: as many queries as keys, whatever their number"  # in which absorbing seems to pay for one length
 
 
 def judge(
@@ -107,7 +108,8 @@ class _Judge:
             return refused
         sides = " and ".join(dict.fromkeys(p.side for p in found.parts))
         if not found.pays:
-            return replace(refused, notes=(f"the {sides} alone could be absorbed; {found.choice.reason}",))
+            why = _PROMPT if found.choice.absorbed else found.choice.reason
+            return replace(refused, notes=(f"the {sides} alone could be absorbed; {why}",))
         reason = f"each call picks by its number of queries whether the {sides} are absorbed"
         return Verdict(
             refused.site,
@@ -245,7 +247,7 @@ def _choose_form(plan: AbsorbPlan, device: Device, forms: Forms, fold: Fold) -> 
         return Verdict(plan.site, Code.ABSORBED, choice.reason, None, plan, choice)
     # As many queries as keys is a prompt: the estimate for the one length that was traced says nothing of the others.
     code = Code.FORMS_EXPANDED if forms == "expanded" else Code.COST_PREFILL
-    reason = "a prompt: as many queries as keys, whatever their number" if choice.absorbed else choice.reason
+    reason = _PROMPT if choice.absorbed else choice.reason
     return Verdict(plan.site, code, reason, None, plan, choice)
 
 

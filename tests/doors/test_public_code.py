@@ -156,6 +156,33 @@ def test_why_keys_that_are_returned_stay():
     assert [(kept.part, kept.code) for kept in site.kept] == [("keys", Code.KEYS_USED_ELSEWHERE)]
 
 
+class Scored(nn.Module):
+    """Rotary keys from the hidden state for each head, and no cache: every call is a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down, self.r = nn.Linear(D, H * (N + R)), nn.Linear(D, L), nn.Linear(D, H * R)
+        self.k, self.v = nn.Linear(L, H * N), nn.Linear(L, H * 3 * N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.down(x)
+        k = torch.cat([turned(heads(self.r(x))), heads(self.k(c))], -1)
+        return F.scaled_dot_product_attention(heads(self.q(x)), k, heads(self.v(c)), is_causal=True)
+
+
+@pytest.mark.filterwarnings("ignore:nothing was absorbed")  # in the graph of any length
+def test_what_a_prompt_of_any_length_could_absorb_is_not_called_cheaper():
+    model = Scored().double()
+    fast = mla_compile.optimize(model, codegen="eager", strict=True)
+    for length in (5, 7, 3):
+        x = torch.randn(2, length, D).double()
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-12, atol=1e-12)
+    notes = [note for site in fast.mla_report.sites for note in site.notes if "alone could be absorbed" in note]
+    assert notes
+    assert not [note for note in notes if "absorbing" in note]
+    assert any("a prompt: as many queries as keys" in note for note in notes)
+
+
 class Steps(nn.Module):
     """What runs is a method of its own."""
 
