@@ -154,7 +154,7 @@ def _both(kind: str, rows: int, batch: int, kv: int, device: torch.device) -> tu
     """A paged shape of this many query rows and both kernels' plans; no plans where the Hopper kernel is not for it."""
     shape = Shape(batch, kv, rows, cache=DTYPES[kind])
     # Up to 64 rows are one block of its rows, whatever their number: the plan of 64 is theirs, whatever min_rows says.
-    hopper = plan_of(replace(shape, H=HOPPER_BLOCK), device, "gluon", {})
+    hopper = plan_of(replace(shape, H=max(rows, HOPPER_BLOCK)), device, "gluon", {})
     portable = plan_of(shape, device, "triton", {})
     return shape, {} if hopper is None or portable is None else {"gluon": hopper, "triton": portable}
 

@@ -66,11 +66,11 @@ from mla_compile.kernels.hopper.producer_gluon import (
     TILE,
     blocks_of,
     length_of,
-    loaded,
     producer,
     requests_of,
 )
 from mla_compile.kernels.hopper.rows_gluon import ROWS, load_query, scaled, store_final, store_partial
+from mla_compile.kernels.hopper.scores_gluon import half_arrived, scores
 
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # first running maximum: finite, so a row without keys makes no NaN
 # Barriers after the producer's.
@@ -82,52 +82,6 @@ NINE_BARRIERS = gl.constexpr(27)  # with those of the later parts of each half, 
 # Rows of the float32 exchange [6,64]: the running maximum, the rescaling and the row sums of each consumer.
 ALPHA = gl.constexpr(2)
 SUMS = gl.constexpr(4)
-
-
-@gluon.jit
-def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
-    """Waits for a part of a block, and makes it readable for the tensor cores.
-
-    TMA writes by the same proxy as they read, and who stores rows fences them. COPIED rows come by cp.async, whose
-    writes are those of threads: they are performed before the barrier's phase completes, for each of the producer's
-    threads arrives when its own copies have landed; every thread here waits for that phase; and the fence of each
-    orders what it has seen so before the reads of the products that it issues next.
-    """
-    mbarrier.wait(bars.index(i), phase, pred=pred)
-    if COPIED:
-        fence_async_shared()
-
-
-@gluon.jit
-def _half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl.constexpr):
-    """Waits for half a block's latent columns, whose values are applied next."""
-    for part in gl.static_range(PARTS):
-        _arrived(bars, loaded(stage, half, part), phase, pred, COPIED)
-
-
-@gluon.jit
-def _scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, PARTS: gl.constexpr,
-            S_L: gl.constexpr):  # fmt: skip
-    """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive.
-
-    ``held``: the rotary columns of the query in registers, or None.
-    """
-    s = gl.zeros([ROWS, BN], gl.float32, S_L)
-    for half in gl.static_range(2):
-        for part in gl.static_range(PARTS):
-            _arrived(bars, loaded(stage, half, part), phase, True, COPIED)
-            query = tiles.index(zero + half)
-            rows = tiles.index(TILE + half + 2 * stage)
-            if PARTS > 1:
-                query = query.slice(part * HALF // PARTS, HALF // PARTS, 1)
-                rows = rows.slice(part * HALF // PARTS, HALF // PARTS, 1)
-            s = warpgroup_mma(query, rows.permute((1, 0)), s, use_acc=half + part > 0, is_async=True)
-    _arrived(bars, 3 * stage + 2, phase, True, COPIED)
-    if held is None:
-        s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
-    else:
-        s = warpgroup_mma(held, narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
-    return s
 
 
 @gluon.jit
@@ -159,7 +113,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         # with itself; use_acc below drops that. An `if` instead would mean a second copy of the loop.
         mbarrier.wait(bars.index(P_READY + 1), ((used1 + t) & 1) ^ 1)
         # Not in the first trip: its block may be there already, which looks like a phase that is not over yet.
-        _half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
+        half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1, older, COPIED, PARTS)
         a1 = gl.where(older, stats.index(ALPHA + 1).load(R_S), 1.0)
         m1 = gl.where(older, stats.index(1).load(R_S), LOWEST)
         sums = sums * a1
@@ -169,7 +123,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         acc = scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
         acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
-        s_t = _scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
+        s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
         acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # a commit group for each: those of the scores stay
         mbarrier.arrive(bars.index(FREE + 2), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
@@ -190,7 +144,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         mbarrier.arrive(bars.index(FREE))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
-        _half_arrived(bars, 1, 0, (used1 + n // 2 + 1) & 1, True, COPIED, PARTS)
+        half_arrived(bars, 1, 0, (used1 + n // 2 + 1) & 1, True, COPIED, PARTS)
         a1 = stats.index(ALPHA + 1).load(R_S)
         m = stats.index(1).load(R_S)
         sums = sums * a1
@@ -226,9 +180,9 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
         first = first_key(work, plane, lo + 2 * t + 1, LISTED)
         low, high = keys(work, plane, lo + 2 * t + 1, LISTED)
         low0, high0 = keys(work, plane, lo + 2 * t, LISTED)
-        s_t = _scores(tiles, narrow, held, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, PARTS, S_L)
+        s_t = scores(tiles, narrow, held, bars, zero, 1 + zero, (used1 + t) & 1, COPIED, PARTS, S_L)
         mbarrier.wait(bars.index(P_READY), (used0 + t) & 1)
-        _half_arrived(bars, 0, 1, (used0 + t) & 1, True, COPIED, PARTS)
+        half_arrived(bars, 0, 1, (used0 + t) & 1, True, COPIED, PARTS)
         a0 = stats.index(ALPHA).load(R_S)
         m0 = stats.index(0).load(R_S)
         sums = sums * a0
@@ -260,7 +214,7 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
         mbarrier.arrive(bars.index(FREE + 3))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
-        _half_arrived(bars, 0, 1, (used0 + n // 2) & 1, True, COPIED, PARTS)
+        half_arrived(bars, 0, 1, (used0 + n // 2) & 1, True, COPIED, PARTS)
         a0 = stats.index(ALPHA).load(R_S)
         m = stats.index(0).load(R_S)
         sums = sums * a0

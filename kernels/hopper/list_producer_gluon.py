@@ -12,7 +12,7 @@ be cleaned before it is used as a value.
 
 cp.async writes by the proxy of ordinary loads and stores. So a stage may be filled as soon as it is free: the tensor
 cores' reads of it had retired before it was given back, and P, which overlays its rope part, was stored by threads.
-What it takes to read the copied rows by the tensor cores stands in ``_arrived`` of decode_gluon.py.
+What it takes to read the copied rows by the tensor cores stands in ``_arrived`` of scores_gluon.py.
 """
 
 from triton.experimental import gluon

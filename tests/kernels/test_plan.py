@@ -172,6 +172,7 @@ def test_a_callers_plan_is_checked():
         ({"num_stages": 0}, "num_stages is 0"),
         ({"splits": 0}, "splits is 0"),
         ({"chunk": 100}, "chunk is 100, expected a multiple of block_n = 64"),
+        ({"barriers": 4}, r"barriers is 4, expected one of \(3, 9\)"),
         ({"kernel": "gluon", "block_n": 32}, "the tile is 64x32, the Hopper kernel has one of 64x64"),
     ):
         with pytest.raises(InputError, match=message):

@@ -19,7 +19,7 @@ from tests.support.gluon_simulator import Descriptor, Pointer, round_to
 
 SOURCE = {
     f"mla_compile.kernels.hopper.{name}": (Path(reference.__file__).parent / "hopper" / f"{name}.py").read_text()
-    for name in ("producer_gluon", "rows_gluon", "list_producer_gluon", "block_gluon", "decode_gluon")
+    for name in ("producer_gluon", "rows_gluon", "list_producer_gluon", "block_gluon", "scores_gluon", "decode_gluon")
 }
 
 

@@ -61,8 +61,8 @@ ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
 # What TMA brought for a block that the other consumer scored.
-OTHERS = "        _half_arrived(bars, {}, {}, True, COPIED, PARTS)\n"
-EVEN_WAIT = "_half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1"
+OTHERS = "        half_arrived(bars, {}, {}, True, COPIED, PARTS)\n"
+EVEN_WAIT = "half_arrived(bars, 1, 0, ((used1 + t) & 1) ^ 1"
 TAIL_M = "        m = stats.index(0).load(R_S)\n        sums = sums * a0\n"
 LENGTHS = [65, 300, 1, 128, 0, 64, 190, 129]
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}

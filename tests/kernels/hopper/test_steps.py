@@ -166,6 +166,32 @@ def test_steps_name_only_buffers_that_exist():
                 assert set(step.buffers) | set(step.scalars) | set(step.constants) == set(step.fn.arg_names)
 
 
+@pytest.mark.parametrize(("barriers", "held"), [(3, False), (9, False), (3, True), (9, True)])
+def test_forms_are_the_plans(barriers, held):
+    pytest.importorskip("triton.experimental.gluon")
+    of_list, of_fp8 = call(H=64, indices=LIST), call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(()))
+    for given, columns in ((call(H=64, page=64), 256), (call(H=64, page=16), 64), (of_list, None), (of_fp8, None)):
+        chosen = replace(planned(given, splits=2), barriers=barriers, held=held)
+        attention = next(s for s in hopper_steps.steps(given, chosen, H200) if s.name.startswith("mla_seesaw"))
+        assert attention.constants["HELD"] is held
+        if columns is not None:  # rows that TMA brings
+            parts = 4 if barriers == 9 else 1
+            assert attention.constants["PARTS"] == parts
+            assert attention.boxes["latent"].block[2] == min(columns, 256 // parts)
+            assert attention.constants["REGS"] == (240 if held else 232)
+
+
+def test_the_table_says_which_form_is_planned(monkeypatch):
+    from mla_compile.kernels import plan as planning
+
+    row = planning.starting_row("half", 64, planning.Layout(512, 64, 0, 2, 2, True), H200, "gluon")
+    monkeypatch.setattr(planning, "starting_row", lambda *_, **__: replace(row, barriers=9, held=True))
+    planning.plan.cache_clear()
+    chosen = planned(call(H=64, page=64))
+    planning.plan.cache_clear()
+    assert (chosen.kernel, chosen.barriers, chosen.held) == ("gluon", 9, True)
+
+
 def test_a_mask_is_listed_first():
     pytest.importorskip("triton.experimental.gluon")
     from mla_compile.kernels.hopper import producer_gluon

@@ -1,0 +1,54 @@
+"""What the consumers of the Hopper kernel (decode_gluon.py) wait for, and the scores that they issue as it comes."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+
+from mla_compile.kernels.hopper.producer_gluon import BN, HALF, NARROW, TILE, loaded
+from mla_compile.kernels.hopper.rows_gluon import ROWS
+
+
+@gluon.jit
+def _arrived(bars, i, phase, pred, COPIED: gl.constexpr):
+    """Waits for a part of a block, and makes it readable for the tensor cores.
+
+    TMA writes by the same proxy as they read, and who stores rows fences them. COPIED rows come by cp.async, whose
+    writes are those of threads: they are performed before the barrier's phase completes, for each of the producer's
+    threads arrives when its own copies have landed; every thread here waits for that phase; and the fence of each
+    orders what it has seen so before the reads of the products that it issues next.
+    """
+    mbarrier.wait(bars.index(i), phase, pred=pred)
+    if COPIED:
+        fence_async_shared()
+
+
+@gluon.jit
+def half_arrived(bars, stage, half, phase, pred, COPIED: gl.constexpr, PARTS: gl.constexpr):
+    """Waits for half a block's latent columns, whose values are applied next."""
+    for part in gl.static_range(PARTS):
+        _arrived(bars, loaded(stage, half, part), phase, pred, COPIED)
+
+
+@gluon.jit
+def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, PARTS: gl.constexpr,
+            S_L: gl.constexpr):  # fmt: skip
+    """Issues S = Q K^T of the block in a stage, in the order in which its parts arrive.
+
+    ``held``: the rotary columns of the query in registers, or None.
+    """
+    s = gl.zeros([ROWS, BN], gl.float32, S_L)
+    for half in gl.static_range(2):
+        for part in gl.static_range(PARTS):
+            _arrived(bars, loaded(stage, half, part), phase, True, COPIED)
+            query = tiles.index(zero + half)
+            rows = tiles.index(TILE + half + 2 * stage)
+            if PARTS > 1:
+                query = query.slice(part * HALF // PARTS, HALF // PARTS, 1)
+                rows = rows.slice(part * HALF // PARTS, HALF // PARTS, 1)
+            s = warpgroup_mma(query, rows.permute((1, 0)), s, use_acc=half + part > 0, is_async=True)
+    _arrived(bars, 3 * stage + 2, phase, True, COPIED)
+    if held is None:
+        s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(held, narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+    return s
