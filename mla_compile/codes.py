@@ -154,8 +154,9 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.UNSUPPORTED_WEIGHT: CodeInfo(
         "refused",
-        "an up-projection weight has a layout or dtype that cannot be used here (sparse, float8)",
-        "dequantize the up-projection weight in the graph, or keep it dense in bfloat16, float16 or float32",
+        "an up-projection weight has a layout or dtype that cannot be used here (sparse, float8), or is an argument",
+        "dequantize the up-projection weight in the graph, or keep it dense in bfloat16, float16 or float32; and let a "
+        "module hold it, as an nn.Parameter or by register_buffer",
     ),
     Code.QUANTIZED_ROWS: CodeInfo(
         "refused",

@@ -25,6 +25,7 @@ from mla_compile.capture.autocast import acting, has_regions, is_active, without
 from mla_compile.capture.dtensors import localize, put_back
 from mla_compile.capture.exported import functional_program
 from mla_compile.capture.functional import functionalized
+from mla_compile.capture.held_weights import held_weights, is_held
 from mla_compile.capture.inline import calls_written_out, levels_restored, written_out
 from mla_compile.capture.repeated import traced_by_kind
 from mla_compile.capture.shared_state import drop_idle_sets, state_beside_parameters
@@ -53,11 +54,13 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
     """The program of a graph that Dynamo hands to a backend; to be called in the backend before anything else.
 
     Weights are the inputs that Dynamo reached as a parameter or buffer of a module, unless the graph writes to them or
-    their size is symbolic: caches are often buffers. Raises :class:`CaptureError` with the reason.
+    their size is symbolic: caches are often buffers. Tensors that a module holds otherwise are weights if they are used
+    like one (:mod:`mla_compile.capture.held_weights`). Raises :class:`CaptureError` with the reason.
     """
     program = _functionalize(gm, list(example_inputs))
     inputs = gm.graph.find_nodes(op="placeholder")
     beside = state_beside_parameters(inputs, example_inputs)
+    held: dict[str, torch.Tensor] = {}
     for node, origin, value in zip(program.placeholders, inputs, example_inputs, strict=True):
         if not isinstance(value, torch.Tensor) or node.name in program.mutations:
             continue
@@ -67,6 +70,10 @@ def from_dynamo(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Program
             program.weights[node.name] = _with_values(value)
             for part, tensor in program.parts.get(node.name, {}).items():
                 program.weights[part] = _with_values(tensor)
+        elif not _is_resized(node) and is_held(getattr(origin, "_dynamo_source", None)):
+            held[node.name] = value
+    for name in held_weights(program.gm.graph, program.weights, held):
+        program.weights[name] = _with_values(held[name])
     return program
 
 

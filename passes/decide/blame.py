@@ -12,7 +12,7 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, val
-from mla_compile.passes.ir.operators import Join, Slice, Stack, decode, is_contraction
+from mla_compile.passes.ir.operators import Copy, Join, Permute, Regroup, Slice, Stack, decode, is_contraction
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
@@ -44,7 +44,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
     """The operator to blame for a walk that ended at ``source``; None where no up-projection lies behind it."""
     if BARRED in source.meta:
         return barred(None, source)
-    return _behind(source, search) or _blocked_projection(source, search)
+    return _behind(source, search) or _by_an_input(source, search) or _blocked_projection(source, search)
 
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
@@ -83,6 +83,25 @@ def _widens(node: fx.Node) -> bool:
     rows = args_of(node)[0]
     # Only `linear` says which operand is the weight; of the other products either could be.
     return packet(node) is aten.linear and bytes_hint(node) > bytes_hint(rows)
+
+
+def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
+    """Why ``source`` has no linear map where an input makes it of a latent, as the weight of an up-projection would."""
+    operands = [n for n in source.all_input_nodes if is_tensor(n)]
+    if not is_contraction(source) or len(operands) != 2:
+        return None
+    for rows, other in (operands, operands[::-1]):
+        given, wider = _moved(other), bytes_hint(rows) < bytes_hint(source)
+        if _is_input(given) and not _is_input(_moved(rows)) and wider and rows not in search.own:
+            how = f"rows are multiplied by {given}, an input of the graph that is no weight of the model"
+            return Stop(source, "unsupported_weight", how)
+    return None
+
+
+def _moved(node: fx.Node) -> fx.Node:
+    """What ``node`` shows in another order, shape or dtype, or a part of."""
+    how = decode(node)
+    return _moved(how.x) if isinstance(how, (Copy, Regroup, Permute, Slice)) else node
 
 
 def of_queries(site: AttentionSite, maps: Maps) -> Container[fx.Node]:

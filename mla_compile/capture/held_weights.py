@@ -1,0 +1,88 @@
+"""Weights that modules hold in plain attributes: tensors that are neither parameters nor buffers.
+
+Serving code splits an up-projection once after loading and keeps the halves like that (``self.w_uk = w[:, :N]``). A
+cache in an attribute looks the same to whoever traces the model, so that what a graph does with a tensor has to tell. A
+weight is multiplied with rows of this call, and nothing else is done to it. A cache is written to, joined to new rows,
+returned, read by an attention, or multiplied with queries before a softmax and with probabilities behind it.
+
+What is taken for a weight here is read anew in every call, like a parameter: a tensor that is put in its place is the
+next call's input, and products that are made ahead are compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import NNModuleSource
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mla_compile.passes.ir.graph import packet
+from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.walk import nearest, weight_nodes
+
+aten = torch.ops.aten
+
+_SOFTMAX = {aten.softmax, aten._softmax, aten._safe_softmax, aten.exp}
+"""What scores are made probabilities by; with ``exp``, also where that is written out."""
+
+
+def is_held(source: Any) -> bool:
+    """Whether Dynamo reached an input through a module: an attribute of it, an item of a list or dict, and so on."""
+    while source is not None:
+        if isinstance(source, NNModuleSource):
+            return True
+        source = getattr(source, "base", None)
+    return False
+
+
+def held_weights(graph: fx.Graph, known: Collection[str], held: Mapping[str, torch.Tensor]) -> set[str]:
+    """Which of the inputs ``held`` are weights; ``known`` names those that are weights in any case.
+
+    ``held`` are inputs of a fixed size that the graph does not write to. (Where it writes to one under another name, it
+    cannot be made functional.)
+    """
+    plain = {name for name, value in held.items() if isinstance(value, FakeTensor) or type(value) is torch.Tensor}
+    if not plain:
+        return set()
+    constant = weight_nodes(graph, {*known, *plain})
+    return {n.name for n in graph.find_nodes(op="placeholder") if n.name in plain and _is_weight(n, constant)}
+
+
+def _is_weight(node: fx.Node, constant: Collection[fx.Node]) -> bool:
+    readers = list(_readers(node, constant))
+    return bool(readers) and all(_projects(one, constant) for one in readers)
+
+
+def _readers(node: fx.Node, constant: Collection[fx.Node]) -> Iterable[fx.Node]:
+    """What reads ``node``, or something that constants alone make of it, beside something of this call."""
+    found: dict[fx.Node, None] = {}
+    queue = [node]
+    for one in queue:
+        for user in one.users:
+            if user not in constant:
+                found[user] = None
+            elif user not in queue:
+                queue.append(user)
+    return found
+
+
+def _projects(node: fx.Node, constant: Collection[fx.Node]) -> bool:
+    """Whether ``node`` multiplies rows of this call by a weight: it neither makes scores nor weighs values by them."""
+    if not is_contraction(node):
+        return False
+    scores, _ = nearest(node, lambda n: n.users, _is_softmax, is_contraction)
+    return not scores and not any(_weigh(n) for n in node.all_input_nodes if n not in constant)
+
+
+def _weigh(rows: fx.Node) -> bool:
+    """Whether what is multiplied may be probabilities: no product is between it and a softmax."""
+    if _is_softmax(rows) or is_contraction(rows):
+        return _is_softmax(rows)
+    return bool(nearest(rows, lambda n: n.all_input_nodes, _is_softmax, is_contraction)[0])
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    return packet(node) in _SOFTMAX
