@@ -7,7 +7,7 @@ to its user it is Multi-head Latent Attention all the same, with nothing left to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ from mla_compile.passes.ir.operators import (
     Regroup,
     Repeat,
     Slice,
+    Write,
     decode,
     is_contraction,
 )
@@ -100,7 +101,7 @@ def _values_among_keys(site: AttentionSite, maps: Maps, first: Mapping[fx.Node, 
     keys = [piece for product in _queries_by_heads(site, maps) for piece in _read(product.k, product.features, first)]
     outer = {*site.lead, *site.queries, *site.keys}
     values = _read(site.v, tuple(a for a in flatten(site.v.axes) if a not in outer), first)
-    return bool(values) and all(any(piece.within(other) for other in keys) for piece in values)
+    return bool(values) and all(piece.within(keys) for piece in values)
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,14 @@ class _Read:
     start: int
     stop: int
 
-    def within(self, other: _Read) -> bool:
-        alike = self.rows is other.rows and self.cuts == other.cuts
-        return alike and other.start <= self.start and self.stop <= other.stop
+    def within(self, others: Iterable[_Read]) -> bool:
+        """Whether ``others`` together read every column that this one does."""
+        alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts]
+        covered = self.start
+        for other in sorted(alike, key=lambda o: o.start):
+            if other.start <= covered:
+                covered = max(covered, other.stop)
+        return self.stop <= covered
 
 
 def _read(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[_Read]:
@@ -145,6 +151,12 @@ def _behind(
                 found += _behind(part, roles, cuts, max(start, 0), min(stop, width), first)
             start, stop = start - width, stop - width
         return found
+    if isinstance(how, Write) and roles[how.dim] == _COLUMNS and how.taken is not None and how.taken.step == 1:
+        at, end = how.taken.start, how.taken.stop
+        found = _behind(how.base, roles, cuts, start, min(stop, at), first) if start < at else []
+        if start < end and at < stop:
+            found += _behind(how.x, roles, cuts, max(start, at) - at, min(stop, end) - at, first)
+        return found + (_behind(how.base, roles, cuts, max(start, end), stop, first) if end < stop else [])
     if isinstance(how, Slice) and roles[how.dim] == _COLUMNS and how.taken is not None and how.taken.step == 1:
         return _behind(how.x, roles, cuts, start + how.taken.start, stop + how.taken.start, first)
     if isinstance(how, Slice) and roles[how.dim] != _COLUMNS and how.bounds is not None:

@@ -149,5 +149,11 @@ def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
     at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
     if at is None:
         return True
-    pieces = maps.map(operand.node).pieces
-    return all(p.weight is None and not set(p.axes[at]) & set(p.source_atoms) for p in pieces)
+    found = maps.map(operand.node)
+    # Of parts that are joined along the axis, each may be the same everywhere and differ from the next one.
+    return found.axis != at and all(_is_broadcast(set(p.axes[at]), p) for p in found.pieces)
+
+
+def _is_broadcast(axis: set[Atom], piece: Piece) -> bool:
+    made = {a for factor in (piece.weight, piece.bias) if factor is not None for a in factor.atoms}
+    return axis.isdisjoint(made | piece.source_atoms)

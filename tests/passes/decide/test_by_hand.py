@@ -96,6 +96,27 @@ def cut_apart(q, q_rope, rows):
     return fused(q, q_rope, rows[:, 2:], values=lambda _: rows[..., :L][:, None, 2:])
 
 
+def copied(order, over=None):
+    """Keys of every head in a tensor of their own, written in this order of columns; then others ``over`` some."""
+
+    def attend(q, q_rope, rows):
+        k = rows.new_empty(rows.shape[0], H, rows.shape[1], L + R)
+        for start, stop in order:
+            k[..., start:stop] = rows[:, None, :, start:stop]
+        if over is not None:
+            start, stop = over
+            k[..., start:stop] = rows[:, None, :, start - 1 : stop - 1]
+        return fused(q, q_rope, rows, keys=lambda _: k, values=lambda _: rows[:, None, :, :L].expand(-1, H, -1, -1))
+
+    return attend
+
+
+def copied_by_halves(q, q_rope, rows):
+    """Two heads read the rows, the others those of another token."""
+    k = torch.cat([one[:, None].expand(-1, n, -1, -1) for one, n in ((rows, 2), (rows.flip(1), H - 2))], 1)
+    return fused(q, q_rope, rows, keys=lambda _: k)
+
+
 SPELLINGS = {
     "einsum": einsums,
     "heads first": heads_first,
@@ -111,6 +132,9 @@ SPELLINGS = {
     "fused, the rotary key first": rope_first,
     "fused, some tokens": first_tokens_hidden,
     "fused, cut apart": cut_apart,
+    "copied to heads": copied([(0, L), (L, L + R)]),
+    "copied to heads, the rotary key first": copied([(L, L + R), (0, L)]),
+    "copied to heads in parts": copied([(2, L - 1), (0, 2), (L - 1, L + R)]),
 }
 
 
@@ -132,7 +156,7 @@ def test_it_is_said_to_be_absorbed(name, S):
 
 @pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("name", ["einsum", "heads first", "fused"])
+@pytest.mark.parametrize("name", ["einsum", "heads first", "fused", "fused, expanded", "copied to heads"])
 def test_rows_that_are_not_cached(name, norm, S):
     class Prompt(ByHand):
         def rows(self, x, past):
@@ -193,14 +217,17 @@ OTHERS = {
     "other columns": of_two(lambda k: k.split([L, R], -1)),
     "columns that overlap": of_two(lambda k: (k[..., :6], k[..., 4:10])),
     "other tokens": of_two(lambda k: (k[:, :, 1:, :L], k[:, :, :-1, :L])),
+    "columns written over": copied([(0, L), (L, L + R)], over=(L - 2, L)),
+    "heads of two kinds": copied_by_halves,
     "a norm of the keys": of_two(lambda k: (F.rms_norm(k[..., :L], (L,)), k[..., :L])),
     "a norm of the values": of_two(lambda k: (k[..., :L], F.rms_norm(k[..., :L], (L,)))),
 }
 
 
+@pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("name", OTHERS)
-def test_multi_query_attention_is_not_said_to_be_absorbed(name):
-    assert codes(optimized(export(ByHand(OTHERS[name]), step()))) == [Code.NOT_MLA]
+def test_multi_query_attention_is_not_said_to_be_absorbed(name, S):
+    assert codes(optimized(export(ByHand(OTHERS[name]), step(S)))) == [Code.NOT_MLA]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
