@@ -67,6 +67,7 @@ GROUPED_ROWS = 16
 HOPPER_WIDTHS = (512, 64)  # latent and rope
 HOPPER_BLOCK = 64  # query rows, and cached tokens, of its tile
 BARRIERS = (3, 9)  # of a stage: two halves of the latent columns, or eight parts, and rope
+CLUSTERS = (1, 2)  # CTAs that share the copies of a block, each for query rows of its own
 HOPPER_PAGE = 16  # a box of its copy engine is 16, 32 or 64 rows and lies in one page
 HOPPER_SMEM = 220 * KB  # query 72, two stages of 72, statistics and barriers 2, and room to align
 
@@ -80,7 +81,8 @@ class Plan:
     ``tma``: tiles come by Hopper's copy engine; ``pdl``: the combine launch overlaps the end of the attention one;
     ``scheduled``: the Hopper kernel shares its work out on the device (kernels/triton/schedule.py) in place of
     ``splits``. ``barriers``: on how many its copies of a block are counted, 3, or 9 so that scores begin with the first
-    64 columns; ``held``: its consumers keep the rotary columns of the query in registers.
+    64 columns; ``held``: its consumers keep the rotary columns of the query in registers; ``cluster``: CTAs that share
+    a block's copies where TMA brings it, 1 or 2. Two need as many blocks of query rows, and Triton 3.9: else 1.
     """
 
     kernel: Kernel
@@ -96,6 +98,7 @@ class Plan:
     scheduled: bool = False
     barriers: int = 3
     held: bool = False
+    cluster: int = 1
 
     def row_blocks(self, rows: int) -> int:
         """Blocks along the grid's first axis for ``rows`` = S*H query rows."""
@@ -296,6 +299,7 @@ def plan(
         scheduled=row.kernel == "gluon" and page is not None and B > 1 and not (deterministic or splits),
         barriers=row.barriers,
         held=row.held,
+        cluster=row.cluster,
     )
 
 
@@ -323,6 +327,7 @@ def check(
         f"the tile is {chosen.block_m}x{chosen.block_n}, the Hopper kernel has one of {HOPPER_BLOCK}x{HOPPER_BLOCK}",
     )
     _require(chosen.barriers in BARRIERS, f"barriers is {chosen.barriers}, expected one of {BARRIERS}")
+    _require(chosen.cluster in CLUSTERS, f"cluster is {chosen.cluster}, expected one of {CLUSTERS}")
     _require(chosen.num_stages >= 1, f"num_stages is {chosen.num_stages}, expected at least 1")
     _require(1 <= chosen.splits <= GRID_LIMIT, f"splits is {chosen.splits}, expected 1 to {GRID_LIMIT}")
     _require(

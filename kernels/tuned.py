@@ -21,7 +21,7 @@ class Row:
     rows, at most ``max_width`` columns of output, and for a cache that is ``paged`` or not; None is any.
     Rows that are ``listed`` are for calls with lists of keys alone, and come before those for a cache in one piece.
 
-    ``barriers`` and ``held`` are forms of the Hopper kernel, see :class:`mla_compile.kernels.plan.Plan`.
+    ``barriers``, ``held`` and ``cluster`` are forms of the Hopper kernel, see :class:`mla_compile.kernels.plan.Plan`.
 
     Times are microseconds, for rows of ``WIDTH`` columns: ``t0_us`` of a block without tiles, ``tile_us`` that an SM's
     units need for a tile.
@@ -46,6 +46,7 @@ class Row:
     listed: bool = False
     barriers: int = 3
     held: bool = False
+    cluster: int = 1
     provenance: str = field(default="", compare=False)
 
     @classmethod

@@ -92,6 +92,9 @@ def measure(case: Case) -> dict[str, Any]:
         step, chosen = case.step()
     except NoPlanError:  # what the launch does there
         why = "no tile fits, the reference runs"
+    else:
+        why = "no barriers between CTAs, one CTA runs" if step.options.get("num_ctas", 1) != case.cluster else ""
+    if why:
         return {**row, **nothing, "tile": "", "warps": 0, "stages": 0, "planned": 0, "absent": why}
     row |= {
         "tile": "" if case.kernel not in ("attend", *ARRIVES) else f"{chosen.block_m}x{chosen.block_n}",
@@ -115,15 +118,13 @@ def compiled(case: Case, step: Step) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    if isinstance(step, GluonStep):
-        source, options = hopper_runner.source(step)
-    else:
-        if case.arch in AMD and "PRECISION" in step.constants:  # tf32, unused in half precision, does not exist there
-            step = replace(step, constants={**step.constants, "PRECISION": "ieee"})
-        source, options = ASTSource(*step.source()[:4]), step.options
     amd = GPUTarget("hip", case.arch, 64)
     target = amd if case.arch in AMD else GPUTarget("cuda", int(case.arch.removeprefix("sm_")), 32)
-    return triton.compile(source, target=target, options=options)
+    if isinstance(step, GluonStep):
+        return hopper_runner.built(step, target)
+    if case.arch in AMD and "PRECISION" in step.constants:  # tf32, unused in half precision, does not exist there
+        step = replace(step, constants={**step.constants, "PRECISION": "ieee"})
+    return triton.compile(ASTSource(*step.source()[:4]), target=target, options=step.options)
 
 
 def _nvidia(kernel: Any, case: Case) -> dict[str, Any]:
@@ -147,6 +148,7 @@ def _nvidia(kernel: Any, case: Case) -> dict[str, Any]:
         counts, wrong = ptx.protocol(source)
         arrives = (counts["arrive"], counts["landed"])
         row |= {"local": operations["LDL"] + operations["STL"], "arrives": arrives, "protocol": wrong}
+        row |= {"ctas": ptx.between_ctas(source)}
     return row
 
 
@@ -200,6 +202,11 @@ def broken(case: Case, chosen: Plan, row: dict[str, Any]) -> list[str]:
         arrives += chosen.barriers - 3
         if row["arrives"] != (arrives, landed):
             found.append(f"{row['arrives']} arrives, of them of copies, expected {(arrives, landed)}")
+        shared = {"shared": 0, "remote": 0}
+        if case.cluster > 1:  # three or nine announcements, six places where a half is given back
+            shared = {"alone": 0, "remote": 6 + chosen.barriers, "met": 4}
+        if not shared.items() <= row["ctas"].items():
+            found.append(f"{row['ctas']} between CTAs, expected {shared}")
         if row["local"] > case.tolerated_local:
             found.append(f"{row['local']} loads and stores of local memory")
     return found

@@ -55,6 +55,7 @@ class Case:
     scales: str = "one"  # of a float8 cache: one, one for each token, or (rows of 656 bytes) one for each group
     groups: int = 4  # of such a row's columns
     form: tuple[int, bool] = (3, False)  # of the Hopper kernel: a plan's ``barriers`` and ``held``
+    cluster: int = 1  # and its ``cluster``
 
     @property
     def tolerated(self) -> int:
@@ -67,6 +68,8 @@ class Case:
             return 120 if self.query else 8  # a list's entries beside 64 x 512 sums, in 3.6 twice as many as in 3.7
         if self.scales == "group" and self.listed and self.kernel == "attend":
             return 32  # places of a list beside the scales of their rows; in 3.9 only on sm_90
+        if self.cluster > 1 and not self.splits:
+            return 4  # a CTA's number beside a piece of the schedule, in 3.9
         if self.cache == "float8" and self.form[1]:
             return 40  # the rotary query beside one scale and a piece of the schedule, in 3.6 and 3.7
         if self.arch == "sm_90" and self.rows > 32 and self.kernel == "attend" and self.mask:
@@ -83,6 +86,8 @@ class Case:
         # loops over blocks.
         newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
         few = (77 if self.scales == "group" or self.form[1] else 60) if self.cache == "float8" else 26
+        if self.cluster > 1:
+            few += 10  # a CTA's number
         if self.tolerated and self.hopper:
             return few  # what is spilled is among them
         return few if newer and self.hopper and not self.splits else 0
@@ -142,7 +147,7 @@ class Case:
         call, device = self.call(), self.device
         found = chosen_plan(call, device, gluon=self.hopper)
         if self.hopper:
-            found = replace(found, barriers=self.form[0], held=self.form[1])
+            found = replace(found, barriers=self.form[0], held=self.form[1], cluster=self.cluster)
         every = hopper_steps.steps(call, found, device) if self.hopper else steps(call, found, device)
         return next(s for s in every if s.name == self.kernel), found
 
@@ -240,12 +245,20 @@ def cases() -> Iterator[Case]:
 
 def forms(hopper: Case, lists: Case, fp8: Case) -> Iterator[Case]:
     """What benchmarks/gpu/tune.py times the Hopper kernel against."""
-    for form, named in (((9, False), "9 barriers"), ((3, True), "held query"), ((9, True), "9 barriers, held query")):
-        half = replace(hopper, form=form)
+    shared, both = "cluster of 2", "9 barriers, held query"
+    for form, cluster, named in (
+        ((9, False), 1, "9 barriers"), ((3, True), 1, "held query"), ((9, True), 1, both),
+        ((3, False), 2, shared), ((9, False), 2, f"9 barriers, {shared}"), ((3, True), 2, f"held query, {shared}"),
+        ((9, True), 2, f"{both}, {shared}"),
+    ):  # fmt: skip
+        half = replace(hopper, form=form, cluster=cluster)
         yield replace(half, label=f"Hopper, bf16, 1 split, {named}", splits=1)
         yield replace(half, label=f"Hopper, bf16, page 64, scheduled, {named}", page=64, splits=0)
         yield replace(half, label=f"Hopper, bf16, page 16, {named}", page=16)
         yield replace(half, label=f"Hopper, bf16, mask, {named}", mask=torch.bool)
+    pair = replace(hopper, cluster=2, window=WINDOW, tokens=2)
+    yield replace(pair, label="Hopper, bf16, window, soft-cap, mask, cluster of 2", softcap=50.0, mask=torch.bool)
+    yield replace(pair, label="Hopper, bf16, page 64, window, scheduled, cluster of 2", page=64, splits=0)
     yield replace(lists, label="Hopper, bf16, page 64, list, held query", page=64, form=(3, True))
     yield replace(fp8, label="Hopper, fp8, page 64, scheduled, held query", page=64, splits=0, form=(3, True))
     yield replace(fp8, label="Hopper, fp8, 656-byte rows, page 64, held query", page=64, scales="group", form=(3, True))

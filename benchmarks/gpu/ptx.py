@@ -23,7 +23,7 @@ _ARRIVE = re.compile(r"(?<!cp\.async\.)mbarrier\.arrive\b")
 _LANDED = re.compile(r"cp\.async\.mbarrier\.arrive\b")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared")
 _WAIT = re.compile(r"mbarrier\.(try|test)_wait")
-_BRANCH = re.compile(r"^(@!?%p\d+\s+)?bra(\.uni)?\s+(\S+);")
+_BRANCH = re.compile(r"^(@!?%\w+\s+)?bra(\.uni)?\s+(\S+);")
 # What is still owed on some path: the fence of a tile's stores, the barrier after a fence, the barrier after a touch.
 UNFENCED, UNMET, LOOSE = "stores without a fence", "a fence without a barrier", "no barrier since the last access"
 UNSEEN = "a wait for copied rows without a fence"  # where cp.async brings them
@@ -59,6 +59,23 @@ def protocol(ptx: str) -> tuple[dict[str, int], list[str]]:
                 wrong += [f"{kind} {counts[kind]}: {what}" for what in sorted(found & _FORBIDDEN[kind])]
             owed = _after(text, owed, copied)
     return counts, wrong
+
+
+def between_ctas(ptx: str) -> dict[str, int]:
+    """What the CTAs of a cluster have to do with each other; zeros where there is one.
+
+    ``shared``: copies that go to both; ``alone``: copies to one; ``remote``: arrives at barriers of the other one;
+    ``met``: barriers of all threads of both, each written once for those that run a partition and once for those that
+    wait for one: after mbarriers are made, and before a CTA may be gone at whose mbarriers the other one arrives.
+    """
+    copies = re.findall(r"cp\.async\.bulk\.tensor\S*", ptx)
+    shared = sum("multicast::cluster" in copy for copy in copies)
+    return {
+        "shared": shared,
+        "alone": len(copies) - shared if shared else 0,
+        "remote": len(re.findall(r"mbarrier\.arrive\S*shared::cluster", ptx)),
+        "met": len(re.findall(r"barrier\.cluster\.wait", ptx)),
+    }
 
 
 def _kind(text: str) -> str | None:

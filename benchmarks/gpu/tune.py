@@ -11,8 +11,8 @@ fastest one, t0 and what a tile takes a lone block are intercept and slope of a 
 lengths; t_tile of the formula in kernels/plan.py is the smaller of that and an SM's time for a tile on the full card.
 From both, of all tiles that have them, benchmarks/gpu/fit.py fits how long a block waits; that line is printed, and
 goes into kernels/devices.py by hand. On a Hopper card both sections also hold its kernel against the portable one by
-the number of query rows, which is where ``min_rows`` comes from, and its forms (FORMS) against the plain one. Rows of
-other GPU generations stay as they are.
+the number of query rows, which is where ``min_rows`` comes from, and its forms (FORMS, SHARED) against the plain one.
+Rows of other GPU generations stay as they are.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from mla_compile.errors import InputError
 from mla_compile.kernels import plan as planning
 from mla_compile.kernels import tuned
 from mla_compile.kernels.devices import preset
+from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.plan import HOPPER_BLOCK, Device, NoPlanError, Plan, check
 from mla_compile.kernels.tiles import Layout, depth
 
@@ -61,9 +62,14 @@ FORMS: dict[str, dict[str, Any]] = {  # of the Hopper kernel, beside the one wit
     "held query": {"held": True},
     "9 barriers, held query": {"barriers": 9, "held": True},
 }
+SHARED = {  # and each with two CTAs that share what is copied from memory
+    ", ".join(filter(None, (form, "cluster of 2"))): {**change, "cluster": 2}
+    for form, change in ({"": {}} | FORMS).items()
+}
 KIND_FORMS = {"half": tuple(FORMS), "float8": ("held query",)}  # float8 rows are stored, with three arrivals a block
 WORTH = 0.99  # a form has to take less than this share of the plain one's time
 FORM_ROWS = (32, 64, 128)  # query rows at which forms are compared
+SHARED_ROWS = (128,)  # of them, those of two CTAs
 FIRST = 4  # of them, the nearest to the table: of all classes before the others of any
 
 
@@ -167,8 +173,9 @@ def _beside(run: Run, batch: int, kv: int) -> Iterator[tuple[str, str, Shape, di
             yield f"{BESIDE}{HOPPER_KINDS[kind]}{rows} rows", kind, shape, plans
     for kind, rows in itertools.product(HOPPER_KINDS, FORM_ROWS):
         shape, plans = _both(kind, rows, batch, kv, run.device)
-        for form in KIND_FORMS[kind] if plans else ():
-            forms = {"form": replace(plans["gluon"], **FORMS[form]), "gluon": plans["gluon"]}
+        pairs = tuple(SHARED) if kind == "half" and rows in SHARED_ROWS and hopper_steps.clusters() else ()
+        for form in (*KIND_FORMS[kind], *pairs) if plans else ():
+            forms = {"form": replace(plans["gluon"], **(FORMS | SHARED)[form]), "gluon": plans["gluon"]}
             yield _form_key(kind, form, rows), kind, shape, forms
 
 
@@ -287,22 +294,36 @@ def least_rows(found: dict[int, Row]) -> int | None:
 
 
 def form_ratios(store: Store, kind: str) -> dict[str, float]:
-    """What each form of the Hopper kernel took in place of the plain one, by the mean of the ratios of all sizes."""
-    found, timed = {}, store.rows("tune")
-    for form in KIND_FORMS[kind]:
-        rows = [timed.get(_form_key(kind, form, count), {}) for count in FORM_ROWS]
-        if all(row.get("status") == "ok" for row in rows):
-            found[form] = statistics.geometric_mean([row["form_us"] / row["gluon_us"] for row in rows])
-    return found
+    """What each form of the Hopper kernel took in place of the plain one, of those that were measured."""
+    rows = dict.fromkeys(KIND_FORMS[kind], FORM_ROWS) | (dict.fromkeys(SHARED, SHARED_ROWS) if kind == "half" else {})
+    found = {form: _ratio(store, kind, form, counts) for form, counts in rows.items()}
+    return {form: ratio for form, ratio in found.items() if ratio is not None}
+
+
+def _ratio(store: Store, kind: str, form: str, counts: tuple[int, ...]) -> float | None:
+    """The mean of a form's ratios at so many query rows; None where not all were measured."""
+    rows = [store.rows("tune").get(_form_key(kind, form, count), {}) for count in counts]
+    if any(row.get("status") != "ok" for row in rows):
+        return None
+    return statistics.geometric_mean([row["form_us"] / row["gluon_us"] for row in rows])
 
 
 def best_form(store: Store, kind: str) -> dict[str, Any] | None:
-    """What the table says of the fastest form; None where not all were measured."""
+    """What the table says of the fastest form; None where not all were measured.
+
+    Two CTAs share copies if that is faster than the same form without, at the query rows where it was measured.
+    """
     found = form_ratios(store, kind)
-    if len(found) < len(KIND_FORMS[kind]):
+    if not set(KIND_FORMS[kind]) <= set(found):
         return None
-    best = min(found, key=lambda form: found[form])
-    return {"barriers": 3, "held": False, **(FORMS[best] if found[best] < WORTH else {})}
+    best = min(KIND_FORMS[kind], key=lambda form: found[form])
+    change, alone, pair = FORMS[best], _ratio(store, kind, best, SHARED_ROWS), f"{best}, cluster of 2"
+    if found[best] >= WORTH:
+        change, alone, pair = {}, 1.0, "cluster of 2"
+    assert alone is not None  # SHARED_ROWS are among FORM_ROWS
+    shared = found.get(pair)
+    cluster = 2 if shared is not None and shared < WORTH * alone else 1
+    return {"barriers": 3, "held": False, "cluster": cluster, **change}
 
 
 def fitted(store: Store) -> str:

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from mla_compile.kernels.hopper.cluster_gluon import threads
 from mla_compile.kernels.hopper.producer_gluon import BN, HALF, LIST_WORD, place_of
 from mla_compile.kernels.hopper.rows_gluon import LOG2E
 
@@ -81,7 +82,7 @@ def zero_rows(tile, n, length, begin, low, high, MASKED: gl.constexpr):
 
     Those are from n on, and rows from ``length`` on and before ``begin`` hold other data.
     """
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    L: gl.constexpr = threads(False, gl.num_ctas())
     r = gl.arange(0, BN, gl.SliceLayout(1, L))
     if MASKED:
         keep = bits(low, high, r)

@@ -55,6 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mla_compile.kernels.hopper.block_gluon import first_key, keys, ragged, softmax, weights, zero_rows
+from mla_compile.kernels.hopper.cluster_gluon import barrier, joint, own, product, rows_alike, threads, vector
 from mla_compile.kernels.hopper.list_producer_gluon import LIST_READY, token_of
 from mla_compile.kernels.hopper.producer_gluon import (
     BN,
@@ -89,13 +90,14 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
                  scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
                  SCALED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer 0's part of blocks lo..lo+n: scores the first, third, ..., sums all of them for columns 0..255."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    CTAS: gl.constexpr = gl.num_ctas()
+    S_L: gl.constexpr = product(64, CTAS)
+    O_L: gl.constexpr = product(256, CTAS)
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
     R_S: gl.constexpr = gl.SliceLayout(1, S_L)
-    acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
-    sums = gl.zeros([ROWS], gl.float32, R_S)
-    m = gl.full([ROWS], LOWEST, gl.float32, R_S)
+    acc = gl.zeros([ROWS * CTAS, HALF], gl.float32, O_L)
+    sums = gl.zeros([ROWS * CTAS], gl.float32, R_S)
+    m = gl.full([ROWS * CTAS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo  # without a list: the block with rows past the length, counted from lo; n or more: none
     factor = None
@@ -122,15 +124,16 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
                 zero_rows(tiles.index(TILE + 2), 0, length, begin, low1, high1, MASKED)
         acc = scaled(acc, a1, O_L)
         other = gl.where(older, 1, 0)
-        acc_t = warpgroup_mma(narrow.index((NARROW + 1) * other), tiles.index((TILE + 2) * other), acc, is_async=True)
+        p_other, v = own(narrow.index((NARROW + 1) * other)), tiles.index((TILE + 2) * other)
+        acc_t = warpgroup_mma(p_other, v, acc, is_async=True)
         s_t = scores(tiles, narrow, held, bars, zero, zero, (used0 + t) & 1, COPIED, PARTS, S_L)
         acc = warpgroup_mma_wait(2 * PARTS + 1, deps=[acc_t])  # a commit group for each: those of the scores stay
-        mbarrier.arrive(bars.index(FREE + 2), pred=older)
+        mbarrier.arrive(joint(bars.index(FREE + 2)), pred=older)
         s = warpgroup_mma_wait(0, deps=[s_t])
         p, a, m = softmax(s, m1, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
         stats.index(0).store(m)
         p16 = weights(p, factor, narrow.dtype, S_L)
-        narrow.index(NARROW).store(p16)
+        own(narrow.index(NARROW)).store(p16)
         stats.index(ALPHA).store(a)
         fence_async_shared()
         mbarrier.arrive(bars.index(P_READY))
@@ -141,7 +144,7 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE), acc, use_acc=older, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
-        mbarrier.arrive(bars.index(FREE))
+        mbarrier.arrive(joint(bars.index(FREE)))
     if (n > 0) & (n % 2 == 0):
         mbarrier.wait(bars.index(P_READY + 1), (used1 + n // 2 + 1) & 1)
         half_arrived(bars, 1, 0, (used1 + n // 2 + 1) & 1, True, COPIED, PARTS)
@@ -153,8 +156,8 @@ def _even_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pl
         if ragged(n - 1 == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE + 2), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a1, O_L)
-        acc = warpgroup_mma(narrow.index(NARROW + 1), tiles.index(TILE + 2), acc, is_async=False)
-        mbarrier.arrive(bars.index(FREE + 2))
+        acc = warpgroup_mma(own(narrow.index(NARROW + 1)), tiles.index(TILE + 2), acc, is_async=False)
+        mbarrier.arrive(joint(bars.index(FREE + 2)))
     return acc, sums, m
 
 
@@ -163,13 +166,14 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
                 scale, softcap, LISTED: gl.constexpr, COPIED: gl.constexpr, CLEAN: gl.constexpr,
                 SCALED: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
     """Consumer 1's part of blocks lo..lo+n: scores the second, fourth, ..., sums all of them for columns 256..511."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    CTAS: gl.constexpr = gl.num_ctas()
+    S_L: gl.constexpr = product(64, CTAS)
+    O_L: gl.constexpr = product(256, CTAS)
     P_L: gl.constexpr = gl.DotOperandLayout(0, O_L, 2)
     R_S: gl.constexpr = gl.SliceLayout(1, S_L)
-    acc = gl.zeros([ROWS, HALF], gl.float32, O_L)
-    sums = gl.zeros([ROWS], gl.float32, R_S)
-    m = gl.full([ROWS], LOWEST, gl.float32, R_S)
+    acc = gl.zeros([ROWS * CTAS, HALF], gl.float32, O_L)
+    sums = gl.zeros([ROWS * CTAS], gl.float32, R_S)
+    m = gl.full([ROWS * CTAS], LOWEST, gl.float32, R_S)
     MASKED: gl.constexpr = work is not None and not LISTED
     last = length // BN - lo
     factor = None
@@ -193,25 +197,25 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
             if (lo + 2 * t) * BN < begin:  # the first block of all
                 zero_rows(tiles.index(TILE + 1), lo * BN, length, begin, low0, high0, MASKED)
         acc = scaled(acc, a0, O_L)
-        acc_t = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=True)
+        acc_t = warpgroup_mma(own(narrow.index(NARROW)), tiles.index(TILE + 1), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s_t])
         p, a, m = softmax(s, m0, limit, lower, first, low, high, scale, softcap, factor, MASKED, LISTED, S_L)
         stats.index(1).store(m)
         p16 = weights(p, factor, narrow.dtype, S_L)
-        narrow.index(NARROW + 1).store(p16)
+        own(narrow.index(NARROW + 1)).store(p16)
         stats.index(ALPHA + 1).store(a)
         fence_async_shared()
         mbarrier.arrive(bars.index(P_READY + 1))
         sums = sums * a + gl.sum(p, 1)
         p_own = gl.convert_layout(p16, P_L)
         acc = warpgroup_mma_wait(0, deps=[acc_t])
-        mbarrier.arrive(bars.index(FREE + 1))
+        mbarrier.arrive(joint(bars.index(FREE + 1)))
         if ragged(2 * t + 1 == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE + 3), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a, O_L)
         acc_u = warpgroup_mma(p_own, tiles.index(TILE + 3), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_u])
-        mbarrier.arrive(bars.index(FREE + 3))
+        mbarrier.arrive(joint(bars.index(FREE + 3)))
     if n % 2 == 1:
         mbarrier.wait(bars.index(P_READY), (used0 + n // 2) & 1)
         half_arrived(bars, 0, 1, (used0 + n // 2) & 1, True, COPIED, PARTS)
@@ -223,8 +227,8 @@ def _odd_blocks(tiles, narrow, held, stats, bars, used0, used1, n, lo, work, pla
         if ragged(n - 1 == last, first, begin, low, high, MASKED, CLEAN):
             zero_rows(tiles.index(TILE + 1), first, length, begin, low, high, MASKED)
         acc = scaled(acc, a0, O_L)
-        acc = warpgroup_mma(narrow.index(NARROW), tiles.index(TILE + 1), acc, is_async=False)
-        mbarrier.arrive(bars.index(FREE + 1))
+        acc = warpgroup_mma(own(narrow.index(NARROW)), tiles.index(TILE + 1), acc, is_async=False)
+        mbarrier.arrive(joint(bars.index(FREE + 1)))
     return acc, sums, m
 
 
@@ -240,11 +244,12 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
     multiplied by, or None; SCALED: by what lies beside their stage. PARTS: barriers of half a stage. HELD: the rotary
     columns of the query stay in registers.
     """
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    O_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    CTAS: gl.constexpr = gl.num_ctas()
+    S_L: gl.constexpr = product(64, CTAS)
+    O_L: gl.constexpr = product(256, CTAS)
     R_S: gl.constexpr = gl.SliceLayout(1, S_L)
-    Q_L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    first_row = gl.program_id(0) * ROWS
+    Q_L: gl.constexpr = threads(True, CTAS)
+    first_row = gl.program_id(0) * (ROWS * CTAS)
     M = S * H
     used0 = 0
     used1 = 0
@@ -253,7 +258,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
     if LISTED:
         b0, heads = token_of(H)
         b1 = b0 + 1
-        first_row = heads * ROWS
+        first_row = heads * ROWS  # no cluster takes lists
         M = H
     live = M - first_row
     if kv_scale is not None:
@@ -276,7 +281,7 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
         n = hi - lo
         whole = n == blocks
         if (PARTIAL < 2) | (n > 0) | whole:
-            m_q = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, Q_L))
+            m_q = first_row + gl.arange(0, ROWS * CTAS, gl.SliceLayout(1, Q_L))
             rows = (m_q % H).to(gl.int64) * stride_qh
             if LISTED:
                 rows += (b // S).to(gl.int64) * stride_qb + (b % S).to(gl.int64) * stride_qs
@@ -286,9 +291,9 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
             exists = gl.expand_dims(m_q < M, 1)
             # Both consumers had retired their products with the query of the item before when they exchanged sums, and
             # both have read the sums when they meet here.
-            load_query(q, tiles.index(W), rows, exists, W * HALF, HALF, Q_L)
+            load_query(q, own(tiles.index(W)), rows, exists, W * HALF, HALF, Q_L)
             if W == 1:
-                load_query(q, narrow.index(0), rows, exists, 2 * HALF, ROPE, Q_L)
+                load_query(q, own(narrow.index(0)), rows, exists, 2 * HALF, ROPE, Q_L)
             fence_async_shared()
             mbarrier.arrive(bars.index(Q_READY))
             mbarrier.wait(bars.index(Q_READY), done & 1)
@@ -297,10 +302,10 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
 
             held = None
             if HELD:
-                held = narrow.index(0).load(gl.DotOperandLayout(0, S_L, 2))
+                held = own(narrow.index(0)).load(gl.DotOperandLayout(0, S_L, 2))
 
-            limit = gl.full([ROWS], 0, gl.int32, R_S) + length
-            token = (first_row + gl.arange(0, ROWS, R_S)) // H
+            limit = gl.full([ROWS * CTAS], 0, gl.int32, R_S) + length
+            token = (first_row + gl.arange(0, ROWS * CTAS, R_S)) // H
             lower = None
             if reach is not None:
                 lower = limit - reach + token
@@ -360,16 +365,20 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
     Writes o_part float32 [splits,B,S*H,512] or [slots,S*H,512] with lse_part in log2 units (an empty item: only
     lse_part, minus infinity), or, for an item that is a whole request, out [B,S,H,512] and lse float32, natural.
     """
-    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    CTAS: gl.constexpr = gl.num_ctas()
+    SWIZZLED: gl.constexpr = rows_alike(2, CTAS)
+    PLAIN: gl.constexpr = vector(CTAS)
+    BARRIER: gl.constexpr = barrier(True, CTAS)
     tiles = gl.allocate_shared_memory(latent.dtype, [6, 64, 256], SWIZZLED)
     narrow = gl.allocate_shared_memory(latent.dtype, [3, 64, 64], SWIZZLED)
-    stats = gl.allocate_shared_memory(gl.float32, [6, 64], PLAIN)
+    stats = gl.allocate_shared_memory(gl.float32, [6, 64 * CTAS], PLAIN)
     NUMBER: gl.constexpr = BARRIERS if PARTS == 1 else NINE_BARRIERS
-    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], BARRIER)
+    bars = gl.allocate_shared_memory(gl.int64, [NUMBER, CTAS], BARRIER)
     for i in gl.static_range(NUMBER):
-        mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
+        if i >= FREE and i < FREE + 4:
+            mbarrier.init(joint(bars.index(i)), count=1)
+        else:
+            mbarrier.init(bars.index(i), count=2 if i == Q_READY else 1)
     fence_async_shared()
     # Making a consumer the default partition costs 400 bytes of spills.
     gl.warp_specialize(

@@ -10,9 +10,9 @@ lie before it. They are looked up: what the block table has there may name any p
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
+from mla_compile.kernels.hopper.cluster_gluon import expect, joint, load_box, reshaped, rows_alike
 
 BN = gl.constexpr(64)  # cache rows per block; P overlays the rope part, so it must have the same 64 x 64 shape
 HALF = gl.constexpr(256)  # latent columns per consumer; the latent is 2 * HALF wide
@@ -108,15 +108,6 @@ def _place(table_row, b, token, length, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def _reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The same shared memory in another shape; the method is public since Triton 3.9."""
-    if hasattr(tile, "reinterpret"):
-        return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
-    else:
-        return tile._reinterpret(DTYPE, SHAPE, LAYOUT)
-
-
-@gluon.jit
 def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr, WIDTH: gl.constexpr,
           FIRST: gl.constexpr, CHUNKS: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr):  # fmt: skip
     """Issues the copies of some chunks of 64 columns of block i into tile [64,WIDTH], counted on bar.
@@ -125,15 +116,15 @@ def _copy(desc, tile, bar, table_row, b, page, row, i, length, COL: gl.constexpr
     up one by one: a register for each does not fit beside the 40 that the consumers leave the producer, and a line of
     the table lasts several blocks.
     """
-    CUBE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    mbarrier.expect(bar, BN * CHUNKS * 64 * 2)
+    CUBE: gl.constexpr = rows_alike(3, gl.num_ctas())
+    expect(bar, BN * CHUNKS * 64 * 2)
     if BOX == BN and CHUNKS * 64 == WIDTH:
-        cube = _reshaped(tile, desc.dtype, [1, BN, WIDTH], CUBE)
+        cube = reshaped(tile, desc.dtype, [1, BN, WIDTH], CUBE)
         load_box(desc, [page, row, COL], bar, cube)
     else:
         # A 128-byte-swizzled tile [64,WIDTH] is WIDTH / 64 chunks [64,64] one after the other, and BOX (a multiple of
         # the swizzle's 8) rows of a chunk are contiguous.
-        boxes = _reshaped(tile, desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
+        boxes = reshaped(tile, desc.dtype, [WIDTH // 64 * (BN // BOX), 1, BOX, 64], CUBE)
         for r in range(BN // BOX):
             if BOX != BN:
                 page, row = _place(table_row, b, i * BN + r * BOX, length, PAGE)
@@ -180,9 +171,9 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
             row = i * BN
             if BOX == BN:  # before the wait for a free stage, where the producer spends its time
                 page, row = _place(table_row, b, i * BN, length, PAGE)
-            mbarrier.wait(bars.index(FREE + 2 * stage), phase)
+            mbarrier.wait(joint(bars.index(FREE + 2 * stage)), phase)
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 0, PAGE, BOX, PARTS)
-            mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)
+            mbarrier.wait(joint(bars.index(FREE + 2 * stage + 1)), phase)
             _copy_half(latent, tiles, bars, table_row, b, page, row, i, length, stage, 1, PAGE, BOX, PARTS)
             _copy(rope, narrow.index(NARROW + stage), bars.index(3 * stage + 2), table_row, b, page, row, i, length, 0,
                   ROPE, 0, 1, PAGE, BOX)  # fmt: skip

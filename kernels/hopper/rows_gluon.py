@@ -31,7 +31,7 @@ def scaled(acc, a, O_L: gl.constexpr):
 @gluon.jit
 def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
     """Half W of up to 64 rows of o [rows,512], from registers: a change of layout would need 64 KB of shared memory."""
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, O_L))
+    r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, O_L))
     c = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_L))
     cells = gl.expand_dims(r * (2 * HALF), 1) + gl.expand_dims(c, 0)
     base = o + row0.to(gl.int64) * (2 * HALF)
@@ -41,7 +41,7 @@ def _store_rows(o, acc, row0, live, W: gl.constexpr, O_L: gl.constexpr):
 @gluon.jit
 def store_final(out, lse, sinks, acc, lse2, row0, live, H, W: gl.constexpr, S_L: gl.constexpr, O_L: gl.constexpr):
     """The finished half, and (consumer 0) the natural log-sum-exp, of rows row0.. of out [rows,512] and lse [rows]."""
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, S_L))
+    r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, S_L))
     if sinks is not None:  # B and S are whole numbers of H rows
         sink = gl.load(sinks + (row0 + r) % H).to(gl.float32) * LOG2E
         acc = scaled(acc, gl.where(lse2 != float("-inf"), 1.0 / (1.0 + gl.exp2(sink - lse2)), 0.0), O_L)
@@ -56,5 +56,5 @@ def store_partial(o_part, lse_part, acc, lse2, row0, live, n, W: gl.constexpr, S
     if n > 0:
         _store_rows(o_part, acc, row0, live, W, O_L)
     if W == 0:
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, S_L))
+        r = gl.arange(0, ROWS * gl.num_ctas(), gl.SliceLayout(1, S_L))
         gl.store(lse_part + row0 + r, lse2, mask=r < live)

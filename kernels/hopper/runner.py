@@ -7,11 +7,13 @@ installed Triton cannot compile it. Triton is not imported before a call on a GP
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from mla_compile.kernels.hopper.branches import comparisons
 from mla_compile.kernels.hopper.step import Box, GluonStep
 from mla_compile.kernels.triton.runner import Address, Launch, bind, placed
 
@@ -31,26 +33,28 @@ def descriptor(box: Box, address: int) -> Any:
     return TensorDescriptor(base, list(box.shape), list(box.strides), list(box.block), layout)
 
 
-def source(step: GluonStep) -> tuple[Any, dict[str, Any]]:
-    """``(source, options)`` of a step for ``triton.compile``."""
+def built(step: GluonStep, target: Any) -> Any:
+    """A step compiled for a ``triton.backends.compiler.GPUTarget``."""
+    import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
     fn, signature, constants, attributes, options = step.source()
-    return GluonASTSource(fn, signature, constants, attributes), {**options, **_options}
+    source = GluonASTSource(fn, signature, constants, attributes)
+    with comparisons() if "num_ctas" in options else nullcontext():
+        return triton.compile(source, target=target, options={**options, **_options})
 
 
 def compiled(step: GluonStep, index: int) -> Any | None:
     """The kernel of a step, loaded on device ``index``; None (said once) where this Triton cannot compile it."""
     from triton.runtime.driver import driver
 
-    built, options = source(step)
-    key = (index, *map(str, (built.signature, built.constants, built.attrs, options)))
+    key = (index, step.name, *map(str, (*step.source()[1:], _options)))
     if key not in _compiled:
         import triton
 
         target = driver.active.get_current_target()
         try:
-            _compiled[key] = triton.compile(built, target=target, options=options)
+            _compiled[key] = built(step, target)
         except Exception as error:  # noqa: BLE001  an experimental interface: another Triton may fail in any way
             LOG.warning("the Hopper kernel does not compile with Triton %s, the portable one runs: %s: %s",
                         triton.__version__, type(error).__name__, error)  # fmt: skip

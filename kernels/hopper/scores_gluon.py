@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from mla_compile.kernels.hopper.cluster_gluon import own
 from mla_compile.kernels.hopper.producer_gluon import BN, HALF, NARROW, TILE, loaded
 from mla_compile.kernels.hopper.rows_gluon import ROWS
 
@@ -36,11 +37,11 @@ def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, 
 
     ``held``: the rotary columns of the query in registers, or None.
     """
-    s = gl.zeros([ROWS, BN], gl.float32, S_L)
+    s = gl.zeros([ROWS * gl.num_ctas(), BN], gl.float32, S_L)
     for half in gl.static_range(2):
         for part in gl.static_range(PARTS):
             _arrived(bars, loaded(stage, half, part), phase, True, COPIED)
-            query = tiles.index(zero + half)
+            query = own(tiles.index(zero + half))
             rows = tiles.index(TILE + half + 2 * stage)
             if PARTS > 1:
                 query = query.slice(part * HALF // PARTS, HALF // PARTS, 1)
@@ -48,7 +49,7 @@ def scores(tiles, narrow, held, bars, zero, stage, phase, COPIED: gl.constexpr, 
             s = warpgroup_mma(query, rows.permute((1, 0)), s, use_acc=half + part > 0, is_async=True)
     _arrived(bars, 3 * stage + 2, phase, True, COPIED)
     if held is None:
-        s = warpgroup_mma(narrow.index(zero), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(own(narrow.index(zero)), narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
     else:
         s = warpgroup_mma(held, narrow.index(NARROW + stage).permute((1, 0)), s, is_async=True)
     return s

@@ -8,6 +8,8 @@ float8 rows have in fp8.py.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -166,13 +168,32 @@ def steps(call: DecodeCall, plan: Plan, device: Device, *, least: int | None = N
     return *before, attention, combine_step(call, plan, combine_kernels.combine)
 
 
-def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
-    from triton.experimental.gluon.language import NVMMASharedLayout
+def shared_by(plan: Plan, row_blocks: int) -> int:
+    """CTAs that share the copies of a block: the plan's, if none of them is left without query rows."""
+    return plan.cluster if row_blocks % plan.cluster == 0 and (plan.cluster == 1 or clusters()) else 1
 
+
+@lru_cache(maxsize=1)
+def clusters() -> bool:
+    """Whether this Triton has mbarriers between the CTAs of a cluster, as it has since 3.9.
+
+    Before, 3.7 compiles the kernel without a word and without what keeps the CTAs apart.
+    """
+    try:
+        from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+    except ImportError:
+        return False
+    return "from_cta" in signature(mbarrier.expect).parameters
+
+
+def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged: bool, least: int) -> GluonStep:
+    import mla_compile.kernels.hopper.cluster_gluon as cluster
     import mla_compile.kernels.hopper.decode_gluon as kernels
 
     z = call.sizes
     rows = min(BLOCK, z.page & -z.page) if z.page else BLOCK
+    ctas = shared_by(plan, grid[0])
+    layout = cluster.rows_alike(3, ctas)
     whole = not ragged and plan.splits == 1
     kind, parts = TYPES[call.latent.dtype][1:], (plan.barriers - 1) // 2  # of half a stage; the other one is rope's
     boxes, types, optional = {}, {}, {}
@@ -183,7 +204,6 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged:
         assert tensor is not None
         T, R, C = tensor.shape
         boxes[name] = Box((T, R, C), _strides(tensor), (1, rows, width), tensor.dtype)
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         types[name] = f"tensordesc<{kind}{list(boxes[name].block)},{layout!r}>"
     for name, tensor in (("table", call.block_table), ("seq_lens", call.seq_lens), ("sinks", call.sinks)):
         optional[name] = None if tensor is None else TYPES[tensor.dtype]
@@ -218,8 +238,8 @@ def _attention(call: DecodeCall, plan: Plan, grid: tuple[int, int, int], ragged:
     given = {"query": call.query, "table": call.block_table, "lengths": call.seq_lens, "sinks": call.sinks}
     aligned |= {n for n, b in buffers.items() if n not in boxes and (b not in given or _is_aligned(given[b]))}
     return GluonStep(
-        "mla_seesaw", kernels.mla_seesaw, grid, buffers, scalars, constants, types, frozenset(aligned),
-        {"num_warps": 4}, boxes,
+        "mla_seesaw", kernels.mla_seesaw, (grid[0] // ctas, *grid[1:]), buffers, scalars, constants, types,
+        frozenset(aligned), {"num_warps": 4} | ({"num_ctas": ctas} if ctas > 1 else {}), boxes,
     )  # fmt: skip
 
 

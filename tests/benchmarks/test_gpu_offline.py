@@ -7,7 +7,8 @@ import re
 import pytest
 
 from benchmarks.gpu import offline
-from benchmarks.gpu.ptx import protocol
+from benchmarks.gpu.ptx import between_ctas, protocol
+from mla_compile.kernels.hopper.steps import clusters
 from mla_compile.kernels.launch import chosen_plan
 
 STORE, FENCE, BARRIER = "st.shared.v4.b32 [%r1], {%r2};", "fence.proxy.async.shared::cta;", "bar.sync 0, 128;"
@@ -50,7 +51,33 @@ def test_what_is_owed_on_one_path_is_owed():
     assert protocol("\n".join(["bra.uni \t$L__BB0_9;", STORE, "$L__BB0_9:", PRODUCT]))[1] == []
 
 
+def test_what_ctas_have_to_do_with_each_other():
+    copy = "cp.async.bulk.tensor.3d.shared::{}.global.mbarrier::complete_tx::bytes{} [%r1], [%rd1, {{%r2}}], [%r3];"
+    alone, shared = copy.format("cta", ""), copy.format("cluster", ".multicast::cluster")
+    remote = ARRIVE.replace("::cta", "::cluster")
+    assert set(between_ctas("\n".join([alone, ARRIVE, BARRIER])).values()) == {0}
+    found = between_ctas("\n".join([alone, shared, shared, remote, ARRIVE, "barrier.cluster.wait.aligned;"]))
+    assert found == {"shared": 2, "alone": 1, "remote": 1, "met": 1}
+
+
+def test_a_kernel_whose_ctas_do_not_wait_for_each_other_breaks_its_budget(monkeypatch):
+    """What Triton 3.7 makes of a cluster: copies for both, and each CTA's barriers for itself."""
+    pytest.importorskip("triton.experimental.gluon")
+    if not clusters():
+        pytest.skip("this Triton has no barriers between CTAs")
+    (case,) = (c for c in offline.cases() if c.label == "Hopper, bf16, 1 split, cluster of 2")
+    assert offline.measure(case)["broken"] == []
+    real = offline.ptx.between_ctas
+    monkeypatch.setattr(
+        offline.ptx, "between_ctas", lambda text: real(text.replace("shared::cluster.b64", "shared::cta.b64"))
+    )
+    (why,) = offline.measure(case)["broken"]
+    assert "'remote': 0" in why
+
+
 COMPILED = ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, mask", "Hopper, bf16, page 64, list", "Hopper, fp8"]
+if clusters():
+    COMPILED.append("Hopper, bf16, mask, cluster of 2")
 
 
 @pytest.fixture(scope="module", params=COMPILED)

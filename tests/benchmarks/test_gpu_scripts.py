@@ -573,8 +573,26 @@ def test_the_fastest_form_of_the_hopper_kernel_becomes_the_tables(tmp_path, caps
     assert "9 barriers: 0.900 of the time without" in capsys.readouterr().out
 
 
-def test_both_kernels_are_checked_then_timed_by_query_rows(tmp_path, monkeypatch):
+def test_two_ctas_are_the_tables_where_they_are_faster_than_the_same_form_alone(tmp_path):
+    store = h200(tmp_path / "r.json")
+    took = {"9 barriers": 4.5, "held query": 5.0, "9 barriers, held query": 5.0}
+    for form, rows in itertools.product(took, tune.FORM_ROWS):
+        row = {"status": "ok", "form_us": took[form], "gluon_us": 5.0}
+        store.record("tune", f"gluon: {form}, {rows} rows", row)
+    for with_9, cluster in ((4.3, 2), (4.49, 1), (4.6, 1)):
+        for form, us in (("cluster of 2", 4.0), ("9 barriers, cluster of 2", with_9)):
+            store.record("tune", f"gluon: {form}, 128 rows", {"status": "ok", "form_us": us, "gluon_us": 5.0})
+        assert tune.best_form(store, "half") == {"barriers": 9, "held": False, "cluster": cluster}
+    for form, rows in itertools.product(took, tune.FORM_ROWS):
+        store.record("tune", f"gluon: {form}, {rows} rows", {"status": "ok", "form_us": 5.0, "gluon_us": 5.0})
+    assert tune.best_form(store, "half") == {"barriers": 3, "held": False, "cluster": 2}  # 4.0 in place of 5.0
+    assert tune.form_ratios(store, "half")["cluster of 2"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+def test_both_kernels_are_checked_then_timed_by_query_rows(clusters, tmp_path, monkeypatch):
     """As on an H200, over the reference: only rows whose check is right are timed."""
+    monkeypatch.setattr(tune.hopper_steps, "clusters", lambda: clusters)
     assert not any(case.key.startswith(tune.BESIDE) for case in tune.tiles(run_of(tmp_path / "r.json", dry=True)))
     monkeypatch.setattr(planning.Device, "of", staticmethod(lambda device: PRESETS["sm_90"]))
     monkeypatch.setattr(tune, "not_replaced", lambda kernel: None)
@@ -586,8 +604,10 @@ def test_both_kernels_are_checked_then_timed_by_query_rows(tmp_path, monkeypatch
         both, forms = listed[: len(keys)], listed[len(keys) :]
         assert [case.key for case in both] == keys
         assert all(common.kernel_of(case.key) == "gluon" and "kernel='triton'" in case.of for case in both)
-        assert len(forms) == len(tune.FORM_ROWS) * sum(map(len, tune.KIND_FORMS.values()))
-        assert all("barriers=9" in case.of or "held=True" in case.of for case in forms)
+        pairs = [case for case in forms if "cluster=2" in case.of]
+        assert [case.key for case in pairs] == [f"gluon: {form}, 128 rows" for form in tune.SHARED if clusters]
+        assert len(forms) - len(pairs) == len(tune.FORM_ROWS) * sum(map(len, tune.KIND_FORMS.values()))
+        assert all("barriers=9" in case.of or "held=True" in case.of for case in forms if case not in pairs)
         run.cases([*listed[:2], forms[0]])
         store.rows("tiles")["gluon: 8 rows"]["status"] = "failed"
     assert set(tune.compared(store)) == {4}

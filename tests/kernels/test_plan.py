@@ -173,6 +173,7 @@ def test_a_callers_plan_is_checked():
         ({"splits": 0}, "splits is 0"),
         ({"chunk": 100}, "chunk is 100, expected a multiple of block_n = 64"),
         ({"barriers": 4}, r"barriers is 4, expected one of \(3, 9\)"),
+        ({"cluster": 4}, r"cluster is 4, expected one of \(1, 2\)"),
         ({"kernel": "gluon", "block_n": 32}, "the tile is 64x32, the Hopper kernel has one of 64x64"),
     ):
         with pytest.raises(InputError, match=message):

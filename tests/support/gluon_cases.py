@@ -19,7 +19,15 @@ from tests.support.gluon_simulator import Descriptor, Pointer, round_to
 
 SOURCE = {
     f"mla_compile.kernels.hopper.{name}": (Path(reference.__file__).parent / "hopper" / f"{name}.py").read_text()
-    for name in ("producer_gluon", "rows_gluon", "list_producer_gluon", "block_gluon", "scores_gluon", "decode_gluon")
+    for name in (
+        "cluster_gluon",
+        "producer_gluon",
+        "rows_gluon",
+        "list_producer_gluon",
+        "block_gluon",
+        "scores_gluon",
+        "decode_gluon",
+    )
 }
 
 
@@ -129,7 +137,7 @@ def scores(scale, softcap):
 
 def simulate(
     loaded, seed, lens, H, S=1, page=0, splits=1, least=1, partitions=0, causal=True, sinks=False, dtype="bf16", T=None,
-    all_rows=False, mask=None, softcap=0.0, window=0, parts=1, held=False,
+    all_rows=False, mask=None, softcap=0.0, window=0, parts=1, held=False, ctas=1,
 ):  # fmt: skip
     """Runs the kernel once and compares; raises AssertionError or SimulationError."""
     module, machine = loaded
@@ -147,7 +155,7 @@ def simulate(
     slots = plan.slots if plan else splits * B
     part, part_lse, out, lse = unwritten(slots, B, M)
     machine.launch(
-        module.mla_seesaw, (-(-M // 64), partitions or splits, 1 if partitions else B), seed,
+        module.mla_seesaw, (-(-M // (64 * ctas)), partitions or splits, 1 if partitions else B), seed, ctas,
         q=Pointer(query.ravel(), dtype), stride_qb=M * 576, stride_qs=H * 576, stride_qh=576,
         latent=Descriptor(cache[..., :512], (1, box, 256 // parts if box == 64 else 64), dtype),
         rope=Descriptor(cache[..., 512:], (1, box, 64), dtype),

@@ -11,7 +11,17 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tests.support.gluon_simulator import Barrier, Copy, Int, Scheduler, Tile, Tiles, array, round_to
+from tests.support.gluon_simulator import (
+    Barrier,
+    Copy,
+    Int,
+    Layout,
+    Scheduler,
+    Tile,
+    Tiles,
+    array,
+    round_to,
+)
 
 INTERLEAVINGS = int(os.environ.get("MLA_INTERLEAVINGS", "3"))
 """In how many orders each case is run."""
@@ -25,33 +35,67 @@ class _Product:
         self.value = None
 
 
+class Handle:
+    """A barrier as the kernel has it: its CTA's own, or one at which all CTAs of a cluster arrive."""
+
+    def __init__(self, machine, barrier, joint=False):
+        self.machine, self.barrier, self.joint, self.dtype = machine, barrier, joint, "int64"
+
+    def _reinterpret(self, dtype, shape, layout):
+        assert not any(map(any, layout.bases)), "only to the first CTA's for all"
+        return Handle(self.machine, self.machine.barriers[0][self.barrier.number], True)
+
+
 class Machine:
-    """One CTA after another; holds what the stand-ins of ``gl`` and ``hopper`` need."""
+    """One CTA, or cluster of them, after another; holds what the stand-ins of ``gl`` and ``hopper`` need.
+
+    ``cells`` and ``barriers`` are those of each CTA of the cluster, in the order in which they were allocated.
+    """
 
     def __init__(self):
-        self.scheduler, self.program, self.grid = None, (0, 0, 0), (1, 1, 1)
-        self.queues, self.cells, self.barriers, self.copies = {}, [], [], {}
+        self.scheduler, self.program, self.grid, self.ctas = None, (0, 0, 0), (1, 1, 1), 1
+        self._empty()
         self.gl, self.hopper, self.ampere = self._language(), self._hopper(), self._ampere()
 
     def switch(self, until=None):
         self.scheduler.switch(until)
 
-    def launch(self, kernel, grid, seed, **arguments):
-        """Runs every CTA of the grid; the seed decides the interleaving."""
+    def _empty(self):
+        self.queues, self.copies, self.jobs, self.starting = {}, {}, {}, 0
+        self.cells, self.barriers = ([[] for _ in builtins.range(self.ctas)] for _ in "cb")
+
+    @property
+    def rank(self):
+        """Which CTA of the cluster the running partition is of; before ``warp_specialize``, which one starts."""
+        name = threading.current_thread().name
+        return int(name.split(".")[0]) if name in self.jobs else self.starting
+
+    def launch(self, kernel, grid, seed, ctas=1, **arguments):
+        """Runs every CTA, or cluster of ``ctas``, of the grid; the seed decides the interleaving.
+
+        Those of a cluster start together: a barrier between them follows what the kernel does before its partitions.
+        """
         for z, y, x in np.ndindex(*reversed(grid)):
             self.scheduler = Scheduler(f"{seed} {x} {y} {z}")
-            self.program, self.grid = (x, y, z), grid
-            self.queues, self.cells, self.barriers, self.copies = {}, [], [], {}
+            self.program, self.grid, self.ctas = (x, y, z), grid, ctas
+            self._empty()
             wrapped = {k: Int(v) if type(v) is int else v for k, v in arguments.items()}
-            kernel(**wrapped)
+            for rank in builtins.range(ctas):
+                self.starting = rank
+                kernel(**wrapped)
 
     def _allocate(self, dtype, shape, layout):
         if dtype == "int64":
-            made = [Barrier() for _ in builtins.range(shape[0])]
-            self.barriers += made
-            return Tiles([types.SimpleNamespace(barrier=barrier, dtype=dtype) for barrier in made])
-        tiles = [Tile(np.full(shape[1:], np.nan, np.float32), dtype, self) for _ in builtins.range(shape[0])]
-        self.cells += [tile.cells for tile in tiles]
+            before = self.barriers[self.rank]
+            made = [Barrier(len(before) + i) for i in builtins.range(shape[0])]
+            before += made
+            return Tiles([Handle(self, barrier) for barrier in made])
+        one, before = layout.cut(shape[1:]), self.cells[self.rank]
+        tiles = [
+            Tile(np.full(one, np.nan, np.float32), dtype, self, number=len(before) + i)
+            for i in builtins.range(shape[0])
+        ]
+        before += [tile.cells for tile in tiles]
         return Tiles(tiles)
 
     def _load(self, pointer, mask=None, other=0):
@@ -69,9 +113,10 @@ class Machine:
         pointer.data[cells] = values.astype(pointer.data.dtype) if whole else round_to(values, pointer.dtype.element_ty)
 
     def _specialize(self, functions, warps, registers):
-        names = [f"{i} {function.__name__}" for i, (function, _) in enumerate(functions)]
-        jobs = zip(names, functions, strict=True)
-        self.scheduler.run({name: (lambda f=f, a=a: f(*a)) for name, (f, a) in jobs})
+        for i, (function, given) in enumerate(functions):
+            self.jobs[f"{self.starting}.{i} {function.__name__}"] = lambda f=function, a=given: f(*a)
+        if self.starting == self.ctas - 1:
+            self.scheduler.run(self.jobs)
 
     def _language(self):
         gl = types.ModuleType("gluon_language")
@@ -80,8 +125,13 @@ class Machine:
         gl.int8, gl.int16, gl.float8e4nv = "int8", "int16", "fp8"
         gl.permute = lambda x, order: array(np.transpose(x, order))
         gl.join, gl.reshape = lambda a, b: array(np.stack([a, b], -1)), lambda x, shape: array(np.reshape(x, shape))
-        for layout in ("NVMMADistributed", "NVMMAShared", "SwizzledShared", "Slice", "DotOperand", "Blocked"):
-            setattr(gl, f"{layout}Layout", lambda *args, **kwargs: None)
+        gl.NVMMADistributedLayout = lambda version, warps, shape, cga_layout=(): Layout(cga_layout)
+        gl.BlockedLayout = lambda size, threads, warps, order, cga_layout=(): Layout(cga_layout)
+        gl.NVMMASharedLayout = lambda width, bits, rank=2, turned=False, padded=False, cga_layout=(): Layout(cga_layout)
+        gl.SwizzledSharedLayout = lambda vector, phase, most, order, cga_layout=(): Layout(cga_layout)
+        gl.SliceLayout = lambda dim, parent: Layout([basis[:dim] + basis[dim + 1 :] for basis in parent.bases])
+        gl.DotOperandLayout = lambda operand, parent, width: parent
+        gl.num_ctas = lambda: self.ctas
 
         def of_scalars_or_arrays(function, python):
             def call(*args):
@@ -97,9 +147,10 @@ class Machine:
         gl.max, gl.sum = lambda x, axis: array(np.max(x, axis)), lambda x, axis: array(np.sum(x, axis))
         gl.exp2, gl.log2 = lambda x: array(np.exp2(x)), lambda x: array(np.log2(x))
         gl.expand_dims, gl.convert_layout = lambda x, axis: array(np.expand_dims(x, axis)), lambda x, layout: x
-        gl.zeros = lambda shape, dtype, layout=None: array(np.zeros(shape, np.float32))
-        gl.full = lambda shape, value, dtype, layout=None: array(np.full(shape, value)).to(dtype)
-        gl.arange, gl.static_range = lambda a, b, layout=None: array(np.arange(a, b)), builtins.range
+        gl.zeros = lambda shape, dtype, layout: array(np.zeros(layout.cut(shape), np.float32))
+        gl.full = lambda shape, value, dtype, layout: array(np.full(layout.cut(shape), value)).to(dtype)
+        gl.arange = lambda a, b, layout: array(np.arange(a, b)[layout.own(b - a, self.rank)])
+        gl.static_range = builtins.range
         gl.program_id, gl.num_programs = lambda axis: Int(self.program[axis]), lambda axis: Int(self.grid[axis])
         gl.load, gl.store = self._load, self._store
         gl.allocate_shared_memory, gl.warp_specialize = self._allocate, self._specialize
@@ -111,38 +162,56 @@ class Machine:
         def fence():
             self.switch()
             me = threading.current_thread().name
-            for cells in self.cells:
+            for cells in self.cells[self.rank]:
                 cells.unfenced.discard(me)
-            for barrier in self.barriers:
+            for barrier in self.barriers[self.rank]:
                 barrier.fenced[me] = barrier.known.get(me, 0)
 
+        def init(bar, count):
+            if not bar.joint:
+                bar.barrier.init(count)
+            elif self.rank == 0:
+                bar.barrier.init(count * self.ctas)
+
         def wait(bar, parity, pred=True):
-            if pred:
+            if pred and (self.rank == 0 or not bar.joint):
                 self.switch(lambda: bar.barrier.passed(parity))
                 bar.barrier.known[threading.current_thread().name] = bar.barrier.completed
 
-        def expect(bar, size):
+        def expect(bar, size, from_cta=None):
+            """From each CTA at its own barrier, or from the first one at all."""
             self.switch()
-            bar.barrier.bytes += size
-            bar.barrier.arrive()
+            assert from_cta in (None, 0), "a mask of bits of a CTA's number: none"
+            mine = range(self.ctas) if from_cta == 0 and self.rank == 0 else ()
+            for rank in (self.rank,) if from_cta is None else mine:
+                barrier = self.barriers[rank][bar.barrier.number]
+                barrier.bytes += size
+                barrier.arrive()
 
         def arrive(bar, count=1, pred=True):
             self.switch()
             if pred:
                 bar.barrier.arrive(count)
 
-        def copy(desc, coordinates, bar, tile):
+        def copy(desc, coordinates, bar, tile, multicast=False):
             self.switch()
-            destination = tile.asynchronously()
-            assert destination.shape == desc.box, "the destination is one box"
+            if multicast and self.rank > 0:
+                return
+            assert tile.data.shape == desc.box, "the destination is one box"
             box = desc.read(*coordinates)
+            for rank in range(self.ctas) if multicast else (self.rank,):
+                bring(box, self.barriers[rank][bar.barrier.number], tile.of(self.cells[rank]))
+
+        def bring(box, barrier, tile):
+            """One CTA's copy of a box, which lands by itself."""
+            destination = tile.asynchronously()
             destination[...] = np.nan
-            tile.cells.bring(bar.barrier, destination)
+            tile.cells.bring(barrier, destination)
 
             def land():
                 destination[...] = box
-                bar.barrier.bytes -= 2 * box.size
-                bar.barrier.settle()
+                barrier.bytes -= 2 * box.size
+                barrier.settle()
 
             self.scheduler.landings.append(land)
 
@@ -178,8 +247,8 @@ class Machine:
 
         hopper.fence_async_shared = fence
         hopper.mbarrier = types.SimpleNamespace(
-            MBarrierLayout=lambda: None,
-            init=lambda bar, count: bar.barrier.init(count),
+            MBarrierLayout=lambda cga_layout=(): Layout(cga_layout),
+            init=init,
             wait=wait,
             expect=expect,
             arrive=arrive,
@@ -256,6 +325,7 @@ def load(sources):
     machine = Machine()
     gluon = types.ModuleType("gluon")
     gluon.jit = lambda function=None, **options: function or (lambda f: f)
+    gluon.constexpr_function = lambda function: function
     gluon.language = machine.gl
     root = "triton.experimental.gluon"
     names = ("triton", "triton.experimental", root, f"{root}.language", f"{root}.language.nvidia")

@@ -1,4 +1,4 @@
-"""A Hopper CTA on the CPU, to find races and deadlocks between the partitions of a Gluon kernel: scheduler and memory.
+"""A Hopper CTA, or a cluster of two, on the CPU, to find races and deadlocks in a Gluon kernel: scheduler and memory.
 
 The kernel's own text is executed against numpy stand-ins for ``gluon`` (tests/support/gluon_machine.py). Every
 partition of ``warp_specialize`` is a thread; exactly one runs at a time, and a seeded scheduler may switch at every
@@ -237,16 +237,34 @@ class Descriptor:
         return box
 
 
-class Cells:
-    """What is known of an allocation, whatever view of it is used.
+class Layout:
+    """What a layout says of a cluster: ``bases``, where in each dimension its second CTA's part begins, in parts."""
 
+    def __init__(self, bases):
+        self.bases = bases
+
+    def cut(self, shape):
+        """The shape of one CTA's part of a tensor."""
+        return [n // 2 if any(basis[dim] for basis in self.bases) else n for dim, n in enumerate(shape)]
+
+    def own(self, size, rank):
+        """Which part of so many numbers a CTA has."""
+        (part,) = self.cut([size])
+        return slice(rank * part, (rank + 1) * part) if part < size else slice(None)
+
+
+class Cells:
+    """What is known of an allocation, whatever view of it is used; ``base`` are its data.
+
+    ``number``: the how many-th of its CTA it is.
     ``unfenced``: the partitions whose ordinary stores no fence has followed. ``brought``: for each barrier that
     copies into it counted on, the phase, counted from 1, that completes with them, and where to they went;
     ``copied``: the phases of cp.async among them.
     """
 
-    def __init__(self, size):
-        self.size, self.unfenced, self.brought, self.copied = size, set(), {}, {}
+    def __init__(self, base, number):
+        self.base, self.number = base, number
+        self.unfenced, self.brought, self.copied = set(), {}, {}
 
     def bring(self, barrier, data):
         """A copy into ``data`` counts on the barrier's phase under way."""
@@ -271,12 +289,19 @@ class Copy:
 class Tile:
     """Shared memory, or a view of it."""
 
-    def __init__(self, data, dtype, machine, cells=None):
-        self.data, self.dtype, self.machine = data, dtype, machine
-        self.cells = cells or Cells(data.size)
+    def __init__(self, data, dtype, machine, cells=None, number=None):
+        self.data, self.dtype, self.machine, self.shape = data, dtype, machine, data.shape
+        self.cells = cells or Cells(data, number)
 
     def view(self, data):
         return Tile(data, self.dtype, self.machine, self.cells)
+
+    def of(self, cells):
+        """The same part of what another CTA of the cluster allocated; ``cells`` are all that it did."""
+        base = cells[self.cells.number].base
+        start = self.data.ctypes.data - self.cells.base.ctypes.data
+        same = np.ndarray(self.data.shape, base.dtype, base, start, self.data.strides)
+        return Tile(same, self.dtype, self.machine, cells[self.cells.number])
 
     def permute(self, order):
         return self.view(self.data.transpose(order))
@@ -285,6 +310,9 @@ class Tile:
         return self.view(self.data[start : start + length] if dim == 0 else self.data[:, start : start + length])
 
     def _reinterpret(self, dtype, shape, layout):
+        if len(shape) == 2:
+            assert tuple(layout.cut(shape)) == self.data.shape, "one CTA's part stays what it is"
+            return self
         if len(shape) == 3:
             assert tuple(shape[1:]) == self.data.shape, "only [rows,columns] to [1,rows,columns]"
             return self.view(self.data[None])
@@ -301,7 +329,7 @@ class Tile:
     def store(self, values):
         self.machine.switch()
         self.cells.unfenced.add(threading.current_thread().name)
-        if self.data.size == self.cells.size:  # nothing is left of what was brought
+        if self.data.size == self.cells.base.size:  # nothing is left of what was brought
             self.cells.brought.clear()
             self.cells.copied.clear()
         self.data[...] = round_to(values, self.dtype)
@@ -354,12 +382,15 @@ class Barrier:
     """An mbarrier: a phase completes when all arrivals and all expected bytes are in.
 
     ``completed`` counts the phases, ``known`` how many of them each partition has waited for, and ``fenced`` how many
-    it had when it last issued a fence.
+    it had when it last issued a fence. ``number``: the how many-th of its CTA it is.
     """
+
+    def __init__(self, number):
+        self.number, self.known, self.fenced = number, {}, {}
 
     def init(self, count):
         self.count = self.pending = count
-        self.bytes, self.completed, self.known, self.fenced = 0, 0, {}, {}
+        self.bytes = self.completed = 0
 
     def arrive(self, count=1):
         if self.pending < count:

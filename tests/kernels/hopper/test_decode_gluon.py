@@ -15,13 +15,20 @@ def random_case(seed):
     rng = np.random.default_rng(seed)
     lens = [int(n) for n in rng.choice([0, 1, 63, 64, 65, 100, 128, 129, 200, 257], rng.integers(1, 5))]
     lens[0] = max(1, lens[0])
-    case = {"lens": lens, "H": int(rng.choice([8, 12, 20, 64])), "S": int(rng.integers(1, 4)), "sinks": bool(seed % 2)}
+    case = {
+        "lens": lens,
+        "H": int(rng.choice([8, 12, 20, 64, 100])),
+        "S": int(rng.integers(1, 4)),
+        "sinks": bool(seed % 2),
+    }
     case |= {"page": int(rng.choice([0, 0, 16, 32, 48, 64, 128])), "causal": bool(rng.random() < 0.7)}
     case |= {"window": int(rng.choice([0, 0, 1, 40, 64, 130])), "softcap": float(rng.choice([0.0, 2.0]))}
     how = rng.integers(3)
     if not case["page"] and how != 1:  # a schedule knows lengths alone
         case["mask"] = (None, "each", "all")[rng.integers(3)]
     case |= {"parts": int(rng.choice([1, 4])), "held": bool(rng.random() < 0.5)}
+    if -(-case["H"] * case["S"] // 64) % 2 == 0:
+        case["ctas"] = int(rng.choice([1, 2]))
     return case | ({"splits": int(rng.integers(1, 5))}, {"partitions": int(rng.integers(1, 9))}, {})[how]
 
 
@@ -43,6 +50,24 @@ def test_forms_give_the_reference(name, form):
         simulate(loaded, seed, **CASES[name], **form)
 
 
+PAIRS = {
+    "pages": {"lens": [129, 192, 0, 64], "H": 128, "page": 64},
+    "causal tokens, splits": {"lens": [300, 70], "H": 64, "S": 2, "page": 16, "splits": 2, "sinks": True},
+    "schedule": {"lens": [65, 300, 1, 128], "H": 100, "page": 48, "partitions": 3},
+    "mask": {"lens": [300, 129], "H": 128, "mask": "each"},
+    "window": {"lens": [290, 130, 3], "H": 33, "S": 3, "page": 32, "window": 70, "softcap": 2.0},
+    "two clusters": {"lens": [130], "H": 200, "page": 64},
+    "9 barriers, held query": {"lens": [193, 100], "H": 128, "page": 16, "parts": 4, "held": True},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_ctas_that_share_copies_give_the_reference(name):
+    loaded = load(SOURCE)
+    for seed in range(INTERLEAVINGS):
+        simulate(loaded, seed, ctas=2, **PAIRS[name])
+
+
 def test_random_batches():
     loaded = load(SOURCE)
     for seed in range(4 * INTERLEAVINGS):
@@ -56,7 +81,9 @@ ZERO_EVEN, ZERO_ODD = (ZERO.format(at, "first", "low, high") for at in ("TILE", 
 ZERO_EVEN_TAIL, ZERO_ODD_TAIL = (f"    {ZERO.format(at, 'first', 'low, high')}" for at in ("TILE + 2", "TILE + 1"))
 ZERO_BEFORE = ZERO.format("TILE + 1", "lo * BN", "low0, high0")
 ZERO_OTHERS = {"even": ZERO.format("TILE + 2", 0, "low1, high1"), "odd": ZERO.format("TILE + 1", 0, "low0, high0")}
-FREE_0, FREE_1, FREE_2 = (f"        mbarrier.arrive(bars.index({at}))\n" for at in ("FREE", "FREE + 1", "FREE + 2"))
+FREE_0, FREE_1, FREE_2 = (
+    f"        mbarrier.arrive(joint(bars.index({at})))\n" for at in ("FREE", "FREE + 1", "FREE + 2")
+)
 ZEROED = ".to(tile.dtype))\n    fence_async_shared()\n\n\n"
 P_STORED = "        fence_async_shared()\n        mbarrier.arrive(bars.index({}))\n"
 Q_WAIT = "            mbarrier.wait(bars.index(Q_READY), done & 1)\n"
@@ -78,6 +105,9 @@ HELD = NINE | {"parts": 1, "held": True, "partitions": 2}
 PART = "            _arrived(bars, loaded(stage, half, part), phase, True, COPIED)\n"
 HALF_PARTS = "    for part in gl.static_range(PARTS):\n        _arrived(bars"
 
+PAIR = {"lens": [447, 130], "H": 128, "page": 64, "ctas": 2}
+CLUSTERS = {"lens": [130], "H": 200, "page": 64, "ctas": 2}
+
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "half freed before its product retired": (RETIRE_U + FREE_0, FREE_0 + RETIRE_U, SPLIT),
     "one product too few waited for": ("wait(2 * PARTS + 1, ", "wait(2 * PARTS + 2, ", SPLIT),
@@ -93,7 +123,11 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     ),
     "odd: the other's block not waited for": (OTHERS.format("0, 1", "(used0 + t) & 1"), "", SPLIT),
     "odd: the last block not waited for": (OTHERS.format("0, 1", "(used0 + n // 2) & 1"), "", TAIL),
-    "half freed that was never taken": ("(bars.index(FREE + 2), pred=older)", "(bars.index(FREE + 2))", SPLIT),
+    "half freed that was never taken": (
+        "(joint(bars.index(FREE + 2)), pred=older)",
+        "(joint(bars.index(FREE + 2)))",
+        SPLIT,
+    ),
     "tail not zeroed, own block": (ZERO_EVEN, "pass", TAIL),
     "tail not zeroed, last odd block": (ZERO_ODD_TAIL, "    pass", TAIL),
     "even: hidden keys of the other's block not zeroed": (ZERO_OTHERS["even"], "pass", MASK),
@@ -128,7 +162,19 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "9 barriers: the first boxes in place of all": ("boxes.index(c * (BN // BOX) + r)", "boxes.index(r)", NINE_SMALL),
     "9 barriers: columns of the first part": ("[page, row, COL + c * 64]", "[page, row, COL]", NINE),
     "held query: taken before it is there": (Q_WAIT, "", HELD),
-    "held query: that of the latent columns": ("held = narrow.index(0)", "held = tiles.index(0).slice(0, 64, 1)", HELD),
+    "held query: that of the latent columns": (
+        "held = own(narrow.index(0))",
+        "held = tiles.index(0).slice(0, 64, 1)",
+        HELD,
+    ),
+    "cluster: rows overwritten that the other CTA reads": (
+        "return reshaped(bar, gl.int64, [1], barrier(False, CTAS))",
+        "return bar",
+        PAIR,
+    ),
+    "cluster: copies not shared": ("_load(desc, at, bar, tile, multicast=True)", "_load(desc, at, bar, tile)", PAIR),
+    "cluster: every CTA announces": ("mbarrier.expect(bar, size, from_cta=0)", "mbarrier.expect(bar, size)", PAIR),
+    "cluster: rows of another cluster": ("gl.program_id(0) * (ROWS * CTAS)", "gl.program_id(0) * ROWS", CLUSTERS),
     "wrong slot": ("gl.load(slots + b) + gl.program_id(1)", "gl.load(slots + b)", CUT),
 }
 

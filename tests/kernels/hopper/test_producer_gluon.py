@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.gluon_cases import CASES, assert_caught
 
-FREE_ROPE = "            mbarrier.wait(bars.index(FREE + 2 * stage + 1), phase)\n"
+FREE_ROPE = "            mbarrier.wait(joint(bars.index(FREE + 2 * stage + 1)), phase)\n"
 SPLIT = {"lens": [447, 130], "H": 20, "S": 2, "page": 64}
 
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)

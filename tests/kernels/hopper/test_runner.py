@@ -29,6 +29,17 @@ def test_compiles_for_hopper_within_its_budget(label):
     assert row["spills"] == [0, 0]
 
 
+def test_two_ctas_compile_within_their_budget():
+    from benchmarks.gpu import offline
+    from mla_compile.kernels.hopper.steps import clusters
+
+    if not clusters():
+        pytest.skip("this Triton has no barriers between CTAs")
+    (case,) = (c for c in offline.cases() if c.label == "Hopper, bf16, page 16, cluster of 2")
+    row = offline.measure(case)
+    assert (row["absent"], row["broken"], row["spills"]) == ("", [], [0, 0])
+
+
 def hopper_step():
     from benchmarks.gpu import offline
 

@@ -181,15 +181,36 @@ def test_forms_are_the_plans(barriers, held):
             assert attention.constants["REGS"] == (240 if held else 232)
 
 
+def test_two_ctas_share_copies_where_both_have_query_rows(monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
+    monkeypatch.setattr(hopper_steps, "clusters", lambda: True)
+
+    def ctas(given, cluster=2):
+        chosen = replace(planned(given, splits=2), cluster=cluster)
+        attention = next(s for s in hopper_steps.steps(given, chosen, H200) if s.name.startswith("mla_seesaw"))
+        number = attention.options.get("num_ctas", 1)
+        assert attention.grid[0] * number == -(-given.sizes.S * given.sizes.H // 64) or given.indices is not None
+        assert ("cga_layout=[[0, 0, 0]]" in attention.types.get("latent", "")) == (number == 2)
+        return number
+
+    assert ctas(call(H=64, page=64)) == ctas(call(H=50, page=16)) == ctas(call(H=128)) == 2  # of two tokens
+    assert ctas(call(H=64, page=64), cluster=1) == 1
+    assert ctas(call(H=32, page=64)) == ctas(call(H=96, page=64)) == 1  # one of the two would have no rows
+    assert ctas(call(H=64, indices=LIST)) == 1  # whose rows are not brought by TMA
+    assert ctas(call(H=64, dtype=FP8, query=BF16, kv_scale=torch.ones(()))) == 1
+    monkeypatch.setattr(hopper_steps, "clusters", lambda: False)
+    assert ctas(call(H=64, page=64)) == 1
+
+
 def test_the_table_says_which_form_is_planned(monkeypatch):
     from mla_compile.kernels import plan as planning
 
     row = planning.starting_row("half", 64, planning.Layout(512, 64, 0, 2, 2, True), H200, "gluon")
-    monkeypatch.setattr(planning, "starting_row", lambda *_, **__: replace(row, barriers=9, held=True))
+    monkeypatch.setattr(planning, "starting_row", lambda *_, **__: replace(row, barriers=9, held=True, cluster=2))
     planning.plan.cache_clear()
     chosen = planned(call(H=64, page=64))
     planning.plan.cache_clear()
-    assert (chosen.kernel, chosen.barriers, chosen.held) == ("gluon", 9, True)
+    assert (chosen.kernel, chosen.barriers, chosen.held, chosen.cluster) == ("gluon", 9, True, 2)
 
 
 def test_a_mask_is_listed_first():

@@ -1,0 +1,106 @@
+"""One CTA, or a cluster of two that share the rows of a block: layouts, tiles and barriers of the Hopper kernel.
+
+Each CTA owns 64 packed query rows. In a cluster of two what holds query rows (queries, P, maxima, sums) is one tensor
+of 128 rows that is cut between them, and a block's cache rows lie in both: one copy from memory brings them to both.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
+
+
+@gluon.constexpr_function
+def product(columns, CTAS):
+    """The layout of what has a row for each query row: of an accumulator with so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16], *_bases([1, 0], CTAS))
+
+
+@gluon.constexpr_function
+def threads(own, CTAS):
+    """The layout in which threads load and store rows of 64 half-precision values: each CTA its ``own``, or all."""
+    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0], *_bases([int(own), 0], CTAS))
+
+
+@gluon.constexpr_function
+def rows_alike(rank, CTAS):
+    """The layout of a tile of half-precision cache rows in shared memory: of all CTAs the same."""
+    return gl.NVMMASharedLayout(128, 16, rank, False, False, *_bases([0] * rank, CTAS))
+
+
+@gluon.constexpr_function
+def rows_own(CTAS):
+    """The layout of a tile of query rows in shared memory."""
+    return gl.NVMMASharedLayout(128, 16, 2, False, False, *_bases([1, 0], CTAS))
+
+
+@gluon.constexpr_function
+def vector(CTAS):
+    """The layout of a number for each query row in shared memory."""
+    return gl.SwizzledSharedLayout(1, 1, 1, [0], *_bases([1], CTAS))
+
+
+@gluon.constexpr_function
+def barrier(own, CTAS):
+    """The layout of an mbarrier: each CTA its ``own``, or the first CTA's for all."""
+    return mbarrier.MBarrierLayout(*_bases([int(own)], CTAS))
+
+
+@gluon.constexpr_function
+def _bases(second, CTAS):
+    """The argument that says where the second CTA's part begins, in parts; none for one CTA."""
+    return ([second],) if CTAS == 2 else ()
+
+
+@gluon.jit
+def reshaped(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory in another shape; the method is public since Triton 3.9."""
+    if hasattr(tile, "reinterpret"):
+        return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return tile._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def own(tile):
+    """A tile [64,columns], as the query rows of each CTA."""
+    CTAS: gl.constexpr = gl.num_ctas()
+    if CTAS == 1:
+        return tile
+    else:
+        SHAPE: gl.constexpr = [tile.shape[0] * CTAS, tile.shape[1]]
+        return reshaped(tile, tile.dtype, SHAPE, rows_own(CTAS))
+
+
+@gluon.jit
+def joint(bar):
+    """A barrier of the cluster: all CTAs arrive at that of the first one, and only the first one waits."""
+    CTAS: gl.constexpr = gl.num_ctas()
+    if CTAS == 1:
+        return bar
+    else:
+        return reshaped(bar, gl.int64, [1], barrier(False, CTAS))
+
+
+@gluon.jit
+def expect(bar, size: gl.constexpr):
+    """Announces copies of so many bytes at each CTA's barrier. In a cluster the first CTA does, for all of them.
+
+    So the others' producers do nothing at all: they wait for nobody, and could announce a block before the last one.
+    """
+    CTAS: gl.constexpr = gl.num_ctas()
+    if CTAS == 1:
+        mbarrier.expect(bar, size)
+    else:
+        mbarrier.expect(bar, size, from_cta=0)
+
+
+@gluon.jit
+def load_box(desc, at, bar, tile):
+    """Copies a box to where ``tile`` is in every CTA, counted on each one's barrier. The first CTA does, for all."""
+    CTAS: gl.constexpr = gl.num_ctas()
+    if CTAS == 1:
+        _load(desc, at, bar, tile)
+    else:
+        _load(desc, at, bar, tile, multicast=True)
