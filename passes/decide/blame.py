@@ -12,7 +12,20 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.residual import shortcut
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, val
-from mla_compile.passes.ir.operators import Copy, Join, Permute, Regroup, Slice, Stack, decode, is_contraction
+from mla_compile.passes.ir.operators import (
+    Copy,
+    Join,
+    Permute,
+    Regroup,
+    Select,
+    Slice,
+    Stack,
+    Write,
+    WriteOne,
+    WriteRows,
+    decode,
+    is_contraction,
+)
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, reachable
@@ -21,6 +34,9 @@ from mla_compile.passes.linear.stops import barred, unexplained
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 
 aten = torch.ops.aten
+
+_PICKS = (aten.gather, aten.index, aten.index_select)
+"""Operators that read rows of a buffer at positions."""
 
 SYMPTOMS = ("not_mla", "per_head_rope", "head_dependent_latent", "too_many_sources")
 """Codes that say what the rows look like, not why: an operator further back may be the cause, and says more."""
@@ -170,12 +186,13 @@ def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, 
     node = stop.node
     if _joins_heads(node, maps):
         return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")
-    if (
-        node in walked  # a node beside the way, such as the other term of a sum, holds no cache of these rows
-        and stop.code == "token_mixing"
-        and any(_is_input(_whole(n)) and n is not expansion and not maps.is_weight(n) for n in node.all_input_nodes)
-    ):
-        return Stop(node, "expanded_cache", "the cache holds K and V per head, not the latent")
+    # A node beside the way, such as the other term of a sum, holds no cache of these rows.
+    if node in walked and (stop.code == "token_mixing" or packet(node) is aten.where):
+        for n in node.all_input_nodes:
+            buffer, selected = _whole(n)
+            if _is_input(buffer) and n is not expansion and not maps.is_weight(n) and val(buffer).is_floating_point():
+                how = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
+                return Stop(node, "expanded_cache", f"the cache holds K and V per head, not the latent{how}")
     return stop
 
 
@@ -183,10 +200,16 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _whole(node: fx.Node) -> fx.Node:
-    """What a slice is taken of."""
+def _whole(node: fx.Node, selected: bool = False) -> tuple[fx.Node, bool]:
+    """The buffer of which ``node`` is a part, new rows in it or not; whether the part is one that was selected."""
     how = decode(node)
-    return _whole(how.x) if isinstance(how, Slice) else node
+    if isinstance(how, (Slice, Select)):
+        return _whole(how.x, selected or isinstance(how, Select))
+    if isinstance(how, (Write, WriteOne, WriteRows)):
+        return _whole(how.base, selected or isinstance(how, WriteOne))
+    if packet(node) in _PICKS:
+        return _whole(args_of(node)[0], selected)
+    return node, selected
 
 
 def _joins_heads(node: fx.Node, maps: Maps) -> bool:

@@ -5,7 +5,7 @@ Found in modules of cross-layer value sharing, grouped heads with their own cach
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -181,6 +181,56 @@ def test_what_a_prompt_of_any_length_could_absorb_is_not_called_cheaper():
     assert notes
     assert not [note for note in notes if "absorbing" in note]
     assert any("a prompt: as many queries as keys" in note for note in notes)
+
+
+class Static(nn.Module):
+    """K and V in buffers of the module, all in one, all K in one, or written where a sequence is active alone."""
+
+    LEAD: ClassVar[dict[str, tuple[int, ...]]] = {"one": (2, 2), "of layers": (2,), "pairs": (2,), "masked": ()}
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.q, self.down, self.k, self.v = (nn.Linear(a, b, bias=False) for a, b in ((D, D), (D, L), (L, D), (L, D)))
+        for name in ("a", "b"):
+            self.register_buffer(name, torch.zeros(*self.LEAD[how], 2, H, 16, D // H))
+
+    def buffers_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        if self.how == "one":
+            return self.a[0, layer], self.a[1, layer]
+        if self.how == "of layers":
+            return self.a[layer], self.b[layer]
+        if self.how == "pairs":
+            return (self.a, self.b)[layer].unbind()
+        return self.a, self.b
+
+    def forward(self, x: Tensor, start: int, active: Tensor) -> Tensor:
+        stop, c = start + x.shape[1], self.down(x)
+        for layer in range(2 if self.how != "masked" else 1):
+            k, v = self.buffers_of(layer)
+            for buffer, new in ((k, self.k(c)), (v, self.v(c))):
+                new = heads(new)
+                if self.how == "masked":
+                    new = torch.where(active[:, None, None, None], new, buffer[:, :, start:stop])
+                buffer[:, :, start:stop] = new
+            y = F.scaled_dot_product_attention(heads(self.q(x)), k[:, :, :stop], v[:, :, :stop])
+            x = x + y.transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:nothing was absorbed")
+@pytest.mark.parametrize("how", Static.LEAD)
+def test_why_buffers_of_several_and_masked_writes_stay(how: str):
+    model, own = Static(how).double(), Static(how).double()
+    own.load_state_dict(model.state_dict())
+    fast, start = optimized(own), 0
+    for count in (5, 1, 1, 3):
+        inputs = torch.randn(2, count, D).double(), start, torch.tensor([True, False])
+        torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-12, atol=1e-12)
+        start += count
+    assert {site.code for site in fast.mla_report.sites} == {Code.EXPANDED_CACHE}
+    selected = ["selected from a buffer of several" in site.reason for site in fast.mla_report.sites]
+    assert selected == [how != "masked"] * len(selected)
 
 
 class Steps(nn.Module):

@@ -4,10 +4,9 @@ selection, which is not followed."""
 import torch
 import torch.nn.functional as F
 
-from tests.zoo.base import EXPANDED_CACHE, Buffered, Refused, at_numbers
+from tests.zoo.base import EXPANDED_CACHE, Buffered, at_numbers
 
 EXPECTED = EXPANDED_CACHE
-EXPORTED = Refused("token_mixing")
 LEGAL = True
 
 
