@@ -27,11 +27,11 @@ from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.decide.plan import make_plan
-from mla_compile.passes.decide.readers import narrower_readers
+from mla_compile.passes.decide.readers import narrower_readers, other_reader
 from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import args_of, is_tensor, packet, val
+from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, val
 from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import depends_on, reachable
@@ -147,7 +147,8 @@ class _Judge:
                 if narrowed is not None:
                     verdicts[index] = replace(verdict, narrowed=narrowed)
                     continue
-                verdicts[index] = self._instead(verdict, which, node, computed[verdict.site.node], options)
+                read = _taken_back(verdict, which, node, alive)
+                verdicts[index] = self._instead(verdict, which, node, read, computed[verdict.site.node], options)
                 break
             else:
                 return verdicts
@@ -171,10 +172,14 @@ class _Judge:
         verdict: Verdict,
         which: Side,
         node: fx.Node,
+        read: Verdict,
         computed: set[fx.Node],
         options: dict[fx.Node, list[Verdict]],
     ) -> Verdict:
-        """The next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway."""
+        """The next best verdict on a site whose expansion of ``which`` by ``node`` is computed anyway.
+
+        ``read`` says for whom.
+        """
         site = verdict.site
         assert verdict.plan is not None
         # The projection that is still alive makes the latent itself: the rows behind it were narrower, but it is
@@ -182,9 +187,8 @@ class _Judge:
         if not verdict.plan.part and depends_on(verdict.plan.latent.node, [node]):
             computed.add(node)
             closer = self.whole(site, computed)
-            return closer if closer.absorb else _taken_back(verdict, which, node)
+            return closer if closer.absorb else read
         if site.node not in options:
-            read = _taken_back(verdict, which, node)
             final = verdict.instead or read
             options[site.node] = [final]
             if self.forms != "expanded":
@@ -308,10 +312,16 @@ def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | 
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
 
 
-def _taken_back(verdict: Verdict, which: Side, node: fx.Node) -> Verdict:
+def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
         if depends_on(mask, [node]):
             code = Code.MASK_DEPENDS_ON_KEYS
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
-    return replace(verdict, code=code, reason=CODES[code].meaning, blame=node)
+    reader = other_reader(node, alive.reads, alive.nodes)
+    if reader.op == "output":
+        return replace(
+            verdict, code=code, reason=f"the expanded {which} are returned, so they are computed anyway", blame=node
+        )
+    reason = f"{operator_name(reader)} reads the product that makes the {which}, too, so it is computed anyway"
+    return replace(verdict, code=code, reason=reason, blame=reader)

@@ -7,6 +7,7 @@ unless ``k`` can be made alone, as ``linear(c, W[rows of k])`` (:mod:`mla_compil
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from torch import fx
 from mla_compile.core.program import view_source
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
+from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.linear.records import Maps, Piece
@@ -60,6 +62,25 @@ def narrower_readers(
         else:
             found.append(node)
     return tuple(found)
+
+
+def other_reader(
+    expansion: fx.Node, reads: Callable[[fx.Node], Collection[fx.Node]], alive: Collection[fx.Node]
+) -> fx.Node:
+    """The first operator that computes something of ``expansion``, or of what was moved, cut and joined of it.
+
+    Where there is none, the output of the graph; else who reads a length. ``reads`` and ``alive`` as for
+    :func:`narrower_readers`.
+    """
+
+    def users(node: fx.Node) -> Iterable[fx.Node]:
+        moves = node is expansion or is_tuple(node) or decode(node) is not None
+        return (u for u in node.users if u in alive and node in reads(u)) if moves else ()
+
+    found = [n for n in reachable([expansion], users) if n is not expansion]
+    computes = (n for n in found if is_tensor(n) and decode(n) is None)
+    returns = (n for n in found if n.op == "output")
+    return next(chain(computes, returns, found))
 
 
 def length_of(node: fx.Node, source: fx.Node) -> int | None:

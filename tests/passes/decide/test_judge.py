@@ -113,6 +113,9 @@ def test_a_side_that_is_computed_anyway_stays(name):
     what, beside, part, code = READ[name]
     (site,) = reading(what, beside)[1].report.sites
     assert (site.code, site.parts, [k.code for k in site.kept]) == (Code.ABSORBED, (part,), [code])
+    (kept,) = site.kept
+    assert kept.reason == f"mul reads the product that makes the {kept.part}, too, so it is computed anyway"
+    assert kept.blame.op == "aten.mul"
 
 
 def test_a_side_that_stays_leaves_the_other_only_where_that_saves_something():
