@@ -66,8 +66,8 @@ from mla_compile.kernels.hopper.producer_gluon import (
     ROPE,
     TILE,
     blocks_of,
+    length_of,
     producer,
-    request_of,
     requests_of,
 )
 from mla_compile.kernels.hopper.rows_gluon import ROWS, load_query, scaled, store_final, store_partial
@@ -264,10 +264,16 @@ def consumer(W: gl.constexpr, q, seq_lens, sinks, kv_scale, items, slots, work, 
     if kv_scale is not None:
         scale = scale * gl.load(kv_scale)
     for b in range(b0, b1):
-        length, begin, listed = request_of(b, seq_lens, reach, work, work_b, T)
+        length = length_of(seq_lens, b, T)
+        begin = reach
+        if reach is not None:
+            begin = gl.maximum(length - reach, 0)
         cleared = begin  # rows before it hold other data
         if CLEAN or work is not None:
             cleared = None  # or the bits of a list say which rows do
+        listed = work
+        if work is not None:
+            listed = work + 2 * b.to(gl.int64) * work_b
         counted = listed
         if LISTED:
             counted = None

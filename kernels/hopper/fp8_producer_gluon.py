@@ -37,8 +37,8 @@ from mla_compile.kernels.hopper.producer_gluon import (
     NARROW,
     TILE,
     blocks_of,
+    length_of,
     place_of,
-    request_of,
     requests_of,
 )
 
@@ -238,7 +238,13 @@ def fp8_producer(latent, rope, kv_scale, indices, table, seq_lens, mask, places,
     else:
         b0, b1, t0, t1 = requests_of(items, B)
         for b in range(b0, b1):
-            length, begin, listed = request_of(b, seq_lens, reach, work, work_b, T)
+            length = length_of(seq_lens, b, T)
+            begin = reach
+            if reach is not None:
+                begin = gl.maximum(length - reach, 0)
+            listed = work
+            if work is not None:
+                listed = work + 2 * b.to(gl.int64) * work_b
             lo, hi, _ = blocks_of(items, listed, plane, length, begin, b, b0, t0, b1, t1, least)
             table_row = table
             if TABLE_PAGE > 0:

@@ -51,22 +51,6 @@ def length_of(seq_lens, b, T):
 
 
 @gluon.jit
-def request_of(b, seq_lens, reach, work, work_b, T):
-    """Of request b: its cache rows, the first one that some query token's window reaches, and its list of tiles.
-
-    The last two are None without a window or a mask.
-    """
-    length = length_of(seq_lens, b, T)
-    begin = reach
-    if reach is not None:
-        begin = gl.maximum(length - reach, 0)
-    listed = work
-    if work is not None:
-        listed = work + 2 * b.to(gl.int64) * work_b
-    return length, begin, listed
-
-
-@gluon.jit
 def requests_of(items, B):
     """(first request, one past the last, its first block, block where the last one ends) of this CTA."""
     if items is None:
@@ -167,7 +151,13 @@ def producer(latent, rope, table, seq_lens, items, work, reach, table_stride, wo
     used1 = 0
     b0, b1, t0, t1 = requests_of(items, B)
     for b in range(b0, b1):
-        length, begin, listed = request_of(b, seq_lens, reach, work, work_b, T)
+        length = length_of(seq_lens, b, T)
+        begin = reach
+        if reach is not None:
+            begin = gl.maximum(length - reach, 0)
+        listed = work
+        if work is not None:
+            listed = work + 2 * b.to(gl.int64) * work_b
         lo, hi, _ = blocks_of(items, listed, plane, length, begin, b, b0, t0, b1, t1, least)
         table_row = table
         if PAGE > 0:
