@@ -109,7 +109,11 @@ class _Judge:
         sides = " and ".join(dict.fromkeys(p.side for p in found.parts))
         if not found.pays:
             why = _PROMPT if found.choice.absorbed else found.choice.reason
-            return replace(refused, notes=(f"the {sides} alone could be absorbed; {why}",))
+            note = f"the {sides} alone could be absorbed; {why}"
+            # What a latent makes in part is MLA, whatever stands in the way of the rest, and stays for what it costs.
+            if refused.code is Code.NOT_MLA:
+                return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
+            return replace(refused, notes=(note,))
         reason = f"each call picks by its number of queries whether the {sides} are absorbed"
         return Verdict(
             refused.site,

@@ -170,17 +170,15 @@ class Scored(nn.Module):
         return F.scaled_dot_product_attention(heads(self.q(x)), k, heads(self.v(c)), is_causal=True)
 
 
-@pytest.mark.filterwarnings("ignore:nothing was absorbed")  # in the graph of any length
 def test_what_a_prompt_of_any_length_could_absorb_is_not_called_cheaper():
     model = Scored().double()
     fast = mla_compile.optimize(model, codegen="eager", strict=True)
     for length in (5, 7, 3):
         x = torch.randn(2, length, D).double()
         torch.testing.assert_close(fast(x), model(x), rtol=1e-12, atol=1e-12)
-    notes = [note for site in fast.mla_report.sites for note in site.notes if "alone could be absorbed" in note]
-    assert notes
-    assert not [note for note in notes if "absorbing" in note]
-    assert any("a prompt: as many queries as keys" in note for note in notes)
+    (reason,) = [site.reason for site in fast.mla_report.sites if site.code is Code.COST_PREFILL]
+    assert "the keys and values alone could be absorbed; a prompt: as many queries as keys" in reason
+    assert {site.code for site in fast.mla_report.sites} == {Code.ABSORBED, Code.COST_PREFILL}
 
 
 class Static(nn.Module):
