@@ -222,9 +222,10 @@ def _is_hidden_state(plan: AbsorbPlan, maps: Maps) -> bool:
 
 
 def _whole(node: fx.Node) -> list[fx.Node]:
-    """``node`` and, where it selects rows of another tensor, that tensor too, and so on."""
+    """``node`` and, where it selects rows of another tensor or puts zeros around them, that tensor too, and so on."""
     found = [node]
-    while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) is aten.index_select:
+    others = (aten.index_select, aten.constant_pad_nd)
+    while isinstance(how := decode(found[-1]), (Slice, Select)) or packet(found[-1]) in others:
         found.append(how.x if isinstance(how, (Slice, Select)) else args_of(found[-1])[0])
     return found
 

@@ -3,7 +3,7 @@
 In ``K = view(linear(c, W)); attention(q, K[:, :, :n], ...)`` the linear map of ``K[:, :, :n]`` is that of K with
 ``c[:, :n]`` in the place of c (:mod:`mla_compile.passes.linear.rows`). Such a slice of the rows is a *virtual source*:
 no graph holds it until an attention that reads it is absorbed. Static caches are read like that: expanded from rows of
-full length, then cut to the length in use.
+full length, then cut to the length in use. So are zero tokens before or behind K and V, ``pad(c W) = pad(c) W``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_virtual, shape, val, virtual
+from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
-from mla_compile.passes.linear.rows import constant_along, rows_axis, slice_of
+from mla_compile.passes.linear.rows import (
+    Taken,
+    constant_along,
+    may_be_taken,
+    pad_along,
+    rows_axis,
+    taken_of,
+    zeros_around,
+)
 from mla_compile.passes.linear.rules import rule_of
 
 aten = torch.ops.aten
@@ -30,7 +39,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Sliced:
-    """A slice of K or V, or of what they are made of; ``rows``: what it is an image of, and which axis is sliced."""
+    """A slice of K or V, or of what they are made of; ``rows``: what it is an image of, and which axis is sliced.
+
+    A pad with zeros counts as one: it takes more rows than there are.
+    """
 
     node: fx.Node
     rows: tuple[tuple[fx.Node, int], ...]
@@ -57,18 +69,18 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
-    cuts, _ = choose_sources([*pieces_of([maps.map(slice_of(s).x) for s in slices]), *others])
+    cuts, _ = choose_sources([*pieces_of([maps.map(taken.x) for taken in slices.values()]), *others])
     at_cuts = maps.with_sources(cuts)
-    sliced = ((node, _rows(node, at_cuts.map(slice_of(node).x))) for node in slices)
+    sliced = ((node, _rows(taken, at_cuts.map(taken.x))) for node, taken in slices.items())
     return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
 
 
-def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
+def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken]:
     """The slices at which walks end, and those behind which the walk ended at something else.
 
     Columns split off from a slice of K are columns of a row tensor of its own, as long as the slice is taken for one.
     """
-    found: dict[fx.Node, None] = {}
+    found: dict[fx.Node, Taken] = {}
     seen: set[fx.Node] = set()
     queue = list(operands)
     for node in queue:
@@ -76,53 +88,72 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> list[fx.Node]:
             if end in seen or len(seen) > REACH or end not in maps.reasons:
                 continue
             seen.add(end)
-            if end.target is aten.slice.Tensor and end not in maps.virtual.slices:
-                found[end] = None
+            taken = None if end in maps.virtual.slices else _taken(end)
+            if taken is not None:
+                found[end] = taken
             behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
             queue += maps.operands(behind) if rule_of(behind) is not None else []
-    return list(found)
+    return found
 
 
-def _rows(node: fx.Node, whole: LinearMap) -> dict[fx.Node, int] | None:
+def _taken(node: fx.Node) -> Taken | None:
+    # A part of a split has no bounds that a slice of rows could have.
+    return taken_of(node) if node.target is aten.slice.Tensor or zeros_around(node) is not None else None
+
+
+def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
     """The rows that a slice of ``whole`` is an image of, and which axis of them is sliced; None where it is of none."""
-    dim = slice_of(node).dim
+    dim = taken.dim
     # Joined along the axis that is sliced: which part a slice falls into may only be known at run time.
     if whole.axis == dim:
         return None
     found: dict[fx.Node, int] = {}
     for piece in whole.pieces:
         own = piece.axes[dim]
+        if not may_be_taken(piece, own, taken):
+            return None
         # The same at every position (zeros, a bias), so there is no row to slice.
         if constant_along(piece, own):
             continue
         at = rows_axis(piece, own)
         if piece.source is None or at is None or found.setdefault(piece.source, at) != at:
             return None
-    return found if any(_narrower(p, node) for p in pieces_of([whole]) if p.source in found) else None
+    return found if any(_narrower(p, taken) for p in pieces_of([whole]) if p.source in found) else None
 
 
-def _narrower(piece: Piece, node: fx.Node) -> bool:
-    """Whether rows in the place of ``node`` gain anything; if not, it is as good a source itself."""
+def _narrower(piece: Piece, taken: Taken) -> bool:
+    """Whether rows in the place of ``taken`` gain anything; if not, it is as good a source itself."""
     assert piece.source is not None
-    return piece.projected or bytes_hint(piece.source) < bytes_hint(slice_of(node).x)
+    return piece.projected or bytes_hint(piece.source) < bytes_hint(taken.x)
 
 
 def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: Maps) -> tuple[RowSlice, ...]:
     """The slices of the rows of ``sliced``, those that are known already used again; none where one is not certain."""
-    node, how = sliced.node, slice_of(sliced.node)
-    positions = how.bounds
+    node, taken = sliced.node, _taken(sliced.node)
+    assert taken is not None
+    how = decode(node)
+    positions = how.bounds if isinstance(how, Slice) else ()
     assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
-    if free_unbacked_symbols([val(node).shape[how.dim], *(v for v in values if v is not None)]):
+    if free_unbacked_symbols([val(node).shape[taken.dim], *(v for v in values if v is not None)]):
         return ()  # a length read from data: torch would give each slice by it another one
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
-        key = (rows, at, *(v if v is None else size(v) for v in values))
+        key = (rows, at, taken.padded, *(v if v is None else size(v) for v in values))
         # One that reads its bounds from nodes further down could not be added before every attention that wants it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
-            known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+            known[key] = (
+                virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+                if taken.padded is None
+                else virtual(
+                    maps.fake_mode,
+                    aten.constant_pad_nd.default,
+                    rows,
+                    pad_along(len(shape(rows)), at, taken.padded),
+                )
+            )
         # The bounds may be clamped: K and its rows need not have the same length.
-        if not same(shape(known[key])[at], shape(node)[how.dim]):
+        if not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))
     return tuple(found)

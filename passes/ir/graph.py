@@ -212,8 +212,8 @@ def decides(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def whole_rows(node: fx.Node) -> fx.Node:
-    """What a virtual slice is taken from; any other ``node`` itself."""
-    while is_virtual(node) and node.target is torch.ops.aten.slice.Tensor:
+    """What a virtual slice is taken from, or what zeros are put around; any other ``node`` itself."""
+    while is_virtual(node) and node.target in (torch.ops.aten.slice.Tensor, torch.ops.aten.constant_pad_nd.default):
         node = args_of(node)[0]
     return node
 

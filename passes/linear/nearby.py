@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from torch import fx
 
-from mla_compile.passes.ir.graph import is_tensor, packet
+from mla_compile.passes.ir.graph import is_tensor, packet, whole_rows
 from mla_compile.passes.ir.operators import PRODUCTS
 from mla_compile.passes.ir.walk import computed_from
 
@@ -75,13 +75,13 @@ class Nearby:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """A set of nodes."""
+    """A set of nodes, and of the virtual parts of these."""
 
     found: int
     bits: dict[fx.Node, int]
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, fx.Node) and bool(self.found & self.bits.get(node, 0))
+        return isinstance(node, fx.Node) and bool(self.found & self.bits.get(whole_rows(node), 0))
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

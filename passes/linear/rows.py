@@ -2,27 +2,72 @@
 
 A slice along the tokens of an up-projection is the same up-projection of a slice of the rows,
 ``(c W)[:, :n] = c[:, :n] W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were
-copied along an axis is its first position, broadcast. Without virtual sources both end the walk.
+copied along an axis is its first position, broadcast. Zero rows before or behind an up-projection without a bias are
+those that it makes of zero rows, ``pad(c W) = pad(c) W``. Without virtual sources these end the walk.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
-from mla_compile.passes.ir.graph import shape, val
+from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
 from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit
 
+aten = torch.ops.aten
 
-def slice_of(node: fx.Node) -> Slice:
-    """``node`` as the slice that it is known to be."""
+
+@dataclass(frozen=True)
+class Taken:
+    """Some rows of ``x`` along axis ``dim``; or all of them, ``padded`` by so many rows of zeros before and behind."""
+
+    x: fx.Node
+    dim: int
+    padded: tuple[int, int] | None = None
+
+
+def taken_of(node: fx.Node) -> Taken | None:
+    """What ``node`` takes along one axis of another tensor; None where it is neither a slice nor a pad."""
     how = decode(node)
-    assert isinstance(how, Slice)
-    return how
+    if isinstance(how, Slice):
+        return Taken(how.x, how.dim)
+    padding = zeros_around(node)
+    if padding is None:
+        return None
+    axes = [dim for dim, widths in enumerate(padding) if widths != (0, 0)]
+    # Along the features zeros are columns, of which the rule of the operator knows.
+    if len(axes) != 1 or axes[0] == len(padding) - 1:
+        return None
+    return Taken(args_of(node)[0], axes[0], padding[axes[0]])
+
+
+def zeros_around(node: fx.Node) -> list[tuple[int, int]] | None:
+    """How many zeros a pad puts before and behind each axis; None where it is none, cuts off, or fills otherwise."""
+    if packet(node) not in (aten.pad, aten.constant_pad_nd):
+        return None
+    x, widths = args_of(node)[:2]
+    mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
+    value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
+    # Other modes repeat tokens; another value than zero is a constant beside the rows.
+    if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) or w < 0 for w in widths):
+        return None
+    pairs = [*zip(widths[::2], widths[1::2], strict=True)]
+    return [*[(0, 0)] * (len(shape(x)) - len(pairs)), *pairs[::-1]]
+
+
+def pad_along(rank: int, dim: int, widths: tuple[int, int]) -> tuple[int, ...]:
+    """The argument of a pad of axis ``dim`` alone."""
+    return (*(0,) * 2 * (rank - 1 - dim), *widths)
+
+
+def may_be_taken(piece: Piece, own: Axis, taken: Taken) -> bool:
+    """Whether zero rows of the source make the zeros of a pad along ``own``: only without a bias. Slices add none."""
+    return taken.padded is None or (piece.bias is None and (piece.source is None or not constant_along(piece, own)))
 
 
 def rows_axis(piece: Piece, own: Axis) -> int | None:
@@ -44,7 +89,8 @@ def _in_factors(piece: Piece, own: Axis) -> bool:
 
 def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     """The map of a slice: that of the tensor it is taken from, over the slices of its rows."""
-    how, taken = slice_of(node), {s.rows: s for s in maps.virtual.slices[node]}
+    how, taken = taken_of(node), {s.rows: s for s in maps.virtual.slices[node]}
+    assert how is not None
     dim = how.dim
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
     length = fresh_axis(shape(node)[dim])
@@ -55,6 +101,8 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
 
     def part(piece: Piece) -> Piece | Stop:
         own = piece.axes[dim]
+        if not may_be_taken(piece, own, how):
+            return refused
         if constant_along(piece, own):
             return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
         sliced = None if piece.source is None else taken.get(piece.source)

@@ -15,7 +15,7 @@ from torch import fx
 from mla_compile.passes.ir.axes import Atom, axis_size, fresh_axis
 from mla_compile.passes.ir.expr import Factor
 from mla_compile.passes.ir.factors import merged, narrowed, without
-from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, shape, val
 from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
@@ -30,6 +30,7 @@ from mla_compile.passes.linear.records import (
     finish,
     quantizes,
 )
+from mla_compile.passes.linear.rows import zeros_around
 from mla_compile.passes.linear.stops import unexplained
 
 aten = torch.ops.aten
@@ -307,18 +308,16 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
 
 
 def pad(maps: Maps, node: fx.Node) -> LinearMap | Stop:
-    x, widths = args_of(node)[0], args_of(node)[1]
-    mode = argument(node, 2, "mode", "constant") if packet(node) is aten.pad else "constant"
-    value = argument(node, 3 if packet(node) is aten.pad else 2, "value", 0)
-    # Other modes repeat tokens; another value than zero is a constant beside the columns.
-    if mode != "constant" or value not in (0, None) or any(not isinstance(w, int) for w in widths):
-        return unexplained(maps, node)
-    before, after, *others = widths
+    """Zeros beside the columns; zeros along another axis are rows, of which only virtual sources know."""
+    padding = zeros_around(node)
+    source = maps.map(args_of(node)[0])
     dim = len(shape(node)) - 1
-    source = maps.map(x)
     segments = _segments_of(source, dim, node)
-    if any(others) or before < 0 or after < 0 or isinstance(segments, Stop):
+    if padding is None or isinstance(segments, Stop):
         return unexplained(maps, node)
+    if any(widths != (0, 0) for widths in padding[:-1]):
+        return Stop(node, "unsupported_op", "zeros are joined to rows of a linear map, which no row makes")
+    before, after = padding[-1]
     zeros = [
         Segment(
             start, stop, Piece((*(fresh_axis(s) for s in shape(node)[:-1]), fresh_axis(stop - start)), val(node).dtype)
