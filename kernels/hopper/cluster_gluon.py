@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.8, and before
 
 
 @gluon.constexpr_function
