@@ -58,6 +58,7 @@ class Outcome:
         by_heads: how many attentions of ``program`` are computed for a few heads at a time.
         expanded: ``base`` with such attentions, where it has any.
         warnings: what is right and slower than was asked for, besides what the report says of attentions.
+        fused: how many attentions that the model absorbs by hand are one operator now.
     """
 
     program: Program
@@ -69,6 +70,7 @@ class Outcome:
     by_heads: int = 0
     expanded: Program | None = None
     warnings: tuple[str, ...] = ()
+    fused: int = 0
 
     @property
     def long(self) -> Program:
@@ -94,12 +96,15 @@ class State:
         draw: bool,
         recompiles: bool = False,
         read: Read | None = None,
+        *,
+        fuses: bool = True,
     ) -> None:
         self.base = base
         self.options = options
         self.failed = failed
         self.draw = draw
         self.recompiles = recompiles
+        self.fuses = fuses and options.lowering != "aten"
         # A fold of weights that can change is compared with copies of them in every call, which reads more bytes than
         # any fold saves: with that cost counted, "auto" comes out as "never" for all dims.
         self.folding: Fold = "never" if options.fold == "auto" and not frozen else options.fold
@@ -110,6 +115,7 @@ class State:
         self.lost: list[tuple[fx.Node, Stop]] = []
         self.sketch: Sketch | None = None
         self.rewritten: list[Absorbed] = []
+        self.fused: list[Absorbed] = []
         self.checks: dict[str, Check] = {}
         self.folded: dict[str, list[Folded]] = {}
         self.records: list[PassRecord] = []
@@ -176,8 +182,9 @@ class State:
         report = Report(tuple(reports), graph=name, passes=(*before, *self.records), messages=messages)
         absorbed = sum(r.verdict == "absorbed" for r in reports)
         return Outcome(
-            self.program, report, absorbed, variants, self.base, sites, self.by_heads, self.expanded, self.warnings
-        )
+            self.program, report, absorbed, variants, self.base, sites, self.by_heads, self.expanded, self.warnings,
+            len(self.fused),
+        )  # fmt: skip
 
     def _drawings(self) -> list[SiteDrawing]:
         assert self.sketch is not None

@@ -20,12 +20,14 @@ from mla_compile.passes.attention.unfollowed import unfollowed
 from mla_compile.passes.cache.append import append_in_place
 from mla_compile.passes.cache.share import begun_rows, grown_rows, share_rows
 from mla_compile.passes.decide.records import Verdict
+from mla_compile.passes.ir.graph import val
 from mla_compile.passes.ir.stand_in import settle
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.linear.analysis import LinearMaps
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import Unsplit, gains, groups_of, unsplit
 from mla_compile.passes.rewrite.absorb import absorb
+from mla_compile.passes.rewrite.by_hand import fuse
 from mla_compile.passes.rewrite.columns import read_parts
 from mla_compile.passes.rewrite.dequantize import dequantize_once
 from mla_compile.passes.rewrite.few_rows import few_rows
@@ -36,6 +38,7 @@ from mla_compile.passes.rewrite.lower import lower_to_aten
 from mla_compile.passes.rewrite.narrow import narrow
 from mla_compile.passes.rewrite.packed_rows import read_packed
 from mla_compile.passes.rewrite.project import lower_projections
+from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.schedule import share_schedules
 from mla_compile.passes.rewrite.split_heads import split_heads
 from mla_compile.passes.verify.check import Check, check_site, key_of
@@ -115,6 +118,9 @@ def _unfollowed(state: State) -> int:
     return len(state.lost)
 
 
+_FUSED = "its scores, softmax and weighted sum are one operator now, which reads each row once"
+
+
 def _absorb(state: State) -> int:
     state.verdicts = [
         replace(v, code=state.failed[v.site.node.name][0], reason=state.failed[v.site.node.name][1])
@@ -131,8 +137,25 @@ def _absorb(state: State) -> int:
     state.rewritten = [
         absorb(v.plan, state.program.fake_mode, lengths, merges=_folds(v)) for v in state.chosen if v.plan is not None
     ]
+    state.fused = _fused(state, lengths)
     remove_dead_code(state.graph)
-    return len(state.rewritten)
+    return len(state.rewritten) + len(state.fused)
+
+
+def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
+    """What is absorbed by hand becomes the operator, too, where a kernel runs it."""
+    done: list[Absorbed] = []
+    if not state.fuses:
+        return done
+    for i, verdict in enumerate(state.verdicts):
+        fusion = verdict.fusion
+        if fusion is None or verdict.site.node.name in state.failed:
+            continue
+        if not _has_kernel(val(fusion.plan.latent.node).device):
+            continue
+        done.append(fuse(fusion, state.program.fake_mode, lengths))
+        state.verdicts[i] = replace(verdict, notes=(*verdict.notes, _FUSED))
+    return done
 
 
 def _verify(state: State) -> int:
@@ -145,12 +168,12 @@ def _verify(state: State) -> int:
     untouched, weights = state.untouched.gm.graph, state.program.weights
     done: dict[tuple[object, ...], Check] = {}
     grouped = {g.node for s in state.splits for g in s.groups}
-    for site in state.rewritten:
+    for site in (*state.rewritten, *state.fused):
         if site.plan.site.node in grouped:
             continue
         key = key_of(site.plan)
         if key not in done:
-            done[key] = check_site(site.plan, site.out, untouched, weights)
+            done[key] = check_site(site.plan, site.out, untouched, weights, site.given)
         state.checks[site.plan.site.node.name] = done[key]
     by_node = {v.site.node: v for v in state.verdicts}
     for split in state.splits:
@@ -263,10 +286,10 @@ def _read_parts(state: State) -> int:
 
 
 def _read_packed(state: State) -> int:
-    return read_packed(state.graph, state.program.fake_mode, _reads_float8)
+    return read_packed(state.graph, state.program.fake_mode, _has_kernel)
 
 
-def _reads_float8(device: torch.device) -> bool:
+def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
 
 

@@ -45,6 +45,7 @@ def run(
     own_cache: bool = False,
     draw: bool = False,
     recompiles: bool = False,
+    fuses: bool = True,
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Rewrites a copy of ``program`` as far as it can be proved right and pays.
@@ -52,7 +53,8 @@ def run(
     ``frozen``: its weights will not change any more, so that folding them costs nothing in a call. ``own_cache``: with
     ``cache="latent"``, inputs that hold K and V are taken to come from the program itself. ``draw``: the report keeps
     each attention as a drawing. ``recompiles``: whoever runs the result checks guards of its sizes, and compiles anew
-    where they do not hold. ``refused``: attentions that other ranks do not absorb, and why.
+    where they do not hold. ``fuses``: attention that is absorbed by hand may become one operator. ``refused``:
+    attentions that other ranks do not absorb, and why.
 
     With ``options.verify`` every distinct rewritten site is compared with the original in float64; a site that fails is
     left as it was (``options.strict``: raises :class:`VerificationError`).
@@ -67,7 +69,7 @@ def run(
     # again without it. This ends, because every round adds a site.
     failed = {name: (Code.RANKS_DIFFER, why) for name, why in refused.items()}
     while True:
-        state = State(base, options, frozen, failed, draw, recompiles, read)
+        state = State(base, options, frozen, failed, draw, recompiles, read, fuses=fuses)
         read = None  # the passes go on with its copy
         for one in PASSES:
             _apply(one, state)

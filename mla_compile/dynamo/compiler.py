@@ -65,7 +65,8 @@ class _Rewritten:
     @property
     def changed(self) -> bool:
         """Whether another graph runs than the one that came."""
-        return bool(self.outcome.absorbed or self.outcome.by_heads) or self.outcome.base is not self.captured
+        done = self.outcome
+        return bool(done.absorbed or done.by_heads or done.fused) or done.base is not self.captured
 
 
 class Compiler:

@@ -57,7 +57,8 @@ def convert(exported: torch.export.ExportedProgram, options: Options, opset: int
     tidy(program)
     # Weights are baked into the file further on, dequantized or not; what orders groups of heads is none of ONNX.
     plain = replace(options, dequantize="step", expanded_bytes=None)
-    outcome = pipeline.run(program, plain, frozen=True)
+    # What is absorbed by hand stays in the operators that it is written in: every runtime has those.
+    outcome = pipeline.run(program, plain, frozen=True, fuses=False)
     rewritten = outcome.program
     without_schedules(rewritten.gm.graph)
     unpack_rows(rewritten.gm.graph, rewritten.fake_mode)  # the operator in ONNX reads no float8

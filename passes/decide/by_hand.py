@@ -67,6 +67,17 @@ def _queries_by_heads(site: AttentionSite, maps: Maps) -> list[Product]:
     return [p for p in site.products if _by_heads(p, shared, maps)] if shared else []
 
 
+def heads_among_queries(site: AttentionSite, maps: Maps) -> list[Atom]:
+    """The axes of the queries along which a weight makes them: heads that the code writes as it writes tokens."""
+    found: set[Atom] = set()
+    for product in site.products:
+        for piece in maps.map(product.q.node).pieces:
+            own = set() if piece.weight is None else set(piece.weight.atoms)
+            dims = zip(product.q.axes, piece.axes, strict=True)
+            found |= {axis[0] for axis, made in dims if len(axis) == 1 and own & set(made)}
+    return [a for a in site.queries if a in found and isinstance(a.size, int)]
+
+
 def _by_heads(product: Product, shared: set[Atom], maps: Maps) -> bool:
     dims = [k for k, axis in enumerate(product.q.axes) if shared & set(axis) and not set(axis) & set(product.features)]
     pieces = [(p, set(p.weight.atoms)) for p in maps.map(product.q.node).pieces if p.weight is not None]
@@ -98,14 +109,14 @@ def _weights_of_their_own(node: fx.Node, maps: Maps) -> list[Size]:
 
 def _values_among_keys(site: AttentionSite, maps: Maps, first: Mapping[fx.Node, fx.Node]) -> bool:
     """Whether each column of the values is one of the keys that those queries meet."""
-    keys = [piece for product in _queries_by_heads(site, maps) for piece in _read(product.k, product.features, first)]
+    keys = [piece for product in _queries_by_heads(site, maps) for piece in reads(product.k, product.features, first)]
     outer = {*site.lead, *site.queries, *site.keys}
-    values = _read(site.v, tuple(a for a in flatten(site.v.axes) if a not in outer), first)
+    values = reads(site.v, tuple(a for a in flatten(site.v.axes) if a not in outer), first)
     return bool(values) and all(piece.within(keys) for piece in values)
 
 
 @dataclass(frozen=True)
-class _Read:
+class Read:
     """Columns ``start`` to ``stop`` of ``rows``, of which ``cuts`` are read."""
 
     rows: fx.Node
@@ -113,7 +124,7 @@ class _Read:
     start: int
     stop: int
 
-    def within(self, others: Iterable[_Read]) -> bool:
+    def within(self, others: Iterable[Read]) -> bool:
         """Whether ``others`` together read every column that this one does."""
         alike = [o for o in others if self.rows is o.rows and self.cuts == o.cuts]
         covered = self.start
@@ -123,7 +134,7 @@ class _Read:
         return self.stop <= covered
 
 
-def _read(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[_Read]:
+def reads(operand: Operand, features: Axis, first: Mapping[fx.Node, fx.Node]) -> list[Read]:
     """The rows that an operand shows, looked for through views, casts and joins of columns."""
     roles: list[_Role] = [_COLUMNS if axis and set(axis) <= set(features) else axis for axis in operand.axes]
     width = [size for role, size in zip(roles, shape(operand.node), strict=True) if role == _COLUMNS]
@@ -139,10 +150,10 @@ def _behind(
     start: int,
     stop: int,
     first: Mapping[fx.Node, fx.Node],
-) -> list[_Read]:
+) -> list[Read]:
     how = decode(node)
     if isinstance(how, Join) and roles[how.dim] == _COLUMNS:
-        found: list[_Read] = []
+        found: list[Read] = []
         for part in how.parts:
             width = shape(part)[how.dim]
             if not isinstance(width, int):
@@ -166,7 +177,7 @@ def _behind(
         before = _roles_before(how, node, roles)
         if before is not None:
             return _behind(how.x, before, cuts, start, stop, first)
-    return [_Read(first[node], cuts, start, stop)]
+    return [Read(first[node], cuts, start, stop)]
 
 
 def _roles_before(

@@ -25,6 +25,7 @@ from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import Device, Fold, Forms, choose, saves_cache
 from mla_compile.passes.decide.explain import explain_refusal
 from mla_compile.passes.decide.fold_sides import fold_widths
+from mla_compile.passes.decide.fuse import with_fusions
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.decide.plan import make_plan
 from mla_compile.passes.decide.readers import narrower_readers, other_reader
@@ -54,7 +55,8 @@ def judge(
     """One verdict per site, in order; ``sparse``: whether attention may read the keys of a list only."""
     judged = _Judge(graph, maps, device, forms, fold, sparse)
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
-    return absorbed_by_hand(graph, verdicts, maps)
+    verdicts = absorbed_by_hand(graph, verdicts, maps)
+    return verdicts if forms == "expanded" else with_fusions(graph, verdicts, maps)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,12 @@ from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import Maps, Term
 
 
-def make_plan(site: AttentionSite, maps: Maps) -> AbsorbPlan | Stop:
-    """The plan for ``site``, or the first obligation that fails."""
-    found = _obligations(site, maps, ("keys", "values"), part=False)
+def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> AbsorbPlan | Stop:
+    """The plan for ``site``, or the first obligation that fails.
+
+    ``by_hand``: the rows may be keys and values as they are, with no weight between them and the attention.
+    """
+    found = _obligations(site, maps, ("keys", "values"), part=False, by_hand=by_hand)
     if isinstance(found, Stop):
         return found
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
@@ -97,10 +100,12 @@ class _Found:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
 
-def _obligations(site: AttentionSite, maps: Maps, sides: Collection[Side], part: bool) -> _Found | Stop:
+def _obligations(
+    site: AttentionSite, maps: Maps, sides: Collection[Side], part: bool, *, by_hand: bool = False
+) -> _Found | Stop:
     keys = [maps.map(p.k.node) for p in site.products] if "keys" in sides else None
     values = maps.map(site.v.node) if "values" in sides else None
-    if not any(p.projected for p in pieces_of([*(keys or ()), *([] if values is None else [values])])):
+    if not by_hand and not any(p.projected for p in pieces_of([*(keys or ()), *([] if values is None else [values])])):
         return Stop(site.node, "not_mla", "no weight lies between the attention and the rows it reads")
     refined = refine(site, keys, values)
     if isinstance(refined, Stop):

@@ -111,6 +111,19 @@ class AbsorbPlan:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """How an attention that is absorbed by hand becomes one operator.
+
+    ``columns``: which columns of ``plan.latent`` are the values, first or last ones, where both are columns of the same
+    rows; ``whole`` are those.
+    """
+
+    plan: AbsorbPlan
+    columns: tuple[int, int] | None = None
+    whole: fx.Node | None = None
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The decision about one site. ``plan`` and ``choice`` are there whenever absorption is legal.
 
@@ -118,7 +131,7 @@ class Verdict:
 
     For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` what is not and why, and ``instead``
     the verdict that stands if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be made
-    alone because the rest of their projection is no longer read.
+    alone because the rest of their projection is no longer read. ``fusion``: of a site that is absorbed by hand.
     """
 
     site: AttentionSite
@@ -133,6 +146,7 @@ class Verdict:
     instead: Verdict | None = None
     narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
     notes: tuple[str, ...] = ()
+    fusion: Fusion | None = None
 
     @property
     def absorb(self) -> bool:

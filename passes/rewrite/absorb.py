@@ -23,6 +23,7 @@ the operator: where some columns of the keys come from rows of each head's own, 
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -64,6 +65,15 @@ def absorb(plan: AbsorbPlan, fake_mode: FakeTensorMode | None, lengths: Lengths,
     return Absorbed(plan, out, tuple(rewriter.queries), rewriter.latent, views, weights)
 
 
+class Operands(NamedTuple):
+    """What the operator reads: the query [B,S,H,L+R], rows [B,T,L] and [B,T,R], and values where the latent is none."""
+
+    query: fx.Node
+    latent: fx.Node
+    rope: fx.Node | None
+    values: fx.Node | None
+
+
 class Whole(Sides):
     """The whole attention as one operator."""
 
@@ -80,15 +90,11 @@ class Whole(Sides):
 
     def _closed(self) -> fx.Node:
         plan, site, visible = self.plan, self.site, self.plan.visible
-        latent, rope = self._query(plan.latent), self._query(plan.rope) if plan.rope else None
-        query = latent if rope is None else self.builder.call(aten.cat.default, [latent, rope], -1)
+        operands = self._operands()
         indices = self._indices(visible.chosen) if visible.chosen else None
         result = self.builder.call(
             torch.ops.mla_compile.decode_attention.default,
-            query,
-            self._rows(plan.latent),
-            None if plan.rope is None else self._rows(plan.rope),
-            None if plan.values is None else self._rows(plan.values),
+            *operands,
             self._mask(),
             *self._lengths(),
             scale=site.scale,
@@ -123,6 +129,17 @@ class Whole(Sides):
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         return self._values({plan.value_rows.node: (out, axes)})
+
+    def _operands(self) -> Operands:
+        plan = self.plan
+        latent, rope = self._query(plan.latent), self._query(plan.rope) if plan.rope else None
+        query = latent if rope is None else self.builder.call(aten.cat.default, [latent, rope], -1)
+        return Operands(
+            query,
+            self._rows(plan.latent),
+            None if plan.rope is None else self._rows(plan.rope),
+            None if plan.values is None else self._rows(plan.values),
+        )
 
     def _share(self, lse: fx.Node, sinks: Operand) -> fx.Node:
         """``exp(lse) / (exp(lse) + exp(sinks))`` [B,S,H], what a sink leaves to the keys.

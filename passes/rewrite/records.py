@@ -14,7 +14,8 @@ class Absorbed:
     """A rewritten site: the node that is now its output, the queries after W_kc, and the attended latent before W_v.
 
     ``latent`` is None where the values stay expanded. ``views`` are rows of virtual sources, added to the graph.
-    ``weights`` are the nodes of W_kc and W_v.
+    ``weights`` are the nodes of W_kc and W_v. ``given`` are the rows to check it with, where the plan's are parts of
+    the same ones.
     """
 
     plan: AbsorbPlan
@@ -23,6 +24,7 @@ class Absorbed:
     latent: fx.Node | None
     views: tuple[fx.Node, ...] = ()
     weights: tuple[fx.Node, ...] = ()
+    given: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,214 @@
+"""Attention that is absorbed by hand as one operator: where that is, that its numbers stay, and where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.codes import Code
+from mla_compile.kernels.cpu import native
+from mla_compile.passes.decide import fuse
+from tests.passes.decide.test_by_hand import PAST, SCALE, SPELLINGS, B, ByHand, D, fused, step
+from tests.support.modules import H, L, R
+from tests.support.programs import OP, export, optimized, run, seeded
+
+pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator")
+
+
+def operators(program) -> list[torch.fx.Node]:
+    return [n for n in program.gm.graph.nodes if str(n.target) == OP]
+
+
+def widths(node) -> list[int | None]:
+    """Columns of the query, the latent, the rotary rows and the values."""
+    return [None if x is None else x.meta["val"].shape[-1] for x in node.args[:4]]
+
+
+def compare(module, S=1, **options) -> torch.fx.Node:
+    """The operator of the only site; numbers are compared with the module's own."""
+    call = step(S)
+    done = optimized(export(module, call), lowering="op", verify=True, **options)
+    assert [site.code for site in done.report.sites] == [Code.ALREADY_ABSORBED]
+    assert done.fused == 1
+    assert "one operator" in done.report.sites[0].notes[-1]
+    with torch.no_grad():
+        for got, want in zip(run(done.program, *call), module(*call), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    (found,) = operators(done.program)
+    return found
+
+
+OTHERS = {
+    "fused, the keys as values": [L + R, L + R, None, None],  # of which the model drops the last columns
+    # The model cuts the latent twice, once for the keys and once for the values.
+    "copied to heads": [L + R, L, R, L],
+    "copied to heads, the rotary key first": [L + R, L, R, L],
+}
+
+
+@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("name", sorted(SPELLINGS.keys() - {"copied to heads in parts"}))
+def test_every_spelling_is_one_operator_over_a_latent_and_rotary_rows(name, S):
+    found = compare(ByHand(SPELLINGS[name]).eval(), S)
+    assert widths(found) == OTHERS.get(name, [L + R, L, R, None])
+    query = found.args[0].meta["val"].shape
+    assert query[1] * query[2] == S * H
+
+
+class LastColumns(ByHand):
+    """The cache itself holds [r | c]."""
+
+    def rows(self, x, past):
+        c, r = F.linear(x, self.down).split([L, R], -1)
+        return torch.cat([past, torch.cat([r, c], -1)], 1)
+
+    def forward(self, x, past):
+        q, q_rope = self.queries(x)
+        w_k, w_v = self.up.view(H, -1, L).tensor_split([q.shape[-1]], 1)
+        rows = self.rows(x, past)[:, None]
+        query = torch.cat([q_rope, torch.einsum("bshn,hnl->bshl", q, w_k)], -1).transpose(1, 2)
+        o = F.scaled_dot_product_attention(query, rows, rows[..., R:], scale=SCALE).transpose(1, 2)
+        return torch.einsum("bshl,hvl->bshv", o, w_v).flatten(2), rows[:, 0]
+
+
+class MiddleColumns(ByHand):
+    """Values are neither the first nor the last columns of the rows, and W_v is not applied to them."""
+
+    def forward(self, x, past):
+        rows = self.rows(x, past)[:, None]
+        q, q_rope = self.queries(x)
+        w_k = self.up.view(H, -1, L)[:, : q.shape[-1]]
+        query = torch.cat([torch.einsum("bshn,hnl->bshl", q, w_k), q_rope], -1).transpose(1, 2)
+        o = F.scaled_dot_product_attention(query, rows, rows[..., 1 : L - 1], scale=SCALE).transpose(1, 2)
+        return o.flatten(2), rows[:, 0]
+
+
+def test_values_that_are_the_last_columns():
+    assert widths(compare(LastColumns().eval())) == [L + R, L, R, None]
+
+
+def test_values_in_the_middle_are_rows_of_their_own():
+    assert widths(compare(MiddleColumns().eval())) == [L + R, L + R, None, L - 2]
+
+
+def masked(q, q_rope, rows, kind):
+    S, T = q.shape[1], rows.shape[1]
+    seen = torch.arange(T) <= torch.arange(T - S, T)[:, None]
+    if kind == "padded":
+        seen = seen & (torch.arange(T) >= torch.tensor([[0], [3]]))[:, None, None]
+    if kind == "added":
+        return fused(q, q_rope, rows, attn_mask=torch.zeros(S, T, dtype=rows.dtype).masked_fill(~seen, float("-inf")))
+    if kind == "none seen":
+        seen = seen & (torch.arange(T) >= torch.tensor([[0], [T]]))[:, None, None]
+    if kind == "softmax of none":  # NaN where no key is seen
+        seen = seen & (torch.arange(T) >= torch.tensor([[0], [T]]))[:, None]
+        c, r = rows.split([L, R], -1)
+        scores = torch.einsum("bshl,btl->bhst", q, c) + torch.einsum("bshr,btr->bhst", q_rope, r)
+        weights = (scores * SCALE).masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        return torch.einsum("bhst,btl->bshl", weights, c)
+    return fused(q, q_rope, rows, attn_mask=seen)
+
+
+@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.parametrize("kind", ["causal", "padded", "added", "none seen", "softmax of none"])
+def test_masks(kind, S):
+    module = ByHand(lambda *operands: masked(*operands, kind)).eval()
+    call = step(S)
+    done = optimized(export(module, call), lowering="op", verify=True)
+    assert done.fused == 1
+    with torch.no_grad():
+        want, got = module(*call)[0], run(done.program, *call)[0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert want.isnan().any() == (kind == "softmax of none")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_dtype_through_both_doors(dtype):
+    module = ByHand(SPELLINGS["heads first"]).eval()
+    exact = module(*step())[0]
+    module = module.to(dtype)
+    call = [x.to(dtype) for x in step()]
+    with torch.no_grad():
+        own = (module(*call)[0].double() - exact).abs().max()
+        for compiled in (
+            mla_compile.optimize(module, codegen="eager", strict=True),
+            torch.compile(module, backend="mla", options={"codegen": "eager", "strict": True}),
+        ):
+            torch._dynamo.reset()
+            backend._recent.clear()
+            error = (compiled(*call)[0].double() - exact).abs().max()
+            assert error <= 3 * own + 1e-12
+            report = compiled.mla_report if hasattr(compiled, "mla_report") else backend.reports()[-1]
+            assert "one operator" in report.sites[0].notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("S", "options"),
+    [
+        (fuse.MOST_QUERIES + 1, {}),  # a prompt
+        (1, {"forms": "expanded"}),
+        (1, {"lowering": "aten"}),
+    ],
+)
+def test_what_stays_as_it_is(S, options):
+    program = export(ByHand(SPELLINGS["fused"]), step(S))
+    done = optimized(program, **{"lowering": "op", **options})
+    assert [site.code for site in done.report.sites] == [Code.ALREADY_ABSORBED]
+    assert (done.fused, operators(done.program), done.report.sites[0].notes) == (0, [], ())
+
+
+def test_any_number_of_queries_stays_as_it_is():
+    tokens = torch.export.Dim("S", min=2, max=64)
+    program = export(ByHand(SPELLINGS["einsum"]), step(4), ({1: tokens}, None))
+    assert optimized(program, lowering="op").fused == 0
+
+
+def test_many_heads_stay_as_they_are_on_a_cpu(monkeypatch):
+    program = export(ByHand(SPELLINGS["heads first"]), step(2))
+    monkeypatch.setattr(fuse, "MOST_ROWS", 2 * H)
+    assert optimized(program, lowering="op").fused == 1
+    monkeypatch.setattr(fuse, "MOST_ROWS", 2 * H - 1)
+    assert optimized(program, lowering="op").fused == 0
+
+
+def test_keys_of_more_than_two_sources_stay_as_they_are():
+    program = export(ByHand(SPELLINGS["copied to heads in parts"]), step())
+    assert optimized(program, lowering="op").fused == 0
+
+
+def test_dropout_stays_as_it_is():
+    module = ByHand(lambda q, q_rope, rows: fused(q, q_rope, rows, dropout_p=0.5))
+    assert optimized(export(module, step()), lowering="op").fused == 0
+
+
+def test_a_check_that_fails_leaves_it_as_it_is(monkeypatch):
+    from mla_compile.passes.rewrite import by_hand
+
+    def wrong(self, x, start, stop):
+        return self.builder.call(torch.ops.aten.mul.Tensor, cut(self, x, start, stop), 1.001)
+
+    cut = by_hand._ByHand._cut
+    monkeypatch.setattr(by_hand._ByHand, "_cut", wrong)
+    done = optimized(export(ByHand(SPELLINGS["fused"]), step()), lowering="op", verify=True)
+    assert (done.fused, operators(done.program)) == (0, [])
+    assert [site.code for site in done.report.sites] == [Code.VERIFY_FAILED]
+
+
+@pytest.mark.parametrize("door", ["optimize", "backend"])
+def test_steps_of_a_growing_cache(door):
+    module = ByHand(SPELLINGS["einsum"]).eval()
+    options = {"codegen": "eager", "strict": True}
+    compiled = mla_compile.optimize(module, **options) if door == "optimize" else torch.compile(
+        module, backend="mla", options=options
+    )  # fmt: skip
+    past = own = seeded(B, PAST, L + R)
+    with torch.no_grad():
+        for i in range(5):
+            x: Tensor = seeded(B, 1, D, seed=i)
+            got, past = compiled(x, past)
+            want, own = module(x, own)
+            torch.testing.assert_close((got, past), (want, own), rtol=1e-10, atol=1e-10)
