@@ -186,10 +186,10 @@ CODES: dict[Code, CodeInfo] = {
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",
         "the cache holds K and V per head, so the latent of the cached tokens is out of sight",
-        "cache the latent and the rotary key; or let K and V grow by cat from an empty cache (DynamicCache); or let a "
-        "module own the buffers that they are written into, one for each K and V, with zeros in them before the first "
-        "call, and use optimize() (the up-projection then has no bias); or export the model with its cache (buffers too) "
-        'as inputs of its forward and optimize that program with cache="latent"',
+        "cache the latent and the rotary key; or let K and V grow by cat from an empty cache (DynamicCache); or "
+        "let a module own the buffers that they are written into, one for each K and V, with zeros in them before "
+        "the first call, and use optimize() (the up-projection then has no bias); or export the model with its "
+        'cache (buffers too) as inputs of its forward and optimize that program with cache="latent"',
     ),
     Code.NOT_MLA: CodeInfo("not_mla", "K and V are not a linear image of a narrower latent: plain MHA, GQA or MQA"),
 }
