@@ -85,20 +85,28 @@ def clear() -> None:
     _kinds.clear()
 
 
+def reads(rows: Tensor) -> bool:
+    """Whether there is a kernel for rows of this dtype where they lie: a GPU from sm_80 on, Triton, not float64."""
+    return (
+        rows.is_cuda
+        and rows.dtype != torch.float64
+        and available()
+        and Device.of(rows.device).capability >= MIN_CAPABILITY
+    )
+
+
 def suits(call: DecodeCall) -> bool:
-    """Whether a kernel takes this call: a GPU from sm_80 on, Triton, anything but float64, something to compute.
+    """Whether a kernel takes this call: rows that it :func:`reads`, and something to compute.
 
     Lists of keys beside a mask that tells heads apart: the rows are gathered first (:mod:`mla_compile.kernels.chosen`).
     """
     return (
         call.query.is_cuda
         and (call.indices is None or lists.suits(call))
-        and call.latent.dtype != torch.float64
         and call.query.numel() > 0
         and call.latent.numel() > 0
         and (call.block_table is None or call.block_table.numel() > 0)
-        and available()
-        and Device.of(call.query.device).capability >= MIN_CAPABILITY
+        and reads(call.latent)
     )
 
 

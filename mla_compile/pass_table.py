@@ -12,7 +12,7 @@ from mla_compile.by_heads import ByHeads, group_heads, is_large
 from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Program, copy_graph
 from mla_compile.errors import VerificationError
-from mla_compile.kernels import linear
+from mla_compile.kernels import launch, linear
 from mla_compile.kernels.cpu import native
 from mla_compile.pass_state import State
 from mla_compile.passes.attention.indexer import indexers
@@ -151,11 +151,16 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
         fusion = verdict.fusion
         if fusion is None or verdict.site.node.name in state.failed:
             continue
-        if not _has_kernel(val(fusion.plan.latent.node).device):
+        if not _is_fast(val(fusion.plan.latent.node)):
             continue
         done.append(fuse(fusion, state.program.fake_mode, lengths))
         state.verdicts[i] = replace(verdict, notes=(*verdict.notes, _FUSED))
     return done
+
+
+def _is_fast(rows: torch.Tensor) -> bool:
+    """Whether a kernel runs the operator over such rows: the reference is no faster than what the model does."""
+    return launch.reads(rows) or (rows.device.type == "cpu" and native.load() is not None)
 
 
 def _verify(state: State) -> int:
@@ -286,10 +291,10 @@ def _read_parts(state: State) -> int:
 
 
 def _read_packed(state: State) -> int:
-    return read_packed(state.graph, state.program.fake_mode, _has_kernel)
+    return read_packed(state.graph, state.program.fake_mode, _reads_float8)
 
 
-def _has_kernel(device: torch.device) -> bool:
+def _reads_float8(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and native.load() is not None)
 
 

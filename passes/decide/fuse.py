@@ -52,6 +52,7 @@ def _fusion(site: AttentionSite, maps: Maps, first: Mapping[fx.Node, fx.Node]) -
     plan = make_plan(replace(site, lead=(*site.lead, *heads), queries=queries), maps, by_hand=True)
     if not isinstance(plan, AbsorbPlan) or not plan.whole:
         return None
+    plan = replace(plan, visible=plan.visible.dense)
     sizes = call_sizes(plan)
     if sizes.symbolic or sizes.S > MOST_QUERIES:
         return None

@@ -161,6 +161,25 @@ def test_what_stays_as_it_is(S, options):
     assert (done.fused, operators(done.program), done.report.sites[0].notes) == (0, [], ())
 
 
+def test_without_a_kernel_it_stays_as_it_is(monkeypatch):
+    program = export(ByHand(SPELLINGS["fused"]), step())
+    monkeypatch.setattr(native, "load", lambda: None)
+    assert optimized(program, lowering="op").fused == 0
+
+
+def test_a_list_of_keys_stays_a_mask():
+    """What is chosen is no reason to read less: how that is decided is asked of what is absorbed."""
+
+    def few(q, q_rope, rows):
+        chosen = rows.sum(-1).topk(3).indices[:, None, None]
+        mask = torch.full((rows.shape[0], 1, 1, rows.shape[1]), float("-inf"), dtype=rows.dtype)
+        return fused(q, q_rope, rows, attn_mask=mask.scatter(-1, chosen, 0.0))
+
+    found = compare(ByHand(few).eval())
+    assert found.args[4] is not None
+    assert "indices" not in found.kwargs
+
+
 def test_any_number_of_queries_stays_as_it_is():
     tokens = torch.export.Dim("S", min=2, max=64)
     program = export(ByHand(SPELLINGS["einsum"]), step(4), ({1: tokens}, None))
