@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from tests.zoo.base import InPart, Usual, carried
 
-EXPECTED = InPart("values", "position_dependent")
+EXPECTED = InPart("values", "too_many_sources")
 
 
 class Attention(Usual):
