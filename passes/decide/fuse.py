@@ -26,7 +26,7 @@ from mla_compile.passes.linear.records import Maps
 
 MOST_QUERIES = 8
 """More are a prompt, whose products are large: what is fastest for those is not asked here."""
-MOST_ROWS = 64
+MOST_ROWS = 48
 """Query rows (queries times heads) on a CPU. With more of them the products take longer than the rows take to come, and
 products of matrices are as fast as the operator (benchmarks/absorbed_by_hand.py)."""
 
