@@ -216,8 +216,9 @@ ROOMS = {
     "report": "codes core errors passes.decide version",
     "pass_state": """analysis caching codes core options passes.decide passes.ir passes.report passes.rewrite
         passes.verify report""",
-    "pass_table": """analysis by_heads codes core errors kernels.cpu kernels.linear pass_state passes.attention
-        passes.cache passes.decide passes.ir passes.linear passes.report passes.rewrite passes.verify""",
+    "pass_table": """analysis by_heads codes core errors kernels.cpu kernels.launch kernels.linear pass_state
+        passes.attention passes.cache passes.decide passes.ir passes.linear passes.report passes.rewrite
+        passes.verify""",
     "pipeline": "caching codes core errors options pass_state pass_table passes.ir stand_ins",
     "capture": "core errors passes.cache passes.ir repeats",
     "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
