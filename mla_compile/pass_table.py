@@ -160,7 +160,9 @@ def _fused(state: State, lengths: Lengths) -> list[Absorbed]:
 
 def _is_fast(rows: torch.Tensor) -> bool:
     """Whether a kernel runs the operator over such rows: the reference is no faster than what the model does."""
-    return launch.reads(rows) or (rows.device.type == "cpu" and native.load() is not None)
+    if rows.device.type == "cuda":  # which a traced tensor may say where there is no GPU
+        return torch.cuda.is_available() and launch.reads(rows)
+    return rows.device.type == "cpu" and native.load() is not None
 
 
 def _verify(state: State) -> int:
@@ -176,7 +178,7 @@ def _verify(state: State) -> int:
     for site in (*state.rewritten, *state.fused):
         if site.plan.site.node in grouped:
             continue
-        key = key_of(site.plan)
+        key = key_of(site.plan), site.columns
         if key not in done:
             done[key] = check_site(site.plan, site.out, untouched, weights, site.given)
         state.checks[site.plan.site.node.name] = done[key]

@@ -72,7 +72,7 @@ def _of_the_same_rows(plan: AbsorbPlan, first: Mapping[fx.Node, fx.Node]) -> Fus
     assert plan.values is not None
     # The very node that both are views of, for equal ones beside it may be of nothing that the other reads.
     whole = next((n for n in _viewed(plan.latent.node) if n in _viewed(plan.values.node)), None)
-    if whole is None or (start > 0 and stop < plan.latent.size):
+    if whole is None or keys[0].stop - keys[0].start != plan.latent.size or (start > 0 and stop < plan.latent.size):
         return Fusion(plan)
     return Fusion(plan, (start, stop), whole)
 

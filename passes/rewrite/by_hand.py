@@ -18,7 +18,9 @@ def fuse(fusion: Fusion, fake_mode: FakeTensorMode | None, lengths: Lengths) -> 
     """Rewrites one site. The nodes it no longer needs are left to dead code removal."""
     rewriter = _ByHand(fusion, fake_mode, lengths)
     given = () if fusion.whole is None else (fusion.whole,)
-    return Absorbed(fusion.plan, rewriter.run(), (), None, tuple(rewriter.views.values()), given=given)
+    out = rewriter.run()
+    views = tuple(rewriter.views.values())  # those that it added
+    return Absorbed(fusion.plan, out, (), None, views, given=given, columns=fusion.columns)
 
 
 class _ByHand(Whole):

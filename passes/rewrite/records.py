@@ -15,7 +15,7 @@ class Absorbed:
 
     ``latent`` is None where the values stay expanded. ``views`` are rows of virtual sources, added to the graph.
     ``weights`` are the nodes of W_kc and W_v. ``given`` are the rows to check it with, where the plan's are parts of
-    the same ones.
+    the same ones, and ``columns`` which of them are the values.
     """
 
     plan: AbsorbPlan
@@ -25,6 +25,7 @@ class Absorbed:
     views: tuple[fx.Node, ...] = ()
     weights: tuple[fx.Node, ...] = ()
     given: tuple[fx.Node, ...] = ()
+    columns: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mla_compile import backend
 from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
 from mla_compile.passes.decide import fuse
+from mla_compile.passes.verify.check import check_site
 from tests.passes.decide.test_by_hand import PAST, SCALE, SPELLINGS, B, ByHand, D, fused, step
 from tests.support.modules import H, L, R
 from tests.support.programs import OP, export, optimized, run, seeded
@@ -89,6 +90,42 @@ class MiddleColumns(ByHand):
 
 def test_values_that_are_the_last_columns():
     assert widths(compare(LastColumns().eval())) == [L + R, L, R, None]
+
+
+class TwoEnds(ByHand):
+    """Two attentions alike but for which end of the rows their values are."""
+
+    def forward(self, x, past):
+        rows = self.rows(x, past)[:, None]
+        q, q_rope = self.queries(x)
+        w_k = self.up.view(H, -1, L)[:, : q.shape[-1]]
+        query = torch.cat([torch.einsum("bshn,hnl->bshl", q, w_k), q_rope], -1).transpose(1, 2)
+        first, last = (
+            F.scaled_dot_product_attention(query, rows, values, scale=SCALE)
+            for values in (rows[..., :L], rows[..., R:])
+        )
+        return (first + 2 * last).flatten(2), rows[:, 0]
+
+
+def test_each_end_is_checked_by_itself(monkeypatch):
+    from mla_compile import pass_table
+
+    checked = []
+    monkeypatch.setattr(pass_table, "check_site", lambda *a: checked.append(a) or check_site(*a))
+    done = optimized(export(TwoEnds().eval(), step()), lowering="op", verify=True)
+    assert (done.fused, len(checked)) == (2, 2)
+    with torch.no_grad():
+        want, got = TwoEnds().eval()(*step())[0], run(done.program, *step())[0]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gpu_that_is_not_there_runs_nothing():
+    from mla_compile import pass_table
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there")
+    with torch._subclasses.FakeTensorMode():
+        assert not pass_table._is_fast(torch.empty(1, 2, 3, device="cuda"))
 
 
 def test_values_in_the_middle_are_rows_of_their_own():
