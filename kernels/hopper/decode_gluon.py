@@ -34,10 +34,11 @@ Lists of keys have an entry and a producer of their own (list_gluon.py), and the
 cp.async (COPIED), and there is nothing to be zeroed (CLEAN). Neither is there with float8 rows (fp8_gluon.py), with or
 without lists, which their producer converts and stores.
 
-Two forms are flags, for a GPU to decide between (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted on one
+Three forms are for a GPU to decide between (benchmarks/gpu/tune.py). PARTS: a half of a stage is counted on one
 barrier, or on four, so that scores begin with the first 64 columns of a block, as FlashMLA's nine barriers let them.
 HELD: the consumers keep the rotary columns of the query in registers, as FlashMLA does, and the products with them read
-half as much shared memory.
+half as much shared memory. Launched with two CTAs, a cluster of them shares the copies of a block, each for 64 rows of
+its own (cluster_gluon.py).
 
 Compiles with Triton 3.6 to 3.9 without spills (benchmarks/gpu/offline.py asserts it); a few lines are written for the
 compiler and say so. The barrier protocol runs on the CPU in tests/kernels/hopper/test_decode_gluon.py, from this very
@@ -350,7 +351,7 @@ def mla_seesaw(q, latent, rope, table, seq_lens, sinks, items, slots, work, o_pa
                softcap, reach, stride_qb, stride_qs, stride_qh, table_stride, work_b, plane, T, B, S, H, least,
                PAGE: gl.constexpr, BOX: gl.constexpr, CAUSAL: gl.constexpr, PARTIAL: gl.constexpr,
                REGS: gl.constexpr, PARTS: gl.constexpr, HELD: gl.constexpr):  # fmt: skip
-    """Absorbed decode attention of one layer; grid (blocks of 64 rows, splits or partitions, B or 1).
+    """Absorbed decode attention of one layer; grid (blocks of 64 rows for each CTA, splits or partitions, B or 1).
 
     q [B,S,H,576] by strides (last one 1); latent, rope: descriptors of [B,T,512] and [B,T,64], or of [P,PAGE,...] where
     PAGE > 0, with boxes [1,BOX,256 or 64] and [1,BOX,64]; table int32 [B,*] or None; seq_lens int32 [B] or None (T);
