@@ -77,7 +77,8 @@ def _replace_lengths(graph: ir.Graph, past: ir.Value, readers: Sequence[tuple[ir
         end = end + rank if end < 0 else min(end, rank)
         if not start <= 1 < end:
             continue
-        edit = Editor(graph, node, f"{past.name}/length")
+        # Named after the node that is replaced: others may ask for the length of the same cache.
+        edit = Editor(graph, node, f"{node.outputs[0].name}/in_use")
         parts = [edit.op("Shape", past, start=start, end=1)] if start < 1 else []
         parts.append(rows)
         if end > 2:
