@@ -3,6 +3,9 @@
     python -m benchmarks.gpu.offline            compile, print, write docs/kernel_table.md and benchmarks/results/
     python -m benchmarks.gpu.offline --only gfx the same of some kernels; the results of the others stay
     python -m benchmarks.gpu.offline --check    compile and print; exit status 1 when a budget is broken
+    python -m benchmarks.gpu.offline --check --changed --share 3/40
+                                                the same of the kernels whose sources, description or compiler are not
+                                                those of the committed results, and of every 40th of the others
     PYTHONPATH=DIR python -m ...                with the Triton that was installed there (pip install --target DIR)
 
 What is compiled is what a launch compiles, planned and described by the same functions (kernels/launch.py,
@@ -12,6 +15,10 @@ that. Its own ptxas tells registers and spills, its cuobjdump the instructions; 
 kernel's fences and barriers. AMD's gfx942 and gfx950 are compiled too, with the tiles of sm_80 cut to their LDS, to see
 how far the portable kernel is from them: no launch takes them there.
 
+Results carry a digest of what a kernel's figures follow from (:func:`digest`). Compiling is deterministic, so a kernel
+whose digest is that of a committed row has that row's figures, and ``--changed`` only asks whether these keep today's
+budgets. The share is compiled all the same, to show that nothing else decides.
+
 A budget is a promise about the machine code, not a measurement of speed: a spill in the loop, or a product that fell
 back from wgmma to mma.sync, costs more than any tuning brings, and a new Triton brings them without a word.
 """
@@ -20,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import hashlib
 import json
 import re
 import subprocess
@@ -29,6 +38,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from inspect import getsource
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,6 +47,7 @@ import torch
 
 from benchmarks.gpu import ptx
 from benchmarks.gpu.offline_cases import AMD, Case, cases
+from mla_compile.kernels.hopper import branches
 from mla_compile.kernels.hopper import runner as hopper_runner
 from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.plan import NoPlanError, Plan
@@ -88,15 +99,11 @@ def measure(case: Case) -> dict[str, Any]:
     begin = time.perf_counter()
     row: dict[str, Any] = {"arch": case.arch, "kernel": case.label, "absent": "", "broken": []}
     nothing = {"registers": None, "spills": None, "shared": 0, "mma": {}, "wgmma": {}, "seconds": 0.0}
-    try:
-        step, chosen = case.step()
-    except NoPlanError:  # what the launch does there
-        why = "no tile fits, the reference runs"
-    else:
-        why = "no barriers between CTAs, one CTA runs" if step.options.get("num_ctas", 1) != case.cluster else ""
-    if why:
+    step, chosen, why = described(case)
+    if step is None or chosen is None:
         return {**row, **nothing, "tile": "", "warps": 0, "stages": 0, "planned": 0, "absent": why}
     row |= {
+        "digest": digest(case, step),
         "tile": "" if case.kernel not in ("attend", *ARRIVES) else f"{chosen.block_m}x{chosen.block_n}",
         "warps": 12 if case.kernel in ARRIVES else step.options["num_warps"],
         "stages": chosen.num_stages,
@@ -112,6 +119,49 @@ def measure(case: Case) -> dict[str, Any]:
     return row
 
 
+def described(case: Case) -> tuple[Step | None, Plan | None, str]:
+    """The launch of a case and its plan, or why there is none with this Triton."""
+    try:
+        step, chosen = case.step()
+    except NoPlanError:  # what the launch does there
+        return None, None, "no tile fits, the reference runs"
+    if step.options.get("num_ctas", 1) != case.cluster:
+        return None, None, "no barriers between CTAs, one CTA runs"
+    if case.arch in AMD and "PRECISION" in step.constants:  # tf32, unused in half precision, does not exist there
+        step = replace(step, constants={**step.constants, "PRECISION": "ieee"})
+    return step, chosen, ""
+
+
+def digest(case: Case, step: Step) -> str:
+    """A hash of what a row's figures follow from.
+
+    These are the sources of the kernel and of what it calls, its description, the compiler, and what reads its output.
+    """
+    import triton
+
+    fn, *description = step.source()
+    parts = [triton.__version__, case.arch, fn.cache_key, *map(str, description), *_readers()]
+    if case.cluster > 1:
+        parts.append(Path(branches.__file__).read_text())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _readers() -> tuple[str, ...]:
+    return (Path(ptx.__file__).read_text(), *map(getsource, (inspect, _nvidia, _amd)))
+
+
+def known(case: Case, rows: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any] | None:
+    """The committed row of a case with the same digest, held to today's budgets; None where it has to be compiled."""
+    row = rows.get((case.arch, case.label))
+    step, chosen, why = described(case)
+    if row is None or step is None or chosen is None:
+        return row if row is not None and row["absent"] == why else None
+    if row.get("digest") != digest(case, step) or row["registers"] is None:
+        return None
+    return {**row, "broken": broken(case, chosen, row)}
+
+
 def compiled(case: Case, step: Step) -> Any:
     """A step of a case as Triton compiles it."""
     import triton
@@ -122,8 +172,6 @@ def compiled(case: Case, step: Step) -> Any:
     target = amd if case.arch in AMD else GPUTarget("cuda", int(case.arch.removeprefix("sm_")), 32)
     if isinstance(step, GluonStep):
         return hopper_runner.built(step, target)
-    if case.arch in AMD and "PRECISION" in step.constants:  # tf32, unused in half precision, does not exist there
-        step = replace(step, constants={**step.constants, "PRECISION": "ieee"})
     return triton.compile(ASTSource(*step.source()[:4]), target=target, options=step.options)
 
 
@@ -200,7 +248,7 @@ def broken(case: Case, chosen: Plan, row: dict[str, Any]) -> list[str]:
             found.append(f"wgmma {row['wgmma']}, expected {SEESAW}")
         arrives, landed = ARRIVES[case.kernel]
         arrives += chosen.barriers - 3
-        if row["arrives"] != (arrives, landed):
+        if tuple(row["arrives"]) != (arrives, landed):
             found.append(f"{row['arrives']} arrives, of them of copies, expected {(arrives, landed)}")
         shared = {"shared": 0, "remote": 0}
         if case.cluster > 1:  # three or nine announcements, six places where a half is given back
@@ -271,6 +319,14 @@ def markdown() -> str:
     return "\n".join(text) + "\n"
 
 
+def _known(chosen: list[Case], rows: list[dict[str, Any]], share: str) -> list[dict[str, Any]]:
+    """The rows of cases that need not be compiled: they are made of the same, and are not of the share."""
+    committed = {(row["arch"], row["kernel"]): row for row in rows}
+    part, parts = map(int, share.split("/")) if share else (-1, 1)
+    found = (known(case, committed) for i, case in enumerate(chosen) if i % parts != part - 1)
+    return [row for row in found if row is not None]
+
+
 def _dates(found: dict[str, Any]) -> str:
     """When the rows of a file were compiled."""
     every = {row.get("date", found["date"]) for row in found["rows"]}
@@ -291,15 +347,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", help="cases whose architecture and name contain this; the others' results stay"
     )
+    parser.add_argument(
+        "--changed", action="store_true", help="with --check: compile what is not made of the same as its committed row"
+    )
+    parser.add_argument("--share", default="", help="with --changed: K/N, compile the K-th of every N others as well")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(arguments)
+    if (given.changed or given.share) and not (given.check and given.changed):
+        parser.error("--changed goes with --check, and --share with --changed")
     import triton
 
     chosen = [c for c in cases() if given.only in f"{c.arch} {c.label}"]
-    print(f"Triton {triton.__version__}: {len(chosen)} kernels")
+    path = RESULTS / f"offline_triton_{triton.__version__}.json"
+    before = json.loads(path.read_text()) if path.exists() else {"rows": [], "date": ""}
+    rows = _known(chosen, before["rows"], given.share) if given.changed else []
+    done = {(row["arch"], row["kernel"]) for row in rows}
+    chosen = [c for c in chosen if (c.arch, c.label) not in done]
+    print(f"Triton {triton.__version__}: {len(chosen)} kernels" + f", {len(rows)} as committed" * given.changed)
     print(f"{'card':<6}  {'kernel':<36} {'tile':<14} {'regs':>4} {'spills':>9} {'smem KB':>7}  instructions")
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    rows = []
+    for row in rows:
+        if row["broken"]:
+            print(line(row), flush=True)
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
         for row in pool.map(measure, chosen):
             print(line(row), flush=True)
@@ -307,9 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     bad = sum(bool(row["broken"]) for row in rows)
     print(f"{bad} of {len(rows)} kernels break a budget" if bad else "every budget is kept")
     if not given.check:
-        path = RESULTS / f"offline_triton_{triton.__version__}.json"
-        if path.exists():
-            before = json.loads(path.read_text())
+        if before["rows"]:
             rows = merged(before["rows"], rows, before["date"])
         about = {"triton": triton.__version__, "torch": torch.__version__, "date": date, "rows": rows}
         path.write_text(json.dumps(about, indent=1) + "\n")

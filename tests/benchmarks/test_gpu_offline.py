@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks.gpu import offline
 from benchmarks.gpu.ptx import between_ctas, protocol
 from mla_compile.kernels.hopper.steps import clusters
 from mla_compile.kernels.launch import chosen_plan
+from tests.support.tiers import also, full
 
 STORE, FENCE, BARRIER = "st.shared.v4.b32 [%r1], {%r2};", "fence.proxy.async.shared::cta;", "bar.sync 0, 128;"
 PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1};"
@@ -60,6 +62,7 @@ def test_what_ctas_have_to_do_with_each_other():
     assert found == {"shared": 2, "alone": 1, "remote": 1, "met": 1}
 
 
+@full("combination")
 def test_a_kernel_whose_ctas_do_not_wait_for_each_other_breaks_its_budget(monkeypatch):
     """What Triton 3.7 makes of a cluster: copies for both, and each CTA's barriers for itself."""
     pytest.importorskip("triton.experimental.gluon")
@@ -75,9 +78,11 @@ def test_a_kernel_whose_ctas_do_not_wait_for_each_other_breaks_its_budget(monkey
     assert "'remote': 0" in why
 
 
-COMPILED = ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, mask", "Hopper, bf16, page 64, list", "Hopper, fp8"]
+# `benchmarks.gpu.offline --check`, which CI runs, asks the same of every kernel that has changed.
+OTHERS = ["Hopper, bf16, page 64, scheduled", "Hopper, bf16, page 64, list", "Hopper, fp8"]
 if clusters():
-    COMPILED.append("Hopper, bf16, mask, cluster of 2")
+    OTHERS.append("Hopper, bf16, mask, cluster of 2")
+COMPILED = ["Hopper, bf16, mask", *also("combination", *OTHERS)]
 
 
 @pytest.fixture(scope="module", params=COMPILED)
@@ -131,3 +136,65 @@ def test_amd_tiles_fit_its_lds():
     for case in offline.cases():
         if case.arch in offline.AMD and case.cache != "float32":
             assert case.step()[1].smem <= case.device.smem
+
+
+@pytest.fixture
+def committed():
+    """A case, and the row that would have been committed of it."""
+    pytest.importorskip("triton")
+    case = next(c for c in offline.cases() if c.arch == "sm_90" and c.label == "bf16, 16 rows")
+    step, chosen, _ = offline.described(case)
+    row = {
+        "arch": case.arch, "kernel": case.label, "absent": "", "tile": f"{chosen.block_m}x{chosen.block_n}",
+        "warps": 4, "stages": 3, "planned": chosen.smem, "shared": chosen.smem, "registers": 128, "spills": [0, 0],
+        "mma": {"mma.sync": 1}, "wgmma": {}, "serialised": False, "digest": offline.digest(case, step), "broken": [],
+    }  # fmt: skip
+    return case, row
+
+
+def known(case, row):
+    return offline.known(case, {(case.arch, case.label): row})
+
+
+def test_a_row_made_of_the_same_is_not_compiled_and_held_to_the_budgets_of_today(committed):
+    case, row = committed
+    assert known(case, row) == row
+    assert known(case, {**row, "spills": [4000, 4000]})["broken"] == ["spills [4000, 4000], at most 0"]
+
+
+@pytest.mark.parametrize("change", [{"digest": "0"}, {"digest": None}, {"registers": None}, {"absent": "no tile fits"}])
+def test_what_is_made_of_something_else_is_compiled(committed, change):
+    case, row = committed
+    if "absent" in change:  # a case that had no kernel then
+        row = {"arch": case.arch, "kernel": case.label, "absent": "no tile fits", "broken": [], "registers": None}
+    assert known(case, {**row, **change}) is None
+    assert offline.known(case, {}) is None
+
+
+def test_a_digest_tells_constants_options_and_compilers_apart(committed, monkeypatch):
+    case, row = committed
+    step = offline.described(case)[0]
+    other = [
+        offline.digest(case, replace(step, options={**step.options, "num_warps": 16})),
+        offline.digest(case, replace(step, constants={**step.constants, next(iter(step.constants)): "other"})),
+        offline.digest(replace(case, arch="sm_80"), step),
+    ]
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "0.0.0")
+    other.append(offline.digest(case, step))
+    assert len({row["digest"], *other}) == 5
+
+
+def test_a_share_is_compiled_although_nothing_changed(committed, monkeypatch):
+    case, row = committed
+    assert offline._known([case], [row], "") == [row]
+    assert offline._known([case], [row], "1/1") == []
+    assert offline._known([case], [row], "2/2") == [row]
+
+
+def test_what_to_compile_is_asked_for_with_check_alone():
+    with pytest.raises(SystemExit):
+        offline.main(["--changed"])
+    with pytest.raises(SystemExit):
+        offline.main(["--check", "--share", "1/2"])
