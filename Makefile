@@ -1,6 +1,6 @@
 # The few verbs a developer needs, in the environment that is active. `make` lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint types check docs demo matrix gpu-dry-run ci
+.PHONY: help setup test test-times lint types check docs demo matrix gpu-dry-run ci
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -9,8 +9,11 @@ setup: ## install the checkout with what tests and developers need, and the hook
 	pip install -e ".[test,dev]"
 	pre-commit install
 
-test: ## the tests, in two processes; T=tests/passes/decide/test_cost.py for some of them
-	pytest -n 2 $(T)
+test: ## the default tier of the tests; T=tests/passes/decide/test_cost.py for some of them
+	pytest $(T)
+
+test-times: ## where the seconds of the tests go, into build/test_times.json
+	pytest -q -p tests.support.times --times build/test_times.json $(T)
 
 lint: ## ruff: mistakes and format
 	ruff check .

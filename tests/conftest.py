@@ -9,12 +9,14 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 # Before torch is imported: spinning OpenMP threads make the steps of a test ten times longer on a busy machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, which spin too
 # Before transformers is: its models are built from configs, and a look-up by mistake is an error, not a download.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -22,30 +24,59 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 import hypothesis
 import pytest
 
+from tests.support import tiers
+
 # A generated case may compile a graph: no deadline. The same cases each run, so that a failure is not a matter of luck;
-# `pytest --hypothesis-profile=explore` draws new ones.
+# `HYPOTHESIS_PROFILE=explore pytest` draws new ones.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("repeatable")
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 ENDS = time.monotonic() + float(os.environ.get("MLA_TEST_SECONDS", "inf"))
-"""When no further test is begun: a machine that is twice as slow reports what it could not run, and ends in time."""
+"""When a run has taken too long, which is a failure; ``--durations`` lists what was slow."""
 
 
-def pytest_runtest_setup() -> None:
-    if time.monotonic() > ENDS:
-        pytest.skip(f"the {os.environ['MLA_TEST_SECONDS']} seconds of this run (MLA_TEST_SECONDS) are over")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", metavar="K/N", help="run the K-th of N parts of what is selected")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Use all cores for the whole suite or a tier of it, where nothing else is asked for on the command line."""
+    whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    option, worker = config.option, hasattr(config, "workerinput")
+    if worker or not whole or not config.pluginmanager.hasplugin("xdist"):
+        return
+    chosen = option.numprocesses is not None or option.dist != "no" or option.tx
+    if not chosen and not option.usepdb and not option.collectonly and option.capture != "no":
+        option.numprocesses, option.dist = os.cpu_count() or 1, "worksteal"
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what ``slow.txt`` lists, and put first what shows a wrong rewrite, so that no machine is too slow for it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is quick, take a share, and put first what shows a wrong rewrite."""
     here = Path(__file__).parent
-    slow = set((here / "slow.txt").read_text().splitlines())
-    for item in items:
-        if item.nodeid in slow:
-            item.add_marker("slow")
+    tiers.sort(items, [item.path.relative_to(here).parts[0] for item in items])
+    left = [item for item in items if not tiers.in_share(item.nodeid, config.getoption("--share"))]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     items.sort(key=lambda item: not (item.path.parent == here or here / "passes" in item.path.parents))
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End a run whose time is over: nothing is left out in silence on a slow machine."""
+    if time.monotonic() > ENDS:
+        seconds = os.environ["MLA_TEST_SECONDS"]
+        item.session.shouldfail = f"the {seconds} seconds of this run (MLA_TEST_SECONDS) are over"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was skipped and why, a line for each reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(r.longrepr[2]).removeprefix("Skipped: ") for r in reports if isinstance(r.longrepr, tuple))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 def pytest_collection_finish() -> None:
@@ -67,6 +98,8 @@ def _fresh_compiler() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         sys.modules["torch"]._dynamo.reset()
+        # Each trace looks through all operators that the process has dispatched, and would be slower from test to test.
+        sys.modules["torch"]._ops.reset_cached_ops()
     if "mla_compile.backend" in sys.modules:
         sys.modules["mla_compile.backend"]._recent.clear()
 

@@ -25,10 +25,12 @@ from tests.adversary.oracle import BOTH
 from tests.adversary.places import Refused
 from tests.adversary.scales import KINDS, MUTANTS, PARTICULAR, check_scales
 from tests.support.generator import Case
+from tests.support.tiers import also
 
 SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
 COUNT = int(os.environ.get("MLA_ADVERSARY_CASES", "100"))
 BASES = int(os.environ.get("MLA_ADVERSARY_BASES", "8"))
+PARTS = 3  # in which the mutants of a kind are made, of which the default tier makes the first
 TRIES = 30  # draws for one mutant: many steps do not fit many tensors
 
 
@@ -38,9 +40,10 @@ def pool() -> tuple[Base, ...]:
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
-def test_mutants(name: str) -> None:
-    rng = random.Random(zlib.crc32(name.encode()) + SEED)
-    wanted = -(-COUNT // len(MUTATIONS))
+@pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])
+def test_mutants(part: int, name: str) -> None:
+    rng = random.Random(zlib.crc32(name.encode()) + SEED * PARTS + part)
+    wanted = -(-COUNT // len(MUTATIONS) // PARTS)
     made = 0
     for _ in range(TRIES * wanted):
         try:

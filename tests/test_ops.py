@@ -18,6 +18,7 @@ from mla_compile.kernels.cpu import decode as cpu
 from tests.support.cpu_cases import Case, check
 from tests.support.index_cases import IndexCase, close
 from tests.support.paged_calls import FEATURES, PAGE, B, H, L, R, S, pages
+from tests.support.tiers import also
 
 
 @dataclass
@@ -124,7 +125,7 @@ def test_fake_tensors_keep_dtype_and_symbolic_sizes():
     assert (lse.shape, lse.dtype) == ((2, 1, 4), torch.float32)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, *also("combination", False)])
 @torch.no_grad()
 def test_inductor_passes_a_strided_cache_without_copying_it(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[int, tuple[int, ...]]] = []
@@ -224,9 +225,13 @@ def test_the_indexer_has_no_gradient():
         ops.index_scores(call.query.requires_grad_(), *call[1:])
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", *also("inductor", "inductor")])
 @torch.no_grad()
-def test_the_indexer_compiled_for_any_context():
-    step = torch.compile(lambda q, k, w: torch.ops.mla_compile.index_scores(q, k, w, 0.3) + 1, dynamic=True)
+def test_the_indexer_compiled_for_any_context(backend: str):
+    def scored(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+        return torch.ops.mla_compile.index_scores(query, keys, weights, 0.3) + 1
+
+    step = torch.compile(scored, dynamic=True, backend=backend)
     for T in (9, 301, 40):
         call = IndexCase(T=T).call(torch.float32)
         close(step(*call[:3]) - 1, call)

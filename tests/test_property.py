@@ -1,8 +1,8 @@
 """Generated MLA modules: whatever is done to them, the numbers stay; legal ones decode absorbed, illegal ones are left.
 
 Every case runs a prefill and some decode steps and is compared, step by step, with the same module in float64 in eager
-mode. ``MLA_PROPERTY_CASES`` sets how many cases are drawn (200 by default) and ``MLA_PROPERTY_SEED`` draws others:
-``MLA_PROPERTY_CASES=10000 MLA_PROPERTY_SEED=1 pytest -n 2 tests/test_property.py``.
+mode. ``MLA_PROPERTY_CASES`` sets how many cases all tiers draw (60 by default) and ``MLA_PROPERTY_SEED`` draws others:
+``MLA_PROPERTY_CASES=10000 MLA_PROPERTY_SEED=1 pytest -n 2 -m "" tests/test_property.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from mla_compile.report.report import Report
 from tests.support.generated_module import GeneratedMLA
 from tests.support.generated_run import options_of, side_by_side
 from tests.support.generator import Case, cases, check_each, drawn
+from tests.support.tiers import also
 
 CASES = int(os.environ.get("MLA_PROPERTY_CASES", "60"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 4  # tests that share the cases between them, so that processes can
+PARTS = 4  # tests that share the cases between them, of which the default tier runs one
 
 # Largest error relative to the largest value. Below float64 a rewrite may not be much worse than eager is.
 EXACT = 1e-9
@@ -37,7 +38,7 @@ SOUND = {"silu_on_values": ("keys",)} | dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])
 def test_generated_attention(part: int) -> None:
     check_each(drawn(max(1, CASES // PARTS), SEED * PARTS + part, cases()), check)
 

@@ -1,17 +1,19 @@
 """Generated attentions with generated quantization: as near the dequantized model in float64 as the original is.
 
-``MLA_PROPERTY_QUANTIZED`` sets how many are drawn (24 by default), ``MLA_PROPERTY_SEED`` draws others:
+``MLA_PROPERTY_QUANTIZED`` sets how many are drawn (8 by default), ``MLA_PROPERTY_SEED`` draws others:
 ``MLA_PROPERTY_QUANTIZED=500 MLA_PROPERTY_SEED=1 pytest tests/test_property_quantized.py``.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import warnings
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,16 +21,19 @@ from mla_compile.errors import MlaCompileWarning
 from tests.support.generated_quantized import Quantized, QuantizedMLA, quantized
 from tests.support.generated_run import options_of, side_by_side
 from tests.support.generator import Case
+from tests.support.tiers import also
 
 CASES = int(os.environ.get("MLA_PROPERTY_QUANTIZED", "8"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
+PARTS = 2
 ALLOWED, ULP = 1.5, 2  # as in the check of a site: errors of the original, and units in the last place
 OUTLIER = 10  # of the largest error, which is that of a single row
 
 
-def test_generated_quantization() -> None:
+@pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])
+def test_generated_quantization(part: int) -> None:
     wrong = []
-    for how in quantized(CASES, SEED):
+    for how in itertools.islice(quantized(CASES, SEED), part, None, PARTS):
         try:
             check(how)
         except AssertionError as error:

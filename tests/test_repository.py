@@ -82,12 +82,3 @@ def test_the_readme_has_the_commands_that_ci_runs():
     for command in ('pip install ".[demo]" && mla-compile demo', 'pip install -e ".[test]" && pytest'):
         assert f"\n    {command}\n" in readme
         assert f"step '{command}'" in script
-
-
-def test_slow_tests_exist():
-    """One that got another name would run again in every run. Parameters may change."""
-    listed = [line for line in (ROOT / "tests/slow.txt").read_text().splitlines() if not line.startswith("#")]
-    assert listed == sorted(set(listed))
-    for line in listed:
-        file, *_, test = line.partition("[")[0].split("::")
-        assert f"def {test}(" in (ROOT / file).read_text(), line

@@ -1,8 +1,8 @@
 """Every style of the zoo, through every door: the numbers and the caches stay, and the verdict is the expected one.
 
-Each file of ``tests/zoo`` is a way to write MLA, or something that looks like it (see :mod:`tests.zoo.base`). The doors
-take turns: each style goes through one, for a prompt and 8 decode steps. ``MLA_ZOO=doors pytest tests/test_zoo.py``
-takes each style through all three; ``MLA_ZOO=long`` does that with more seeds, more prompt lengths in a row on one
+Each file of ``tests/zoo`` is a way to write MLA, or something that looks like it (see :mod:`tests.zoo.base`). By
+default each style goes through one door, for a prompt and 8 decode steps, and ``pytest -m "" tests/test_zoo.py``
+takes each through all three. ``MLA_ZOO=long`` does that with more seeds, more prompt lengths in a row on one
 compiled module, and both sets of dims at every door. ``-k STYLE`` picks a style.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import re
 import warnings
 import zlib
 from collections import Counter
@@ -27,6 +28,7 @@ import mla_compile
 from mla_compile import backend
 from mla_compile.core.records import SiteReport
 from mla_compile.errors import CaptureError, MlaCompileWarning
+from tests.support.tiers import also
 from tests.zoo.base import (
     Dims,
     Expected,
@@ -52,7 +54,6 @@ pytestmark = [
 ]
 
 LONG = os.environ.get("MLA_ZOO") == "long"
-ALL_DOORS = LONG or os.environ.get("MLA_ZOO") == "doors"
 DECODE_STEPS = 8
 TOLERANCE = 1e-9
 
@@ -61,12 +62,24 @@ EQUAL = Dims(B=4, D=4, H=4, L=4, Q=4, N=4, R=4, V=4, seed=1)  # and prompts of 4
 SEEDS = (0, 1, 2) if LONG else (0,)
 LENGTHS = (4, 1, 9) if LONG else (4,)
 
-_NOT_STYLES = ("base",)
-STYLES = sorted(p.stem for p in (Path(__file__).parent / "zoo").glob("*.py") if p.stem not in _NOT_STYLES)
-OPTIMIZE, COMPILE, EXPORT = (
-    [s for s in STYLES if ALL_DOORS or zlib.crc32(s.encode()) % 3 == door] for door in range(3)
-)  # a hash, so that a new style does not move the others
+ZOO = Path(__file__).parent / "zoo"
+STYLES = sorted(p.stem for p in ZOO.glob("*.py") if p.stem != "base")
+# By default each style goes through one door. Export is the quickest, so it takes most styles. The other doors take
+# those that say that the outcome differs there, and a few more by a hash, so that a new style does not move the others.
+_SAYS = {s: re.findall(r"^(EXPORTED|COMPILED) =", (ZOO / f"{s}.py").read_text(), re.MULTILINE) for s in STYLES}
+_HASH = {s: zlib.crc32(s.encode()) % 24 for s in STYLES}
+_BY_DEFAULT = {
+    "optimize": {s for s in STYLES if "EXPORTED" in _SAYS[s] or _HASH[s] == 0},
+    "compile": {s for s in STYLES if "COMPILED" in _SAYS[s] or _HASH[s] == 1},
+    "export": {s for s in STYLES if _HASH[s] > 1},
+}
 Sites = Callable[[], list[SiteReport]]
+
+
+def through(door: str) -> pytest.MarkDecorator:
+    """Every style; those that another door shows by default are of the full tier."""
+    by_default = _BY_DEFAULT[door]
+    return pytest.mark.parametrize("style", [s if s in by_default else also("family", s)[0] for s in STYLES])
 
 
 def load(style: str) -> Any:
@@ -84,13 +97,13 @@ def through_backend(module: nn.Module, forms: str) -> tuple[Any, Sites]:
     return compiled, lambda: [s for r in backend.reports() if id(r) not in before for s in r.sites]
 
 
-@pytest.mark.parametrize("style", OPTIMIZE)
+@through("optimize")
 def test_optimized(style: str) -> None:
     for dims in variants(ODD, EQUAL):
         run(load(style), dims, through_optimize, "auto", load(style).EXPECTED)
 
 
-@pytest.mark.parametrize("style", COMPILE)
+@through("compile")
 def test_torch_compile(style: str) -> None:
     """``forms="absorbed"``: the prompt is absorbed too, and what is illegal has no excuse in its price."""
     expected = getattr(load(style), "COMPILED", load(style).EXPECTED)
@@ -137,7 +150,7 @@ def run(
             assert not any(s.verdict == "absorbed" for s in sites()), describe(sites())
 
 
-@pytest.mark.parametrize("style", EXPORT)
+@through("export")
 def test_exported(style: str) -> None:
     """A decode step as it was called, through torch.export."""
     zoo = load(style)

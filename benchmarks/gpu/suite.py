@@ -24,7 +24,7 @@ def cases(run: Run) -> Iterator[Case]:
 
 def tested(run: Run, name: str) -> Row:
     """Runs pytest on one file, in a process of its own."""
-    marks = "not gpu and not slow" if run.dry else "gpu"
+    marks = "not gpu and not full" if run.dry else "gpu"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", marks, f"--junitxml={report}", "-p", "no:cacheprovider"]

@@ -161,7 +161,7 @@ def _shape_of_key(graph: ir.Graph, node: ir.Node, key: ir.Value) -> None:
     end = node.attributes["end"].as_int() if "end" in node.attributes else 3
     if end > 2 or start < 0:
         raise ExportError("profile 'genai' cannot be made: the graph asks for the width of a cache")
-    edit = Editor(graph, node, f"{key.name}/length")
+    edit = Editor(graph, node, f"{node.outputs[0].name}/of_key")  # others may ask for the length of the same cache
     axes = {0: (0, 1), 1: (2, 3)}
     parts = [edit.op("Shape", key, start=axes[a][0], end=axes[a][1]) for a in range(start, end)]
     length = parts[0] if len(parts) == 1 else edit.op("Concat", *parts, axis=0)

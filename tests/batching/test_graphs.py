@@ -16,12 +16,14 @@ from mla_compile.options import Options
 from tests.batching.conftest import serving
 from tests.support import families, models
 from tests.support.serving import alone, free_blocks, greedy, pages, prompts, results, running, tokens
+from tests.support.tiers import also, full
 
 
 def test_buckets_are_powers_of_two_from_two_on():
     assert [bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 1000)] == [2, 2, 4, 4, 8, 8, 16, 1024]
 
 
+@full("draws")
 def test_no_graph_is_compiled_for_a_number_of_users(monkeypatch):
     """Three graphs, each compiled once, for any number of requests, pages and tokens."""
     _, fast = serving("deepseek_v3", verify=False)
@@ -44,6 +46,7 @@ def test_no_graph_is_compiled_for_a_number_of_users(monkeypatch):
     assert "one token of each of B requests over block tables of M pages" in str(graphs[2])
 
 
+@full("inductor")
 def test_compiled_by_inductor():
     model = models.build("deepseek_v3", num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model)
@@ -53,6 +56,7 @@ def test_compiled_by_inductor():
     assert [graph.compilations for graph in fast.mla_batching.graphs] == [2, 1, 1]  # with and without rows before
 
 
+@full("inductor")
 def test_code_for_one_size_is_not_run_for_another():
     """Inductor compiles complex rotations for the number of tokens it sees: few compilations, then the graph itself."""
     model = models.build("deepseek_v2", num_hidden_layers=1)
@@ -65,6 +69,7 @@ def test_code_for_one_size_is_not_run_for_another():
 
 
 class TestMemory:
+    @full("family")
     def test_a_token_of_deepseek_v3_takes_1152_bytes_in_a_layer(self):
         model = models.build(
             "deepseek_v3",
@@ -130,10 +135,13 @@ class TestMemory:
 
 
 class TestFloat8:
+    """Their tokens: test_replay.py."""
+
+    @full("combination")
     def test_logits_are_off_by_what_rows_are_off(self):
         model = models.build("deepseek_v3", tie_word_embeddings=False, num_hidden_layers=1)
         fast = mla_compile.continuous_batching(model, codegen="eager", cache_dtype="fp8")
-        assert fast.mla_batching.bytes_of_token == 64 + 4 + 16 * 4
+        assert fast.mla_batching.bytes_of_token == 64 + 4 * 4 + 16 * 4
         (told,) = [m for m in fast.mla_batching.report.messages if "float8" in m]
         assert told == "pages hold latent rows in float8 with a scale each: a relative error of 2.5%, measured"
         ids = prompts((40, 7, 33))
@@ -151,15 +159,16 @@ class TestFloat8:
             assert off[0] < 1e-4  # a whole prompt is read before its rows are rounded
             assert 0 < off[1:].max() < 0.5
 
+    @full("family")
     def test_half_precision(self):
         model = models.build("minicpm3", dtype=torch.bfloat16, tie_word_embeddings=False, num_hidden_layers=1)
         fast = mla_compile.continuous_batching(model, codegen="eager", cache_dtype="fp8")
-        assert fast.mla_batching.bytes_of_token == 64 + 4 + 16 * 2
+        assert fast.mla_batching.bytes_of_token == 64 + 4 * 4 + 16 * 2
         assert len(tokens(fast, prompts((20, 3)), new=4)[0]) == 4
 
 
 class TestOtherModels:
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    @pytest.mark.parametrize("name", ["llama", *also("family", "gemma2")])
     def test_without_a_latent_they_are_returned_as_they_are(self, name):
         family = families.FAMILIES[name]
         import transformers
@@ -177,6 +186,7 @@ class TestOtherModels:
         )
         assert [len(one.generated_tokens) for one in out.values()] == [3]
 
+    @full("family")  # the reasons that there are: tests/passes/cache/test_pages.py
     @pytest.mark.parametrize(
         ("name", "told"),
         [
@@ -195,13 +205,18 @@ class TestOtherModels:
         with pytest.raises(OptionError, match="there is no option 'codegn'"):
             mla_compile.continuous_batching(models.build("minicpm3", num_hidden_layers=1), codegn="eager")
 
-    def test_wrong_numbers_are_noticed_before_anybody_is_served(self, monkeypatch):
+    def test_wrong_numbers_are_noticed_before_anybody_is_served(self, served, monkeypatch):
+        """With the graphs that are there: none is traced again."""
         from mla_compile.batching import check as module
+        from mla_compile.batching import door
+
+        model, fast = served
+        monkeypatch.setattr(door, "StepGraphs", lambda *_, **__: fast.mla_batching.steps)
 
         inner = module._error
         monkeypatch.setattr(module, "_error", lambda lm, ids, n, got: inner(lm, ids, n, [1.01 * x for x in got]))
         with pytest.raises(CaptureError, match=r"over pages differs from the model by 1.0e-02 \(relative\)"):
-            mla_compile.continuous_batching(models.build("deepseek_v3", num_hidden_layers=1), codegen="eager")
+            mla_compile.continuous_batching(model, codegen="eager")
 
 
 def _cache(graphs: StepGraphs, fast, config: ContinuousBatchingConfig) -> LatentPages:

@@ -12,6 +12,7 @@ from mla_compile.batching import manager, replay
 from tests.batching.conftest import serving
 from tests.support import models, recording
 from tests.support.serving import alone, prompts, results, running, tokens
+from tests.support.tiers import also, full
 
 
 @pytest.fixture
@@ -46,6 +47,7 @@ def test_many_users(served, made, config):
     assert str(graph).endswith(f"recordings: {len(made)}")
 
 
+@full("family")
 @pytest.mark.parametrize(
     "name",
     [
@@ -67,6 +69,7 @@ def test_no_step_of_a_family_waits(name, made):
 def test_rows_in_float8(made, monkeypatch):
     model = models.build("minicpm3", tie_word_embeddings=False, num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model, codegen="eager", cache_dtype="fp8")
+    assert fast.mla_batching.bytes_of_token == 64 + 4 * 4 + 16 * 4  # four scales
     ids = prompts((21, 5))
     got = tokens(fast, ids, new=6)
     assert sum(one.replays for one in made)
@@ -75,11 +78,11 @@ def test_rows_in_float8(made, monkeypatch):
     assert tokens(fast, ids, new=6) == got
 
 
-@pytest.mark.parametrize("fold", ["never", "always"])
+@pytest.mark.parametrize("fold", ["always", *also("combination", "never")])
 def test_weights_that_change_are_followed(made, fold):
     """In place they are read where they lie; one that moved is seen, and the step recorded anew."""
     model = models.build("deepseek_v3", tie_word_embeddings=False, num_hidden_layers=1)
-    fast = mla_compile.continuous_batching(model, codegen="eager", fold=fold)
+    fast = mla_compile.continuous_batching(model, codegen="eager", fold=fold, verify=False)
     ids = prompts((9,))[0]
     attention = fast.model.layers[0].self_attn
     assert bool(fast.mla_batching.steps._decode.folds) is (fold == "always")
@@ -104,6 +107,7 @@ def test_weights_that_change_are_followed(made, fold):
         assert len(made) > count
 
 
+@full("family")
 def test_a_step_that_waits_is_not_recorded(made, caplog):
     """These experts are a loop that asks how many tokens each of them has."""
     model, fast = serving("longcat_flash")
@@ -111,6 +115,15 @@ def test_a_step_that_waits_is_not_recorded(made, caplog):
     assert tokens(fast, ids) == [alone(model, one) for one in ids]
     assert decoding(fast).replayed.count == 0
     assert len(made) == len(decoding(fast).buckets), "each size was tried once"
+    assert "cannot be recorded: operation not permitted when stream is capturing" in caplog.text
+
+
+def test_a_call_that_waits_is_run_as_it_is(made, caplog):
+    call = replay.Replayed(lambda x: [x * float(x.sum())], [0])
+    found = [call(torch.full((2,), float(n)))[0].tolist() for n in range(4)]
+    assert found == [[2.0 * n * n] * 2 for n in range(4)]
+    assert len(made) == 1, "it was tried once"
+    assert call.count == 0
     assert "cannot be recorded: operation not permitted when stream is capturing" in caplog.text
 
 

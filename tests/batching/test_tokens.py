@@ -14,6 +14,7 @@ from mla_compile.kernels.cpu import native
 from tests.batching.conftest import serving
 from tests.support import models
 from tests.support.serving import alone, greedy, pages, prompts, results, running, tokens
+from tests.support.tiers import full
 
 CONFIGS = {
     "whole prompts": {},
@@ -33,6 +34,7 @@ def test_many_users_at_once(served, config):
     assert tokens(fast, ids, **config) == [alone(model, one) for one in ids]
 
 
+@full("family")
 def test_layers_that_share_an_indexer():
     """Other families: test_replay.py."""
     model, fast = serving("glm_moe_dsa")
@@ -40,6 +42,7 @@ def test_layers_that_share_an_indexer():
     assert tokens(fast, ids, max_batch_tokens=16) == [alone(model, one) for one in ids]
 
 
+@full("family")
 def test_eager_attention():
     """The model's own attention function does not matter: it is traced and rewritten."""
     model = models.build("minicpm3", attn="eager", tie_word_embeddings=False)
@@ -49,6 +52,7 @@ def test_eager_attention():
     assert model.config._attn_implementation == "eager"
 
 
+@full("family")
 def test_half_precision_is_as_near_to_the_model_as_the_model_is_to_itself():
     """Greedy tokens of bfloat16 differ between two right ways to compute them; they agree where the model is sure."""
     model = models.build("minicpm3", dtype=torch.bfloat16, tie_word_embeddings=False)
@@ -188,6 +192,7 @@ def test_streaming_and_log_probabilities(served):
     torch.testing.assert_close(torch.tensor(parts[-1].logprobs), expected, rtol=1e-4, atol=1e-5)
 
 
+@full("combination")
 @pytest.mark.parametrize("dequantize", ["once", "step"])
 def test_quantized_up_projections(dequantize):
     """Weights that are kept dequantized are inputs of the graphs, beside the pools."""
@@ -200,6 +205,7 @@ def test_quantized_up_projections(dequantize):
     assert tokens(fast, ids) == [alone(model, one) for one in ids]
 
 
+@full("combination")  # with a recording: test_replay.py
 def test_folded_weights():
     model = models.build("deepseek_v3", num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model, codegen="eager", fold="always")
@@ -209,6 +215,7 @@ def test_folded_weights():
     assert tokens(fast, ids) == [alone(model, one) for one in ids]
 
 
+@full("combination")
 def test_weights_changed_in_place_are_followed():
     model = models.build("deepseek_v3", num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model, codegen="eager")
@@ -220,12 +227,14 @@ def test_weights_changed_in_place_are_followed():
     assert after != before
 
 
+@full("combination")
 def test_generate_still_works_beside_it(served):
     model, fast = served
     ids = prompts((9,))[0]
     assert alone(fast, ids, 5) == alone(model, ids, 5)
 
 
+@full("combination")
 def test_a_deep_copy_has_graphs_of_its_own():
     model = models.build("deepseek_v3", num_hidden_layers=1)
     fast = mla_compile.continuous_batching(model, codegen="eager")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.launches import launches, per_layer
+from tests.support.tiers import full
 
 ROOT = Path(__file__).parents[2]
 OWN = 4 + 1 + 1
@@ -18,6 +19,7 @@ OWN = 4 + 1 + 1
 cache), the gate of its MLP, the counter of its StaticCache."""
 
 
+@full("inductor")
 @pytest.mark.skipif(torch.__version__ < "2.13" or torch.__version__ >= "2.14", reason="stand-ins for torch 2.13 only")
 def test_a_layer_launches_five_kernels_around_its_attention(tmp_path: Path) -> None:
     """The rotary key into the cache, q W_kc, the rotated query, attention, W_v: besides what any layer launches."""

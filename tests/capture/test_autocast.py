@@ -104,6 +104,7 @@ def test_a_captured_graph_computes_what_autocast_does(name: str, dtype: torch.dt
     assert len(emitted) == 2  # Dynamo has looked at autocast again
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("within", [True, False])

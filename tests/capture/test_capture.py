@@ -14,6 +14,7 @@ from mla_compile.capture.emit import to_exported, to_graph_module, to_plain_grap
 from mla_compile.core.program import Program
 from mla_compile.errors import CaptureError, InputError
 from tests.support.models import build, greedy, prompt
+from tests.support.tiers import also
 from tests.support.toy import Buffered, Toy, decode_inputs
 
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def test_weights_are_parameters_and_unwritten_buffers_whatever_they_are_called()
     assert torch.equal(model.cache, torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("inductor", [False, *also("inductor", True)])
 def test_what_dynamo_knows_of_its_inputs_is_kept(inductor: bool) -> None:
     captured: list[torch.fx.GraphModule] = []
 
@@ -230,9 +231,9 @@ def test_a_static_cache_is_written_in_place_without_a_copy_of_it() -> None:
     assert last.args[0].op == "placeholder"
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_transformers_model_survives_the_round_trip(cache: str) -> None:
-    model, inputs = build("minicpm3"), prompt()
+@pytest.mark.parametrize(("cache", "layers"), [("static", 1), *also("family", ("static", 2), ("dynamic", 2))])
+def test_a_transformers_model_survives_the_round_trip(cache: str, layers: int) -> None:
+    model, inputs = build("minicpm3", num_hidden_layers=layers), prompt()
     want, logits = greedy(model, inputs, steps=4, cache=cache)
     backend = RoundTrip()
     model.forward = torch.compile(model.forward, backend=backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mla_compile.cli.app import app
 from mla_compile.models import config_file
 from mla_compile.models.survey import survey_config
 from mla_compile.workbench import bench
+from tests.support.tiers import also
 
 CONFIG = {
     "model_type": "minicpm3", "vocab_size": 997, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
@@ -28,8 +30,15 @@ ROW = ("--rounds", "3", "--dtype", "fp32")
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A config, and graphs that run as they are instead of through Inductor."""
+    """A config, graphs that run as they are, and the model in place of the one that Inductor compiles."""
     monkeypatch.chdir(tmp_path)
+    trace = torch.compile
+
+    @functools.wraps(trace)
+    def by_our_backend_alone(model: Any, *, backend: Any, **how: Any) -> Any:
+        return model if backend == "eager" else trace(model, backend=backend, **how)
+
+    monkeypatch.setattr(torch, "compile", by_our_backend_alone)
     monkeypatch.setattr(cli_bench, "Settings", functools.partial(bench.Settings, codegen="eager"))
     Path("config.json").write_text(json.dumps(CONFIG))
     return tmp_path
@@ -86,8 +95,11 @@ def test_figures_of_a_config(here):
         assert max(row["error"].values()) < 1e-4
 
 
-def test_sizes_as_explain_prints_them(here):
+@pytest.mark.parametrize("steps", ["told", *also("combination", "run")])
+def test_sizes_as_explain_prints_them(here, monkeypatch, steps):
     """With queries that are not compressed: Q is the width of the model."""
+    if steps == "told":
+        monkeypatch.setattr(bench.Bench, "_build", lambda self: Steps())
     done = call("--dims", "H=3 L=20 R=6 N=12 V=10 Q=40 D=40", "--contexts", "130", *ROW)
     assert done.exit_code == 0, done.output
     assert "with H=3 L=20 R=6 N=12 V=10 Q=40 D=40, fp32, batch 1" in done.stdout

@@ -15,7 +15,8 @@ from mla_compile.models import config_file
 from mla_compile.models.survey import survey
 from mla_compile.passes.decide import judge, sources
 from mla_compile.workbench import bench
-from tests.support.explaining import LLAMA, TINY, call, write
+from tests.support.explaining import LLAMA, TINY, call, trace_once, write
+from tests.support.tiers import also
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 
@@ -76,12 +77,29 @@ def plain(tmp_path_factory):
     """What is said of the model without a quantization."""
     config = tmp_path_factory.mktemp("plain") / "config.json"
     config.write_text(json.dumps(TINY))
-    return json.loads(call(str(config), "--json").stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        trace_once(patch)
+        return json.loads(call(str(config), "--json").stdout)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, plain, kind):
+@pytest.fixture
+def traced_once(monkeypatch):
+    """Models that differ in how their weights are stored alone are traced once."""
+    trace_once(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "traced"),
+    [
+        ("fp8", True),
+        *((kind, False) for kind in KINDS if kind != "fp8"),
+        *also("combination", *((kind, True) for kind in KINDS if kind != "fp8")),
+    ],
+)
+def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, plain, monkeypatch, kind, traced):
     """The verdicts and dims stay, bytes of weights are those of the format, and what is dequantized is said."""
+    if not traced:
+        trace_once(monkeypatch)
     done = call(write({**TINY, "quantization_config": KINDS[kind]}), "--json")
     said = json.loads(done.stdout)
     assert [said[key] for key in ("family", "sites", "cache", "choices", "weights", "dtype")] == [
@@ -101,6 +119,7 @@ def test_weights_as_a_quantized_checkpoint_stores_them(explained_models, plain, 
     assert fewer == [[expanded] * 3, [expanded - (stored["kept_bytes"] - stored["up"]["bytes"])] * 3]
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_quantized_weights_in_words(explained_models, plain):
     config = write({**TINY, "quantization_config": KINDS["awq"]})
     text = call(config).output
@@ -109,6 +128,7 @@ def test_quantized_weights_in_words(explained_models, plain):
     assert json.loads(call(config, "--dtype", "bf16", "--json").stdout)["costs"] == plain["costs"]
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_attention_that_is_not_quantized_has_nothing_to_dequantize(explained_models):
     fields = {**KINDS["compressed-tensors"], "ignore": ["re:.*self_attn.*"]}
     done = call(write({**TINY, "quantization_config": fields}), "--html", "page.html")
@@ -131,6 +151,7 @@ def test_what_is_not_absorbed_is_not_dequantized_either():
     assert (said["family"], said["stored"]["up"], said["stored"]["kept_bytes"]) == ("kept", None, 0)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_quantized_weights_without_a_latent(explained_models):
     """Nothing is taken apart; the weights count all the same."""
     done = call(write({**LLAMA, "quantization_config": KINDS["awq"]}), "--json")
@@ -140,12 +161,14 @@ def test_quantized_weights_without_a_latent(explained_models):
     assert stored["parts"][0]["values"] == 3 * (48 * 48 * 2 + 24 * 48 * 2)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_a_format_that_is_not_read_is_a_note(explained_models):
     done = call(write({**TINY, "quantization_config": {"quant_method": "quark"}}))
     assert done.exit_code == 0, done.output
     assert "note: quantized with 'quark', which is not read: weights are counted as if they were not" in done.output
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_grouped_heads_are_named_and_nothing_is_absorbed(explained_models):
     done = call(write(LLAMA))
     assert done.exit_code == 1, done.output

@@ -15,6 +15,7 @@ from mla_compile.cli.app import app
 from mla_compile.models.survey import Survey
 from mla_compile.report.report import Report
 from mla_compile.workbench.machines import machine
+from tests.support.explaining import trace_once
 from tests.support.facts import GROUPED, V3, V3_MTP
 
 SMALL = {
@@ -97,8 +98,9 @@ def test_the_whole_way_from_a_config(tmp_path):
     assert row["cache_bytes_per_user"] == 3 * 26 * 2 * 4096
 
 
-def test_weights_as_the_config_stores_them(tmp_path):
+def test_weights_as_the_config_stores_them(tmp_path, monkeypatch):
     """Quantized ones take less, W_kc and W_v a little more beside them; a dtype that is typed counts alone."""
+    trace_once(monkeypatch)
     path = tmp_path / "config.json"
     fields = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     path.write_text(json.dumps(SMALL | {"quantization_config": fields}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -39,6 +40,7 @@ def test_a_class_that_has_taken_new_for_itself():
     assert vars(copied) == vars(module)
 
 
+@pytest.mark.thorough
 def test_optimize_takes_it():
     model = wrapped(latent_modules.Model())
     fast = mla_compile.optimize(model, codegen="eager")

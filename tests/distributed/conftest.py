@@ -6,7 +6,7 @@ import torch.distributed as dist
 from tests.support.ranks import Ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, Ranks]]:
     pools: dict[int, Ranks] = {}
     yield pools
@@ -16,7 +16,7 @@ def _pools() -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture
 def ranks(_pools):
-    """``ranks(count)``: so many processes, kept for the tests of a module as long as none of them ends."""
+    """``ranks(count)``: so many processes, kept for all tests until one of them ends; jobs leave nothing behind."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch has no gloo here")
 

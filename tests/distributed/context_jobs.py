@@ -78,9 +78,10 @@ def _of_attention(counter: FlopCounterMode) -> int:
     return counter.get_flop_counts()["Global"].get(torch.ops.mla_compile.decode_attention, 0)
 
 
-def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> dict[str, Any]:
+def shared_context(rank: int, family: str, layers: int, steps: int, how: str, heads: int) -> dict[str, Any]:
     """Generates with a cache that ranks share, and with one process."""
-    whole = models.build(family, num_attention_heads=heads, num_key_value_heads=heads)
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
+    whole = models.build(family, **sizes)
     tokens, logits = generated(whole, steps)
     fast, _ = with_context(whole, how)
     with counted(FlopCounterMode.get_total_flops) as (graphs, flops):
@@ -98,9 +99,9 @@ def shared_context(rank: int, family: str, steps: int, how: str, heads: int) -> 
     }
 
 
-def shared_static(rank: int, family: str, steps: int, how: str) -> dict[str, Any]:
+def shared_static(rank: int, family: str, layers: int, steps: int, how: str) -> dict[str, Any]:
     """The same with a ``StaticCache``."""
-    whole = models.build(family)
+    whole = models.build(family, num_hidden_layers=layers)
     tokens, logits = generated(whole, steps, **STATIC)
     fast, _ = with_context(whole, how)
     with counted(_of_attention) as (graphs, attention), warnings.catch_warnings(record=True) as caught:

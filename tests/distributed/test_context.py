@@ -8,9 +8,10 @@ import pytest
 
 from tests.distributed import context_jobs as jobs
 from tests.support.planned import context_bytes
+from tests.support.tiers import also, full
 
-# Of one process: L=64 R=16, 2 (2L+R) FLOPs per head and cached token, L+R values; two layers and sequences, float32.
-FLOPS, ROWS, LAYERS, BATCH, BYTES, PROMPT = 288, 80, 2, 2, 4, 9
+# Of one process: L=64 R=16, 2 (2L+R) FLOPs per head and cached token, L+R values; two sequences, float32.
+FLOPS, ROWS, BATCH, BYTES, PROMPT = 288, 80, 2, 4, 9
 RESULT = 65  # L + 1
 LONG = os.environ.get("MLA_RANKS") == "long"
 STEPS, LOAD = (64, 200) if LONG else (16, 30)
@@ -19,22 +20,26 @@ HOW = ["copies", "heads"] if LONG else ["heads"]
 
 
 @pytest.mark.parametrize(
-    ("count", "family", "how", "steps", "all_heads"),
+    ("count", "family", "layers", "how", "steps", "all_heads"),
     [
-        (2, "deepseek_v3", "copies", STEPS, 4),
-        (2, "minicpm3", "heads", STEPS, 4),
-        (4, "deepseek_v2", "grid", STEPS, 4),
-        (4, "deepseek_v3", "heads", STEPS, 8),
+        (2, "deepseek_v3", 1, "heads", STEPS, 4),
+        *also(
+            "family",
+            (2, "deepseek_v3", 2, "copies", STEPS, 4),
+            (2, "minicpm3", 2, "heads", STEPS, 4),
+            (4, "deepseek_v2", 2, "grid", STEPS, 4),
+            (4, "deepseek_v3", 2, "heads", STEPS, 8),
+        ),
     ],
 )
-def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
+def test_the_tokens_of_one_process(ranks, count, family, layers, how, steps, all_heads):
     context, heads = {
         "copies": (count, all_heads), "heads": (count, all_heads // count), "grid": (2, all_heads // 2)
     }[how]  # fmt: skip
     tokens = PROMPT + steps - 1
-    sent = LAYERS * BATCH * BYTES
+    sent = layers * BATCH * BYTES
     owned = []
-    for found in ranks(count).run(jobs.shared_context, family, steps, how, all_heads):
+    for found in ranks(count).run(jobs.shared_context, family, layers, steps, how, all_heads):
         assert found["tokens"]
         assert found["logits"] < 1e-5
         assert found["codes"][0] == "absorbed"
@@ -45,7 +50,7 @@ def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
         if how == "heads":  # queries of all heads, over the own rows; results of the own heads
             assert found["flops"] == FLOPS * all_heads / context
             exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
-            assert exchanged / LAYERS == pytest.approx(context_bytes(BATCH, context, all_heads), rel=0.02)
+            assert exchanged / layers == pytest.approx(context_bytes(BATCH, context, all_heads), rel=0.02)
             assert received.pop("all_gather_into_tensor") == sent * (context - 1) * heads * ROWS
             assert received.pop("all_to_all_single") == sent * (context - 1) * heads * RESULT
         else:
@@ -58,21 +63,18 @@ def test_the_tokens_of_one_process(ranks, count, family, how, steps, all_heads):
 
 
 @pytest.mark.parametrize(
-    ("family", "how", "heads"),
-    [
-        ("deepseek_v3", "copies", 4),
-        ("minicpm3", "heads", 2),
-    ],
+    ("family", "layers", "how", "heads"),
+    [("deepseek_v3", 1, "heads", 2), *also("family", ("deepseek_v3", 2, "copies", 4), ("minicpm3", 2, "heads", 2))],
 )
-def test_a_static_cache(ranks, family, how, heads):
-    steps, sent = max(STEPS, 24), LAYERS * BATCH * BYTES
+def test_a_static_cache(ranks, family, layers, how, heads):
+    steps, sent = max(STEPS, 24), layers * BATCH * BYTES
     length = PROMPT + steps - 1
-    for found in ranks(2).run(jobs.shared_static, family, steps, how):
+    for found in ranks(2).run(jobs.shared_static, family, layers, steps, how):
         assert found["tokens"]
         assert found["logits"] < 1e-5
         assert found["graphs"] == 2, "a prompt, and one graph for every step"
         assert not found["waits"]
-        assert found["lie_alike"] == [1] * 2 * LAYERS
+        assert found["lie_alike"] == [1] * 2 * layers
         assert not found["said"]
         assert found["length"] == length
         assert found["shown"] == {length}
@@ -81,7 +83,7 @@ def test_a_static_cache(ranks, family, how, heads):
         received = found["received"]
         if how == "heads":
             exchanged = received["all_gather_into_tensor"] + received["all_to_all_single"]
-            assert exchanged / LAYERS == pytest.approx(context_bytes(BATCH, 2, 4), rel=0.02)
+            assert exchanged / layers == pytest.approx(context_bytes(BATCH, 2, 4), rel=0.02)
             assert received.pop("all_gather_into_tensor") == sent * heads * ROWS
             assert received.pop("all_to_all_single") == sent * heads * RESULT
         else:
@@ -89,6 +91,7 @@ def test_a_static_cache(ranks, family, how, heads):
         assert received.keys() <= {"all_reduce"}, "those of the model"
 
 
+@full("combination")
 @pytest.mark.parametrize(("static", "calls"), [(False, 23), (True, 25)])
 @pytest.mark.parametrize("how", HOW)
 def test_what_callers_do_to_a_cache(ranks, how, static, calls):
@@ -98,17 +101,20 @@ def test_what_callers_do_to_a_cache(ranks, how, static, calls):
         assert not found["said"]
 
 
+@full("combination")
 def test_beams(ranks):
     for found in ranks(2).run(jobs.beams):
         assert found == [True, True]
 
 
+@full("combination")
 def test_a_static_cache_that_is_full(ranks):
     for alone, shared in ranks(2).run(jobs.beyond_the_end):
         assert alone.startswith("IndexError")
         assert shared.startswith("IndexError"), "on every rank: none waits for another"
 
 
+@full("combination")
 def test_views_of_a_static_cache(ranks):
     for found in ranks(2).run(jobs.views_of_rows, True):
         assert found["alike"]
@@ -119,6 +125,7 @@ def test_views_of_a_static_cache(ranks):
         assert any("gathered in every call" in text and "is returned" in text for text in found["said"])
 
 
+@full("combination")
 def test_steps_that_need_all_rows_of_a_static_cache(ranks):
     for found in ranks(2).run(jobs.gathered_in_steps):
         assert found["tokens"]
@@ -127,6 +134,7 @@ def test_steps_that_need_all_rows_of_a_static_cache(ranks):
         assert found["held"] == 6, "of 12 rows"
 
 
+@full("combination")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("how", HOW)
 def test_several_queries_in_a_call(ranks, how, static):
@@ -136,12 +144,14 @@ def test_several_queries_in_a_call(ranks, how, static):
         assert sum("keeps its share" in text and "a call receives" in text for text in found["messages"]) == 2
 
 
+@full("combination")
 def test_ranks_whose_heads_differ_send_their_queries(ranks):
     for found in ranks(2).run(jobs.heads_in_another_order):
         assert found["tokens"]
         assert any("receives are queries and results of the others" in text for text in found["messages"])
 
 
+@full("inductor")
 @pytest.mark.parametrize(
     ("dtype", "length"),
     [("bfloat16", None), ("float32", 16), *([("float32", None), ("bfloat16", 16)] if LONG else [])],
@@ -153,6 +163,7 @@ def test_compiled(ranks, dtype, length):
         assert found["error"] < 1.2 * found["error_alone"], "no more than without shares"
 
 
+@full("combination")
 def test_a_cache_that_is_not_shared_is_right_and_said(ranks):
     for found in ranks(2).run(jobs.cache_that_was_there):
         assert found["tokens"]
@@ -173,11 +184,13 @@ def test_what_is_refused(ranks):
         assert found["one rank in the mesh"] == "True"
 
 
+@full("family")
 def test_a_cache_filled_under_another_mesh(ranks):
     for text in ranks(4).run(jobs.another_mesh):
         assert "SharedCacheError: a model compiled for other ranks reads it, and this rank has 1/2 of the rows" in text
 
 
+@full("combination")
 def test_a_rank_that_dies(ranks):
     pool = ranks(2)
     (text, works_on), ended = pool.run(jobs.dies_sharing, 1, 6)
@@ -187,6 +200,7 @@ def test_a_rank_that_dies(ranks):
     assert works_on
 
 
+@full("draws")
 def test_pairs_of_ranks_under_load(ranks):
     pool = ranks(4)
     *found, ended = pool.run(jobs.pairs_under_load, LOAD, 3)
@@ -199,6 +213,7 @@ def test_pairs_of_ranks_under_load(ranks):
     assert second["told"].startswith("after 6: ")
 
 
+@full("combination")
 def test_an_option_of_torch_compile(ranks):
     for found in ranks(2).run(jobs.through_the_backend):
         assert found == {"tokens": True, "held": 6}, "of 12 tokens"

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.distributed import jobs
+from tests.support.tiers import also, full
 
 # Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token.
 HEADS, FLOPS, ROWS = 4, 1_152, 80
@@ -14,22 +15,28 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
 
 
 @pytest.mark.parametrize(
-    ("count", "family", "how", "door", "steps"),
+    ("count", "family", "layers", "how", "door", "steps"),
     [
-        (2, "deepseek_v3", "heads", "optimize", STEPS),
-        (2, "deepseek_v2", "plan", "optimize", STEPS),
-        (2, "minicpm3", "plan", "backend", STEPS),
-        (2, "minicpm3", "fsdp", "optimize", STEPS),
-        (2, "deepseek_v3", "fsdp", "optimize", STEPS),
-        # One head a rank: rows are wider than its K and V.
-        (4, "minicpm3", "heads", "optimize", STEPS),
+        # Of heads through the other door: the tests below.
+        (2, "deepseek_v3", 1, "heads", "backend", STEPS),
+        (2, "deepseek_v3", 1, "fsdp", "optimize", 2),  # a prompt and a step
+        *also(
+            "family",
+            (2, "deepseek_v3", 2, "heads", "optimize", STEPS),
+            (2, "deepseek_v2", 2, "plan", "optimize", STEPS),
+            (2, "minicpm3", 2, "plan", "backend", STEPS),
+            (2, "minicpm3", 2, "fsdp", "optimize", STEPS),
+            (2, "deepseek_v3", 2, "fsdp", "optimize", STEPS),
+            # One head a rank: rows are wider than its K and V.
+            (4, "minicpm3", 2, "heads", "optimize", STEPS),
+        ),
     ],
 )
-def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, steps):
+def test_the_tokens_of_one_process(ranks, tmp_path, count, family, layers, how, door, steps):
     if how == "plan":
         jobs.saved(family, str(tmp_path))
     share = 1 if how == "fsdp" else count
-    for found in ranks(count).run(jobs.same_as_one_process, family, how, str(tmp_path), steps, door):
+    for found in ranks(count).run(jobs.same_as_one_process, family, layers, how, str(tmp_path), steps, door):
         assert found["tokens"]
         assert found["logits"] < 1e-5
         prompt = "cost_latent_wide" if share == HEADS else "cost_prefill"
@@ -37,6 +44,7 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, how, door, st
         assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
 
 
+@full("inductor")
 def test_layers_of_one_kind_are_compiled_once_on_every_rank(ranks):
     for found in ranks(2).run(jobs.layers_once):
         assert found["tokens"]
@@ -86,6 +94,7 @@ def test_a_rank_that_does_not_come(ranks):
     assert 'ranks="alone"' in text
 
 
+@full("combination")  # of an error of gloo and our ranks
 def test_a_rank_that_dies(ranks):
     pool = ranks(2)
     text, ended = pool.run(jobs.dies, 1, 6)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed import jobs, serving_jobs
 from tests.support.planned import context_bytes
+from tests.support.tiers import also, full
 
 # Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token, L+R values of 4 bytes.
 HEADS, FLOPS, BYTES = 4, 1_152, 320
@@ -13,6 +14,7 @@ ROWS, RESULT = 80, 65  # L+R, L+1
 CHOSEN, KEY = 8, 96  # of the indexer: rows of a list, bytes of a key
 
 
+@full("combination")  # of less than what ranks that share pages show
 @pytest.mark.parametrize(("family", "how", "verify"), [("deepseek_v3", "heads", False), ("minicpm3", "plan", True)])
 def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
     directory = str(tmp_path) if how == "plan" else None
@@ -33,11 +35,15 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
 @pytest.mark.parametrize(
     ("count", "family", "how"),
     [
-        (2, "deepseek_v3", "copies"),
-        (2, "minicpm3", "copies"),
-        (2, "minicpm3", "heads"),
-        (2, "deepseek_v32", "heads"),
-        (4, "deepseek_v2", "grid"),
+        (2, "deepseek_v3", "heads"),
+        *also(
+            "family",
+            (2, "deepseek_v3", "copies"),
+            (2, "minicpm3", "copies"),
+            (2, "minicpm3", "heads"),
+            (2, "deepseek_v32", "heads"),
+            (4, "deepseek_v2", "grid"),
+        ),
     ],
 )
 def test_pages_that_ranks_share(ranks, count, family, how):
@@ -74,6 +80,7 @@ def test_a_context_of_ranks_that_run_other_steps(ranks):
         assert "so that it is known who runs the same steps" in said
 
 
+@full("combination")
 def test_no_rank_absorbs_what_one_leaves(ranks):
     first, second = ranks(2).run(serving_jobs.another_verdict, 1)
     assert first.startswith("CaptureError: no attention of DeepseekV3ForCausalLM can be decoded in absorbed form: ")
@@ -82,6 +89,7 @@ def test_no_rank_absorbs_what_one_leaves(ranks):
     assert "verify_failed: is told to differ" in second
 
 
+@full("combination")
 def test_a_rank_that_fails_tells_the_others(ranks):
     first, second = ranks(2).run(serving_jobs.a_rank_that_cannot, 0)
     assert first == "CaptureError: this rank has had enough"

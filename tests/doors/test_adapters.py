@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +15,8 @@ from transformers import DynamicCache
 
 from mla_compile import MlaCompileWarning, optimize
 from tests.support.models import build, prompt
+from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
-
-peft = pytest.importorskip("peft", reason="adapters are those of peft")
-try:
-    peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=["0"]), nn.Sequential(nn.Linear(1, 1)))
-except ImportError as error:  # a quantization library that peft finds and does not accept
-    pytest.skip(f"peft attaches no adapter here: {error}", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft reads it
@@ -28,7 +24,21 @@ pytestmark = [
 ]
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
+
+
+@functools.cache
+def peft() -> Any:
+    """The library, which takes seconds to import, or a reason to skip."""
+    module = pytest.importorskip("peft", reason="adapters are those of peft")
+    try:
+        module.inject_adapter_in_model(module.LoraConfig(r=1, target_modules=["0"]), nn.Sequential(nn.Linear(1, 1)))
+    except ImportError as error:  # a quantization library that peft finds and does not accept
+        pytest.skip(f"peft attaches no adapter here: {error}")
+    return module
+
+
 TARGETS = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+SMALL_TARGETS = ["up", "q", "out"]
 
 
 def activate(model: Any, *names: str) -> None:
@@ -40,14 +50,14 @@ def activate(model: Any, *names: str) -> None:
 def lora(**settings: Any) -> Any:
     """An adapter whose narrow weights are both random: peft begins with zeros."""
     given = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "init_lora_weights": False, **settings}
-    return peft.LoraConfig(**given)
+    return peft().LoraConfig(**given)
 
 
 def model_with(*configs: Any, seed: int = 0) -> Any:
     """A tiny model with adapters, the first of them active."""
     model = build("deepseek_v3", num_hidden_layers=1)
     torch.manual_seed(seed)
-    made = peft.get_peft_model(model, configs[0], adapter_name="one")
+    made = peft().get_peft_model(model, configs[0], adapter_name="one")
     for config in configs[1:]:
         made.add_adapter("two", config)
     return made.eval().requires_grad_(False)
@@ -56,14 +66,14 @@ def model_with(*configs: Any, seed: int = 0) -> Any:
 def small_with(*configs: Any) -> Any:
     """The same around a module of one attention, which compiles in a fraction of the time."""
     torch.manual_seed(0)
-    made = peft.get_peft_model(Toy(), configs[0], adapter_name="one")
+    made = peft().get_peft_model(Toy(), configs[0], adapter_name="one")
     for config in configs[1:]:
         made.add_adapter("two", config)
     return made.eval().requires_grad_(False)
 
 
 def small(**settings: Any) -> Any:
-    return lora(target_modules=["up", "q", "out"], **settings)
+    return lora(target_modules=SMALL_TARGETS, **settings)
 
 
 def steps(model: Any) -> list[torch.Tensor]:
@@ -96,9 +106,11 @@ def absorbed(fast: Any) -> bool:
     return bool(decoding) and all(s.verdict == "absorbed" for s in decoding)
 
 
-def test_switches() -> None:
+@pytest.mark.parametrize("real", [False, *also("family", True)])
+def test_switches(real: bool) -> None:
     """The model within that of peft: they share the layers, and so the state of the adapters."""
-    model = model_with(lora(), lora(r=3, use_rslora=True))
+    make, settings = (model_with, lora) if real else (small_with, small)
+    model = make(settings(), settings(r=3, use_rslora=True))
     original = model.base_model.model
     fast = optimize(original, **FAST)
     one = assert_same(fast, original)
@@ -147,7 +159,7 @@ def test_an_adapter_that_goes_on_learning() -> None:
     assert absorbed(fast)
 
 
-@pytest.mark.parametrize("fold", ["never", "always"])
+@pytest.mark.parametrize("fold", ["always", *also("combination", "never")])
 def test_merging(fold: str) -> None:
     model = small_with(small(), small())
     fast = optimize(model, fold=fold, **FAST)
@@ -172,7 +184,15 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a rank for each layer",
+        "with a bias",
+        # A factor, which other adapters have too, and what is not there.
+        *also("combination", "rank-stabilized", "dropout, which is off"),
+    ],
+)
 def test_kinds(name: str) -> None:
     model = small_with(KINDS[name]())
     fast = optimize(model, **FAST)
@@ -185,7 +205,7 @@ def test_kinds(name: str) -> None:
 def toy(**settings: Any) -> Any:
     torch.manual_seed(0)
     config = small(**settings)
-    return peft.inject_adapter_in_model(config, Toy()).eval().requires_grad_(False)
+    return peft().inject_adapter_in_model(config, Toy()).eval().requires_grad_(False)
 
 
 def change(model: nn.Module) -> None:
@@ -196,6 +216,7 @@ def change(model: nn.Module) -> None:
                 weight.add_(0.3 * weight.std() * torch.randn_like(weight) + 0.1)
 
 
+@full("inductor")
 def test_through_inductor() -> None:
     model = toy()
     fast = optimize(model)
@@ -207,6 +228,7 @@ def test_through_inductor() -> None:
     assert fast.mla_report.absorbed == 1
 
 
+@full("combination")  # of a broken graph and of a merged weight
 def test_dora() -> None:
     """Its code in peft breaks Dynamo's graph, so what breaks is refused; merged, it is a weight like others."""
     model = small_with(small(use_dora=True))
@@ -222,7 +244,7 @@ def test_dora() -> None:
     assert absorbed(fast)
 
 
-@pytest.mark.parametrize("fold", ["never", "always"])
+@pytest.mark.parametrize("fold", ["always", *also("combination", "never")])
 def test_dora_in_a_program(fold: str) -> None:
     """torch.export has no graph breaks: the norm of the merged weight is a weight expression."""
     model, inputs = toy(use_dora=True), decode_inputs()
@@ -234,6 +256,7 @@ def test_dora_in_a_program(fold: str) -> None:
     assert program.graph_module.meta["mla_report"].absorbed == 1
 
 
+@full("family")
 def test_bfloat16_with_adapters_in_float32_is_no_less_exact() -> None:
     model = model_with(lora())
     model.base_model.model.to(torch.bfloat16)
@@ -249,6 +272,7 @@ def test_bfloat16_with_adapters_in_float32_is_no_less_exact() -> None:
     assert absorbed(fast)
 
 
+@full("family")  # by another call, the same layers of peft
 def test_adapters_by_the_methods_of_transformers() -> None:
     model = build("deepseek_v3", num_hidden_layers=1)
     fast = optimize(model, **FAST)
@@ -270,6 +294,7 @@ def test_adapters_by_the_methods_of_transformers() -> None:
 # Caches that were filled in another state.
 
 
+@full("family")  # the small module that switches adapters attends to rows that no adapter of its own made, too
 def test_rows_of_another_adapter_are_expanded_as_the_original_does_it() -> None:
     """The model caches the latent: kv_b as it is now makes K and V of it, whatever adapter made the rows."""
     model = model_with(lora(), lora())
@@ -306,7 +331,7 @@ class KeepsHeads(Toy):
 
 def test_heads_of_another_adapter_stay_what_they_are() -> None:
     torch.manual_seed(0)
-    model = peft.get_peft_model(KeepsHeads(), small(), adapter_name="one").eval()
+    model = peft().get_peft_model(KeepsHeads(), small(), adapter_name="one").eval()
     model.add_adapter("two", small())
     model.requires_grad_(False)
     fast = optimize(model, **FAST)
@@ -338,7 +363,7 @@ def linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """The linear layers in the attentions of a model that take adapters, with their owners."""
     for owner in list(model.modules()):
         for name, layer in list(owner.named_children()):
-            if name in TARGETS and isinstance(layer, nn.Linear):
+            if name in (*TARGETS, *SMALL_TARGETS) and isinstance(layer, nn.Linear):
                 yield owner, name, layer
 
 
@@ -364,15 +389,15 @@ def in_eight_bits(model: nn.Module) -> None:
 
 # The 4-bit kernel of a CPU computes in bfloat16 whatever the model does; the absorbed form in the model's float32.
 @pytest.mark.parametrize(
-    ("quantize", "close"),
-    [(in_four_bits, 3e-2), (in_eight_bits, 1e-4)],
+    ("quantize", "close", "real"),
+    [(in_eight_bits, 1e-4, False), *also("family", (in_four_bits, 3e-2, True), (in_eight_bits, 1e-4, True))],
 )
 @pytest.mark.usefixtures("quiet")
-def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None], close: float) -> None:
-    base = build("deepseek_v3", num_hidden_layers=1)
+def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None], close: float, real: bool) -> None:
+    base = build("deepseek_v3", num_hidden_layers=1) if real else Toy()
     quantize(base)
     torch.manual_seed(0)
-    model = peft.get_peft_model(base, lora(), adapter_name="one")
+    model = peft().get_peft_model(base, lora() if real else small(), adapter_name="one")
     model.eval().requires_grad_(False)
     steps(model)  # bitsandbytes packs its weights for the CPU in the first call
     fast = optimize(model, **FAST)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mla_compile import InputError, OptionError, WeightError, explain, optimize
+from tests.support.tiers import full
 from tests.support.toy import Buffered, Toy, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -76,6 +77,7 @@ def test_an_exported_program_is_optimized_into_another(fold: str) -> None:
         torch.testing.assert_close(fast.module()(*decode_inputs()), model(*decode_inputs()), rtol=1e-5, atol=1e-5)
 
 
+@full("inductor")  # the test above shows that nothing of ours is left in a program
 def test_a_package_of_it_loads_where_we_are_not_imported(tmp_path: Path) -> None:
     model = Buffered().eval()
     x, _ = decode_inputs()

@@ -17,10 +17,10 @@ from transformers import DynamicCache, StaticCache
 from mla_compile import explain, optimize
 from mla_compile.runtime.latent import LatentTensor
 from tests.support.models import build, prompt
+from tests.support.tiers import also, full
 from tests.support.toy import H, L, N, R, Toy, V, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten"}
-DTYPES = (torch.bfloat16, torch.float16)
 HALF = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -105,6 +105,12 @@ CASES = {
 }
 
 
+FEW = ("bfloat16 around", "nested", "off within")
+"""What other doors are tried with: around the model, two within one another, none where the attention is."""
+TRIED = [*FEW, *also("combination", *(name for name in CASES if name not in FEW))]
+
+
+@pytest.mark.singly  # each form, which is all that five queries could change
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("queries", [1, 5])
 def test_absorbed_with_no_more_error(name: str, queries: int) -> None:
@@ -122,7 +128,7 @@ def test_absorbed_with_no_more_error(name: str, queries: int) -> None:
     assert statistics.median(ratios) <= 1.01
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRIED)
 def test_through_the_backend(name: str) -> None:
     kind, dtype = CASES[name]
     model, exact = kind().eval(), Toy().double()
@@ -174,10 +180,18 @@ def test_each_state_of_autocast_is_compiled_once() -> None:
     assert fast.mla_report.absorbed == 3
 
 
-@pytest.mark.parametrize("states", ["11000", "00111", "01010", "10101"])
-@pytest.mark.parametrize("cache", ["latent", "expanded"])
+@pytest.mark.parametrize(
+    ("cache", "states"),
+    [
+        ("latent", "11000"),
+        ("latent", "00111"),
+        ("latent", "01010"),
+        ("expanded", "11000"),
+        *also("combination", ("latent", "10101"), *(("expanded", states) for states in ("00111", "01010", "10101"))),
+    ],
+)
 def test_a_cache_of_heads_may_be_filled_under_autocast_and_read_without_and_the_other_way_round(
-    states: str, cache: str
+    cache: str, states: str
 ) -> None:
     model = KeepsHeads().eval()
     exact = copy.deepcopy(model).double()
@@ -204,9 +218,14 @@ def test_a_cache_of_heads_may_be_filled_under_autocast_and_read_without_and_the_
     assert (LatentTensor in found) == (cache == "latent")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kept", [DynamicCache, StaticCache])
-def test_a_model_of_transformers(dtype: torch.dtype, kept: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [
+        (DynamicCache, torch.bfloat16),
+        *also("combination", *((StaticCache, dtype) for dtype in HALF), (DynamicCache, torch.float16)),
+    ],
+)
+def test_a_model_of_transformers(kept: Callable[..., Any], dtype: torch.dtype) -> None:
     one_layer = {"num_hidden_layers": 1}
     model = build("minicpm3", **one_layer)
     exact, fast = build("minicpm3", dtype=torch.float64, **one_layer), optimize(model, **FAST)
@@ -227,6 +246,7 @@ def test_a_model_of_transformers(dtype: torch.dtype, kept: Callable[..., Any]) -
     assert fast.mla_report.absorbed >= 1
 
 
+@full("combination")  # under autocast, a graph of symbolic sizes that has both forms
 def test_a_number_of_queries_that_varies_picks_the_form_in_each_call() -> None:
     model, exact = Toy().eval(), Toy().double()
     fast = optimize(model, dynamic=True, **FAST)
@@ -255,7 +275,7 @@ def test_explain_says_what_would_be_done_under_it() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRIED)
 def test_programs_and_graphs(name: str) -> None:
     kind, dtype = CASES[name]
     model, exact = kind().eval(), Toy().double()
@@ -277,6 +297,7 @@ def test_programs_and_graphs(name: str) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@full("inductor")  # whose graph has its casts in it, as the tests above run it
 @pytest.mark.parametrize("name", ["bfloat16 around", "nested", "off within"])
 def test_through_inductor(name: str) -> None:
     kind, dtype = CASES[name]

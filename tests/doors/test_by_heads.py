@@ -15,6 +15,7 @@ from mla_compile.options import Options
 from tests.passes.rewrite.test_by_heads import Merged
 from tests.support.models import build, greedy, prompt
 from tests.support.modules import H, inputs
+from tests.support.tiers import also, full
 
 FIRST = {"expanded_bytes": 0, "codegen": "eager"}
 
@@ -23,6 +24,7 @@ def notes(reports):
     return [note for report in reports for site in report.sites for note in site.notes if "heads at a time" in note]
 
 
+@full("family")
 @pytest.mark.parametrize(
     ("name", "attn"), [("deepseek_v2", "sdpa"), ("deepseek_v3", "sdpa"), ("minicpm3", "sdpa"), ("deepseek_v3", "eager")]
 )
@@ -38,7 +40,7 @@ def test_models_of_transformers_generate_the_same_tokens(name, attn):
 
 
 def test_the_backend_takes_the_option():
-    model, given = build("deepseek_v3", attn="eager"), prompt(2, 11)
+    model, given = build("deepseek_v3", attn="eager", num_hidden_layers=1), prompt(2, 11)
     compiled = torch.compile(model, backend="mla", options=FIRST)
     before = len(backend.reports())
     with torch.no_grad():
@@ -63,7 +65,7 @@ def test_sizes_beyond_the_limit_are_compiled_once_more():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, *also("inductor", True)])
 def test_groups_run_one_after_the_other(dynamic):
     """Inductor sorts calls by what they wait for: each group waits for the one before it."""
     torch._dynamo.reset()

@@ -15,11 +15,12 @@ import mla_compile
 from mla_compile import backend
 from mla_compile.codes import Code
 from tests.support.models import build, prompt
+from tests.support.tiers import also, full
 
 EAGER = {"codegen": "eager", "strict": True}
 
 
-def session(step: Callable[..., Any], steps: int = 3) -> torch.Tensor:
+def session(step: Callable[..., Any], steps: int = 2) -> torch.Tensor:
     """The logits of a prompt and of decode steps after it."""
     out = step(input_ids=prompt(length=9, pad=0)["input_ids"], use_cache=True)
     logits = [out.logits[:, -1]]
@@ -67,13 +68,25 @@ DOORS = {
 }
 
 
-# Experts by two of them; where every length is compiled at once they take too long.
-TRIED = [(door, "minicpm3") for door in DOORS] + [("static", "deepseek_v3"), ("layers", "deepseek_v3")]
+def layers(door: str) -> int:
+    """One, but where it matters that several run the same code."""
+    return 2 if door in ("layers", "layers in place", "attentions") else 1
 
 
-@pytest.mark.parametrize(("door", "family"), TRIED)
-def test_decoding_is_absorbed(door: str, family: str) -> None:
-    model = build(family)
+# Settings of one door that another one is tried with, or dynamo/test_sizes.py a small model.
+TOGETHER = ("optimize, dynamic", "layers in place", "attentions", "static")
+# Experts by two of the doors; where every length is compiled at once they take too long.
+TRIED = [
+    *((door, "minicpm3", layers(door)) for door in DOORS if door not in TOGETHER),
+    *also("combination", *((door, "minicpm3", 2) for door in TOGETHER)),
+    *also("family", *((door, "minicpm3", 2) for door in DOORS if door not in TOGETHER and layers(door) == 1)),
+    *also("family", ("static", "deepseek_v3", 2), ("layers", "deepseek_v3", 2)),
+]
+
+
+@pytest.mark.parametrize(("door", "family", "layers"), TRIED)
+def test_decoding_is_absorbed(door: str, family: str, layers: int) -> None:
+    model = build(family, num_hidden_layers=layers)
     before = {id(report) for report in backend.reports()}
     with torch.no_grad():
         want = session(model)
@@ -99,6 +112,7 @@ class Step(nn.Module):
         return out.logits, *(rows for layer in out.past_key_values.layers for rows in (layer.keys, layer.values))
 
 
+@full("family")  # test_api.py shows a package of a small module, and programs of it that need nothing of ours
 def test_a_whole_model_in_a_package(tmp_path: Path) -> None:
     """One program for all lengths of the cache, through torch.export and AOTInductor."""
     model = build("minicpm3")

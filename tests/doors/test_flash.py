@@ -16,6 +16,7 @@ from mla_compile.codes import Code
 from tests.support import flash
 from tests.support.models import build, greedy, prompt
 from tests.support.releases import BEFORE_2_13
+from tests.support.tiers import also, full
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def with_flash(family: str, **fields: Any) -> Any:
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
-def test_decoding_is_absorbed(family: str) -> None:
+@pytest.mark.parametrize(("family", "layers"), [("minicpm3", 1), *also("family", ("minicpm3", 2), ("deepseek_v3", 2))])
+def test_decoding_is_absorbed(family: str, layers: int) -> None:
     """V is padded to the width of K and the result cut, as FlashAttention 2 asks for."""
-    model, inputs = with_flash(family), prompt(length=9, pad=0)
+    model, inputs = with_flash(family, num_hidden_layers=layers), prompt(length=9, pad=0)
     with torch.no_grad():
         tokens, logits = greedy(model, inputs, 5)
         fast = mla_compile.optimize(model, codegen="eager", strict=True)
@@ -62,6 +63,7 @@ def test_decoding_is_absorbed(family: str) -> None:
     assert any("says once" in message for message in fast.mla_report.messages)
 
 
+@full("combination")  # what a broken graph leaves of an attention, other tests of this room show
 @pytest.mark.usefixtures("library")
 @pytest.mark.filterwarnings("ignore:nothing was absorbed")
 @pytest.mark.filterwarnings("ignore:Dynamo reached recompile_limit" if BEFORE_2_13 else "default")
@@ -76,6 +78,7 @@ def test_padding_is_refused_because_transformers_breaks_the_graph() -> None:
     assert {site.where.op for site in fast.mla_report.sites} == {"flash_attn::_flash_attn_varlen_forward"}
 
 
+@full("family")  # dynamo/test_logs.py shows what is said once
 @pytest.mark.parametrize(("family", "attn"), [("deepseek_v3", "eager"), ("minicpm3", "sdpa")])
 def test_asking_for_the_weights(family: str, attn: str) -> None:
     """sdpa has none and says so once, which broke the graph. Eager attention returns them, and is absorbed."""

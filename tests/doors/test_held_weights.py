@@ -16,6 +16,7 @@ from mla_compile.backend import reports
 from mla_compile.codes import Code
 from mla_compile.errors import StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
+from tests.support.tiers import full
 
 D, H, L, N = 24, 4, 6, 5
 OPTIONS: dict[str, Any] = {"codegen": "eager", "forms": "absorbed", "strict": True}
@@ -41,6 +42,8 @@ def compiled(model: nn.Module, **options: Any) -> tuple[Any, Callable[[], list[C
 
 
 DOORS = pytest.mark.parametrize("door", [optimized, compiled])
+OPTIMIZED = pytest.mark.parametrize("door", [optimized, pytest.param(compiled, marks=full("combination"))])
+"""Where the other door has nothing of its own to show."""
 
 
 class Attention(nn.Module):
@@ -128,6 +131,7 @@ def put_into_parameters(layer: Any) -> None:
 EDITS = [replaced, written, written_through_data, swapped, one_for_both, widened, put_into_parameters]
 
 
+@pytest.mark.singly
 @DOORS
 @pytest.mark.parametrize("fold", ["never", "always"])
 def test_an_attribute_that_is_changed_between_calls_is_followed(door, fold):
@@ -142,7 +146,7 @@ def test_an_attribute_that_is_changed_between_calls_is_followed(door, fold):
     assert set(codes()) == {Code.ABSORBED}
 
 
-@DOORS
+@OPTIMIZED
 def test_halves_that_the_first_call_makes(door):
     class Lazy(Rows):
         def __init__(self) -> None:
@@ -163,7 +167,7 @@ def test_halves_that_the_first_call_makes(door):
     assert set(codes()) == {Code.ABSORBED}
 
 
-@DOORS
+@OPTIMIZED
 def test_keys_and_values_that_were_cached_with_the_weights_of_then(door):
     """They are rows; with other weights they become plain K and V, and weights that were written to are an error."""
     model = Model(Keys())
@@ -231,6 +235,7 @@ class Encoded(Attention):
         return (q.softmax(-1) @ self.rows[:, None]) @ self.w_uv.mT
 
 
+@pytest.mark.singly
 @DOORS
 @pytest.mark.parametrize(("expanded", "code"), [(True, Code.ABSORBED), (False, Code.ALREADY_ABSORBED)])
 def test_rows_in_an_attribute_are_no_weight(door, expanded, code):
@@ -262,6 +267,7 @@ class Remembered(Attention):
         return self.attend(x, *self.halves(self.c[:, : self.at]))
 
 
+@pytest.mark.singly
 @DOORS
 @pytest.mark.parametrize("how", ["joined", "written"])
 def test_a_latent_cache_in_an_attribute_stays_a_cache(door, how):
@@ -291,6 +297,7 @@ class Given(Attention):
         return self.attend(x, k, v)
 
 
+@pytest.mark.singly
 @DOORS
 @pytest.mark.parametrize("how", ["einsum", "linear"])
 def test_a_weight_that_is_an_argument_is_told_by_name(door, how):

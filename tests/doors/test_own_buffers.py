@@ -17,13 +17,18 @@ import torch
 from torch import Tensor, nn
 
 import mla_compile
+from mla_compile.core.places import tensors_of
 from mla_compile.errors import MlaCompileWarning, StaleWeightError
 from mla_compile.runtime.latent import LatentTensor
-from mla_compile.runtime.own_buffers import KeptBuffer
+from mla_compile.runtime.own_buffers import KeptBuffer, empty_buffers
+from tests.support.tiers import also, full
 from tests.zoo.base import CAPACITY, Buffered, Dims
 
 ODD = Dims()
-STEPS = (4, 1, 1, 1)
+STEPS, START = (1,), 4
+"""A decode step behind four rows that nothing was written to: one graph, where other lengths take another."""
+PROMPTED = (4, 1, 1, 1)
+"""A prompt and steps."""
 
 
 class Attention(Buffered):
@@ -45,7 +50,7 @@ class Attention(Buffered):
 
 
 class Model(nn.Module):
-    def __init__(self, layer: Callable[[], nn.Module] = Attention, count: int = 2) -> None:
+    def __init__(self, layer: Callable[[], nn.Module] = Attention, count: int = 1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer() for _ in range(count))
         with torch.no_grad():
@@ -75,7 +80,7 @@ def fresh_session(model: Model) -> Model:
 
 
 @torch.no_grad()
-def session(model: Any, xs: list[Tensor], start: int = 0) -> list[Tensor]:
+def session(model: Any, xs: list[Tensor], start: int = START) -> list[Tensor]:
     found = []
     for x in xs:
         found.append(model(x, start))
@@ -83,9 +88,9 @@ def session(model: Any, xs: list[Tensor], start: int = 0) -> list[Tensor]:
     return found
 
 
-def same(got: list[Tensor], want: list[Tensor]) -> None:
+def same(got: list[Tensor], want: list[Tensor], case: str = "") -> None:
     for step, (a, b) in enumerate(zip(got, want, strict=True)):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, step=step: f"step {step}: {m}")
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, step=step: f"{case} step {step}: {m}")
 
 
 def caches(model: nn.Module) -> list[Tensor]:
@@ -100,9 +105,9 @@ def are_plain(model: nn.Module) -> bool:
     return not any(isinstance(cache, LatentTensor) and cache.recipe is not None for cache in caches(model))
 
 
-def filled(**options: Any) -> tuple[Model, Any]:
+def filled(count: int = 1, **options: Any) -> tuple[Model, Any]:
     """A model and its optimized form, after one session each."""
-    model = Model()
+    model = Model(count=count)
     fast = optimized(model, **options)
     same(session(fast, inputs()), session(copy.deepcopy(model), inputs()))
     assert are_rows(fast)
@@ -110,10 +115,11 @@ def filled(**options: Any) -> tuple[Model, Any]:
 
 
 def test_rows_stand_for_the_buffers_and_the_original_has_its_own():
-    model = Model()
+    model = Model(count=2)
     held = caches(model)
     fast = optimized(model)
-    same(session(fast, inputs()), session(copy.deepcopy(model), inputs()))
+    xs = inputs(steps=PROMPTED)
+    same(session(fast, xs, 0), session(copy.deepcopy(model), xs, 0))
     assert {str(site.code) for site in fast.mla_report.sites} == {"absorbed"}
     assert are_rows(fast)
     assert fast.forward.compiler.graphs == 2
@@ -136,53 +142,64 @@ def test_whoever_reads_a_buffer_finds_k():
     assert are_rows(fast)
 
 
-@pytest.mark.parametrize(
-    "reset",
-    [
-        lambda cache: cache.zero_(),
-        nn.init.zeros_,
-        lambda cache: cache.__setitem__(slice(None), 0),
-        lambda cache: cache.fill_(0.0),
-        lambda cache: cache.copy_(torch.zeros(cache.shape, dtype=cache.dtype)),
-        lambda cache: cache.mul_(0),
-    ],
-)
-def test_a_buffer_that_is_emptied_takes_rows_again(reset):
+OUTSIDE = {
+    "zero_": lambda cache: cache.zero_(),
+    "init.zeros_": nn.init.zeros_,
+    "an item": lambda cache: cache.__setitem__(slice(None), 0),
+    "fill_": lambda cache: cache.fill_(0.0),
+    "copy_": lambda cache: cache.copy_(torch.zeros(cache.shape, dtype=cache.dtype)),
+    "mul_": lambda cache: cache.mul_(0),
+}
+
+
+def test_a_buffer_that_is_emptied_takes_rows_again():
     model, fast = filled()
-    with torch.no_grad():
-        for cache in caches(fast):
-            reset(cache)
-    assert not any(cache.any() for cache in caches(fast))
-    same(session(fast, inputs(1)), session(model, inputs(1)))
-    assert are_rows(fast)
-    assert fast.forward.compiler.graphs == 2
+    for name, reset in OUTSIDE.items():
+        with torch.no_grad():
+            for cache in caches(fast):
+                reset(cache)
+        assert not any(cache.any() for cache in caches(fast)), name
+        same(session(fast, inputs(1)), session(fresh_session(model), inputs(1)), name)
+        assert are_rows(fast), name
+        assert fast.forward.compiler.graphs == 1, name
 
 
-@pytest.mark.parametrize(
-    "reset",
-    [
-        lambda cache: cache.zero_(),
-        lambda cache: cache.fill_(0.0),
-        lambda cache: cache.__setitem__(slice(None), 0),
-        lambda cache: cache.copy_(torch.zeros_like(cache)),
-    ],
+RESETS = (
+    lambda cache: cache.zero_(),
+    lambda cache: cache.fill_(0.0),
+    lambda cache: cache.__setitem__(slice(None), 0),
+    lambda cache: cache.copy_(torch.zeros_like(cache)),
 )
-def test_a_forward_that_empties_its_buffers(reset):
+
+
+# One buffer of two layers by each of them, or all four alike.
+@pytest.mark.parametrize("resets", [RESETS, *also("combination", *(((reset,) * 4,) for reset in RESETS))])
+def test_a_forward_that_empties_its_buffers(resets):
     class Emptying(Attention):
+        def __init__(self, empty_k: Callable[[Tensor], Any], empty_v: Callable[[Tensor], Any]) -> None:
+            super().__init__()
+            self.empty_k, self.empty_v = empty_k, empty_v
+
         def forward(self, x: Tensor, start: int) -> Tensor:
             if start == 0:
-                reset(self.k_cache)
-                reset(self.v_cache)
+                self.empty_k(self.k_cache)
+                self.empty_v(self.v_cache)
             return super().forward(x, start)
 
-    model, fast = Model(Emptying), optimized(Model(Emptying))
+    def made() -> Model:
+        left = iter(resets)
+        return Model(lambda: Emptying(next(left), next(left)), count=2)
+
+    model, fast = made(), optimized(made())
     for seed in range(2):
-        same(session(fast, inputs(seed)), session(model, inputs(seed)))
+        xs = inputs(seed, steps=PROMPTED)
+        same(session(fast, xs, 0), session(model, xs, 0))
         same([cache + 0 for cache in caches(fast)], caches(model))
     assert are_rows(fast)
     assert fast.forward.compiler.graphs == 2
 
 
+@full("combination")
 @pytest.mark.parametrize("number", [0.5, -0.0, float("nan")])
 def test_a_buffer_filled_with_something_else_is_k(number):
     class Filling(Attention):
@@ -194,11 +211,12 @@ def test_a_buffer_filled_with_something_else_is_k(number):
     model, fast = Model(Filling), optimized(Model(Filling))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
-        same(session(fast, inputs()), session(model, inputs()))
+        same(session(fast, inputs(steps=PROMPTED), 0), session(model, inputs(steps=PROMPTED), 0))
     for got, want in zip(caches(fast), caches(model), strict=True):
         torch.testing.assert_close(got + 0, want, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@full("combination")
 def test_new_tensors_and_new_sizes_take_rows_again():
     model, fast = filled()
     for batch in (5, 1):
@@ -209,8 +227,9 @@ def test_new_tensors_and_new_sizes_take_rows_again():
         assert are_rows(fast)
 
 
+@full("combination")
 def test_one_emptied_buffer_of_two_is_right():
-    model, fast = filled()
+    model, fast = filled(count=2)
     session(model, inputs())
     for one in (model, fast):
         one.layers[0].k_cache = torch.zeros_like(one.layers[0].k_cache)
@@ -219,8 +238,9 @@ def test_one_emptied_buffer_of_two_is_right():
         same(session(fast, inputs(3, steps=(1, 1)), 7), session(model, inputs(3, steps=(1, 1)), 7))
 
 
+@full("combination")
 def test_rows_that_two_buffers_share_are_each_of_them():
-    model, fast = filled()
+    model, fast = filled(count=2)
     session(model, inputs())
     for one in (model, fast):
         one.layers[0].k_cache.zero_()
@@ -232,6 +252,7 @@ def test_rows_that_two_buffers_share_are_each_of_them():
     same([cache + 0 for cache in caches(fast)], caches(model))
 
 
+@full("combination")
 def test_a_call_that_writes_to_one_of_two_buffers():
     class Both(Attention):
         """With ``start`` below zero only the keys are written, and the values are those of the call itself."""
@@ -254,6 +275,7 @@ def test_a_call_that_writes_to_one_of_two_buffers():
             same([cache + 0 for cache in caches(fast)], caches(model))
 
 
+@full("combination")
 @pytest.mark.parametrize("fault", ["later", "emptied", "swapped"])
 def test_k_and_v_that_are_no_longer_written_to_alike(fault):
     class Both(Attention):
@@ -286,6 +308,7 @@ def test_k_and_v_that_are_no_longer_written_to_alike(fault):
             same([cache + 0 for cache in caches(fast)], caches(model))
 
 
+@full("combination")
 def test_a_call_that_writes_all_of_a_buffer_later():
     """In a trace the rows were gone with their sizes: the guards on these could not be made."""
 
@@ -298,16 +321,19 @@ def test_a_call_that_writes_all_of_a_buffer_later():
     model, fast = Model(Whole), optimized(Model(Whole))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
-        same(session(fast, inputs()), session(model, inputs()))
+        xs = inputs(steps=PROMPTED)
+        same(session(fast, xs, 0), session(model, xs, 0))
         same([cache + 0 for cache in caches(fast)], caches(model))
 
 
+@full("combination")
 def test_views_of_buffers_that_became_k():
     """The views that a compiler was shown were made anew at each look, and it took two for one tensor."""
-    model, fast = Model(), optimized(Model())
+    model, fast = Model(count=2), optimized(Model(count=2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
-        same(session(fast, inputs()[:1]), session(model, inputs()[:1]))
+        prompt = inputs(steps=(4,))
+        same(session(fast, prompt, 0), session(model, prompt, 0))
         for one in (model, fast):
             first, second = one.layers
             second.k_cache, second.v_cache = first.k_cache[:], first.v_cache[:]
@@ -322,6 +348,7 @@ def test_views_of_buffers_that_became_k():
         same([cache + 0 for cache in caches(fast)], caches(model))
 
 
+@full("combination")
 def test_positions_are_written_again_and_batches_change():
     model, fast = filled()
     session(model, inputs())
@@ -374,7 +401,8 @@ def test_a_buffer_that_is_read_before_it_is_written_to():
     fast = optimized(Model(Late))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
-        same(session(fast, inputs()), session(Model(Late), inputs()))
+        xs = inputs(steps=PROMPTED)
+        same(session(fast, xs, 0), session(Model(Late), xs, 0))
     assert are_plain(fast)
 
 
@@ -386,7 +414,7 @@ def test_copies_have_rows_of_their_own():
     assert {id(leaf) for cache in caches(twin) for leaf in cache.leaves} == {id(one.up.weight) for one in twin.layers}
     for one, seed in ((fast, 7), (twin, 8)):
         mine = copy.deepcopy(model)
-        same(session(one, inputs(seed, steps=(1, 1)), 7), session(mine, inputs(seed, steps=(1, 1)), 7))
+        same(session(one, inputs(seed), START + 1), session(mine, inputs(seed), START + 1))
         assert are_rows(one)
 
 
@@ -398,20 +426,21 @@ def test_saved_states_hold_k():
     torch.save(fast.state_dict(), file)
     file.seek(0)
     saved = torch.load(file)
-    same([saved["layers.1.v_cache"]], [model.layers[1].v_cache])
-    assert type(saved["layers.1.v_cache"]) is Tensor
+    same([saved["layers.0.v_cache"]], [model.layers[0].v_cache])
+    assert type(saved["layers.0.v_cache"]) is Tensor
     fast.load_state_dict(saved)  # V in the place of its rows; those of K are of the weights before
     same([layer.v_cache + 0 for layer in fast.layers], [layer.v_cache for layer in model.layers])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
         with pytest.raises(StaleWeightError, match="zero_"):
-            session(fast, inputs(16, steps=(1,)), 7)
+            session(fast, inputs(16))
     for cache in caches(fast):
         cache.zero_()
     same(session(fast, inputs(16)), session(fresh_session(model), inputs(16)))
     assert are_rows(fast)
 
 
+@full("combination")
 def test_a_pickled_model_goes_on_where_it_was():
     import pickle
 
@@ -423,6 +452,7 @@ def test_a_pickled_model_goes_on_where_it_was():
         same(session(again, inputs(9, steps=(1, 1)), 7), session(model, inputs(9, steps=(1, 1)), 7))
 
 
+@full("combination")
 def test_a_model_that_is_moved_goes_on_where_it_was():
     model, fast = filled()
     session(model, inputs())
@@ -440,13 +470,14 @@ def test_weights_that_change_under_the_rows_are_noticed():
     with torch.no_grad():
         model.layers[0].up.weight.mul_(2)
     with pytest.raises(StaleWeightError, match="zero_"):
-        session(fast, inputs(12, steps=(1,)), 7)
+        session(fast, inputs(12))
     for cache in caches(fast):
         cache.zero_()
     same(session(fast, inputs(12)), session(copy.deepcopy(model), inputs(12)))
     assert are_rows(fast)
 
 
+@full("combination")
 def test_two_optimized_models_share_no_rows():
     model = Model()
     one, other = optimized(model), optimized(model)
@@ -460,16 +491,17 @@ def test_two_optimized_models_share_no_rows():
 def test_inference_mode_in_and_out():
     model, fast = Model(), None
     fast = optimized(model)
-    xs, plain = inputs(15, steps=(4, 1, 1, 1, 1)), Model()
+    xs, plain = inputs(15, steps=(1, 1, 1, 1)), Model()
     with torch.inference_mode():
-        got = session(fast, xs[:3])
-    got += session(fast, xs[3:4], 6)
+        got = session(fast, xs[:2])
+    got += session(fast, xs[2:3], 6)
     with torch.inference_mode():
-        got += session(fast, xs[4:], 7)
+        got += session(fast, xs[3:], 7)
     same(got, session(plain, xs))
     assert are_rows(fast)
 
 
+@full("combination")
 def test_float8_rows():
     model = Model()
     fast = optimized(model, cache_dtype="fp8")
@@ -480,13 +512,14 @@ def test_float8_rows():
     assert {row.dtype for cache in caches(fast) for row in cache.shown_rows()} == {torch.uint8, torch.float64}
 
 
+@full("combination")
 def test_explain_says_the_same():
     model = Model()
     for S, start, fold in ((4, 0, "auto"), (1, 4, "auto"), (1, 4, "always")):
         report = mla_compile.explain(model, inputs(steps=(S,))[0], start, fold=fold)
         assert {str(site.code) for site in report.sites} == {"absorbed"}
     assert not any(cache.any() for cache in caches(model))
-    fast = optimized(model, example_inputs=(inputs()[0], 0))
+    fast = optimized(model, example_inputs=(inputs(steps=(4,))[0], 0))
     assert {str(site.code) for site in fast.mla_report.sites} == {"absorbed"}
     session(model, inputs())
     report = mla_compile.explain(model, inputs(steps=(1,))[0], 7)
@@ -501,6 +534,7 @@ def test_backend_mla_says_to_use_optimize():
     assert "optimize()" in mla_compile.explain(compiled._orig_mod, inputs(steps=(1,))[0], 7).sites[0].fix
 
 
+@full("combination")
 def test_graphs_broken_between_layers():
     class Broken(Model):
         def forward(self, x: Tensor, start: int) -> Tensor:
@@ -509,9 +543,9 @@ def test_graphs_broken_between_layers():
                 torch._dynamo.graph_break()
             return x
 
-    model = Broken()
+    model = Broken(count=2)
     fast = optimized(model)
-    same(session(fast, inputs()), session(Broken(), inputs()))
+    same(session(fast, inputs()), session(Broken(count=2), inputs()))
     assert are_rows(fast)
 
 
@@ -583,20 +617,43 @@ def by_a_hook(model: Model) -> None:
         layer.register_forward_hook(lambda module, args, y, layer=layer: y + layer.k_cache.sum())
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        in_a_list,
-        as_views,
-        of_one_memory,
-        in_a_default,
-        in_a_closure,
-        as_a_method,
-        as_a_partial,
-        in_another_object,
-        by_a_hook,
-    ],
-)
+HELD = [
+    in_a_list,
+    as_views,
+    of_one_memory,
+    in_a_default,
+    in_a_closure,
+    as_a_method,
+    as_a_partial,
+    in_another_object,
+    by_a_hook,
+]
+SESSIONS = (in_a_closure,)
+
+
+class Twice(Model):
+    def __init__(self) -> None:
+        super().__init__(count=1)
+        self.layers.append(self.layers[0])
+
+
+def test_a_buffer_that_something_else_can_reach_is_found() -> None:
+    """Sessions with each of them take long; all of them differ in this alone."""
+    model = Model(count=2)
+    assert len(empty_buffers(model, dict(tensors_of(model)))) == 4
+    for held in HELD:
+        model = Model(count=2)
+        held(model)
+        assert not empty_buffers(model, dict(tensors_of(model))), held.__name__
+    twice = Twice()
+    assert not empty_buffers(twice, dict(tensors_of(twice)))
+    model = Model(count=2)
+    model.views = [model.layers[0].k_cache[0], model.layers[1].v_cache.view(-1)]
+    found = map(str, empty_buffers(model, dict(tensors_of(model))))
+    assert sorted(found) == ["layers.0.v_cache", "layers.1.k_cache"]
+
+
+@pytest.mark.parametrize("held", [*SESSIONS, *also("combination", *(held for held in HELD if held not in SESSIONS))])
 def test_a_buffer_that_something_else_holds_stays(held):
     model, plain = Model(), Model()
     held(model)
@@ -609,8 +666,9 @@ def test_a_buffer_that_something_else_holds_stays(held):
     assert are_plain(fast)
 
 
+@full("combination")
 def test_the_other_side_of_a_buffer_that_is_held_is_kept_as_rows():
-    model, plain = Model(), Model()
+    model, plain = Model(count=2), Model(count=2)
     for one in (model, plain):
         one.views = [one.layers[0].k_cache[0], one.layers[1].v_cache.view(-1)]
     fast = optimized(model)
@@ -622,12 +680,8 @@ def test_the_other_side_of_a_buffer_that_is_held_is_kept_as_rows():
     assert [isinstance(cache, LatentTensor) for cache in caches(fast)] == [False, True, True, False]
 
 
+@full("combination")
 def test_a_layer_used_twice_stays():
-    class Twice(Model):
-        def __init__(self) -> None:
-            super().__init__(count=1)
-            self.layers.append(self.layers[0])
-
     fast = optimized(Twice())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
@@ -677,19 +731,21 @@ def test_wrong_inputs_fail_as_they_do_in_the_original():
     assert are_rows(fast)
 
 
+@full("inductor")
 def test_compiled_code_writes_in_place():
     model = Model()
     fast = mla_compile.optimize(model, strict=True)
-    same(session(fast, inputs()), session(Model(), inputs()))
+    before = inputs(steps=PROMPTED)
+    same(session(fast, before, 0), session(Model(), before, 0))
     rows = [row for cache in caches(fast) for row in cache.shown_rows()]
     where = [row.data_ptr() for row in rows]
-    same(session(fast, inputs(1, steps=(1, 1)), 7), session_after(Model(), inputs(), inputs(1, steps=(1, 1))))
+    same(session(fast, inputs(1, steps=(1, 1)), 7), session_after(Model(), before, inputs(1, steps=(1, 1))))
     assert [row.data_ptr() for cache in caches(fast) for row in cache.shown_rows()] == where
     assert are_rows(fast)
 
 
 def session_after(model: nn.Module, before: list[Tensor], xs: list[Tensor]) -> list[Tensor]:
-    session(model, before)
+    session(model, before, 0)
     return session(model, xs, sum(x.shape[1] for x in before))
 
 
@@ -703,10 +759,10 @@ def test_the_buffers_of_a_dropped_original_are_freed():
 
 
 def test_without_memory_for_rows_the_buffers_stay(monkeypatch):
-    def full(*_: Any) -> None:
+    def none_left(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(KeptBuffer, "empty", full)
+    monkeypatch.setattr(KeptBuffer, "empty", none_left)
     fast = optimized(Model())
     with pytest.warns(MlaCompileWarning) as said:
         same(session(fast, inputs()), session(Model(), inputs()))

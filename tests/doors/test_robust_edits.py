@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 from mla_compile import MlaCompileWarning, optimize
+from tests.support.tiers import also
 from tests.support.toy import H, L, N, Toy, V, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -85,18 +86,17 @@ def to_half(model: Any) -> None:
 
 EDITS = [
     (attach_adapter, "always"),
-    (add_hook, "auto"),
     (add_hook, "always"),
     (add_pre_hook, "auto"),
     (parametrize_weight, "always"),
     (replace_forward_of_a_layer, "auto"),
     (add_bias, "always"),
     (replace_layer, "auto"),
-    (load_other_weights, "auto"),
     (load_other_weights, "always"),
     (swap_two_heads, "always"),
     (to_double, "auto"),
     (to_half, "always"),
+    *also("combination", (add_hook, "auto"), (load_other_weights, "auto")),
 ]
 
 

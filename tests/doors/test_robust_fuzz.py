@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._dynamo.exc import TorchRuntimeError
 
 from mla_compile import InputError, MlaCompileError, OptionError, Options, explain, optimize
 from tests.support.releases import BEFORE_2_13
+from tests.support.tiers import also
 from tests.support.toy import D, L, R, Toy, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -75,16 +77,24 @@ def assert_same_outcome(got: Any, want: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(scale, 1), equal_nan=True)
 
 
-@settings(max_examples=12)
-@given(
-    shape=st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)),
-    x_layout=st.sampled_from([*LAYOUTS]),
-    rows_layout=st.sampled_from([*LAYOUTS]),
-    fold=st.sampled_from(["auto", "always"]),
-)
-def test_any_layout_and_any_size_gives_what_the_original_gives(
-    shape: tuple[int, int, int], x_layout: str, rows_layout: str, fold: str
-) -> None:
+def drawn(examples: int, check: Callable[..., None], **strategies: Any) -> None:
+    """Check some cases."""
+    settings(max_examples=examples)(given(**strategies)(check))()
+
+
+@pytest.mark.parametrize("examples", [5, *also("draws", 12)])
+def test_any_layout_and_any_size_gives_what_the_original_gives(examples: int) -> None:
+    drawn(
+        examples,
+        any_layout_and_any_size,
+        shape=st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 4)),
+        x_layout=st.sampled_from([*LAYOUTS]),
+        rows_layout=st.sampled_from([*LAYOUTS]),
+        fold=st.sampled_from(["auto", "always"]),
+    )
+
+
+def any_layout_and_any_size(shape: tuple[int, int, int], x_layout: str, rows_layout: str, fold: str) -> None:
     torch._dynamo.reset()
     batch, cached, queries = shape
     x, rows = decode_inputs(batch=batch, cached=cached, queries=queries)
@@ -98,15 +108,18 @@ def test_any_layout_and_any_size_gives_what_the_original_gives(
         assert_same_outcome(outcome(fast, inputs), outcome(model, inputs))
 
 
-@settings(max_examples=10)
-@given(
-    which=st.integers(0, 1),
-    spoiled=st.one_of(st.sampled_from([*SPOILED]), st.sampled_from(NOT_TENSORS)),
-    warm=st.booleans(),
-)
-def test_inputs_that_do_not_fit_give_the_originals_error_and_the_model_still_works(
-    which: int, spoiled: Any, warm: bool
-) -> None:
+@pytest.mark.parametrize("examples", [5, *also("draws", 10)])
+def test_inputs_that_do_not_fit_give_the_originals_error_and_the_model_still_works(examples: int) -> None:
+    drawn(
+        examples,
+        inputs_that_do_not_fit,
+        which=st.integers(0, 1),
+        spoiled=st.one_of(st.sampled_from([*SPOILED]), st.sampled_from(NOT_TENSORS)),
+        warm=st.booleans(),
+    )
+
+
+def inputs_that_do_not_fit(which: int, spoiled: Any, warm: bool) -> None:
     torch._dynamo.reset()
     good = decode_inputs()
     bad = list(good)

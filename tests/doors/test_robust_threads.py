@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mla_compile import optimize
+from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 
 EAGER: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -48,7 +49,7 @@ def decoding(fast: Any, model: Any, seed: int, *, growing: bool = True) -> Calla
     return work
 
 
-@pytest.mark.parametrize("options", [EAGER, {**EAGER, "fold": "always"}, INDUCTOR])
+@pytest.mark.parametrize("options", [EAGER, {**EAGER, "fold": "always"}, *also("inductor", INDUCTOR)])
 def test_two_threads_share_one_optimized_model(options: dict[str, Any]) -> None:
     model = Toy().eval()
     fast = optimize(model, **options)

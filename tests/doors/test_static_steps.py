@@ -13,6 +13,7 @@ from mla_compile.passes.ir.graph import packet
 from tests.support import models
 from tests.support.programs import OP
 from tests.support.recording import WAITS
+from tests.support.tiers import also
 
 ROOM, PROMPT, STEPS = 40, 6, 12
 
@@ -32,8 +33,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     return made
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", ["minicpm3", *also("family", "deepseek_v3")])
+@pytest.mark.parametrize("padded", [True, *also("combination", False)])
 def test_one_graph_with_lengths_for_every_step(family: str, padded: bool, graphs: list[fx.Graph]):
     model = models.build(family, attn="sdpa")
     fast = mla_compile.optimize(model, codegen="eager")

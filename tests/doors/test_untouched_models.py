@@ -11,6 +11,7 @@ import transformers
 import mla_compile.backend as backend
 from mla_compile.codes import Code
 from mla_compile.errors import MlaCompileWarning
+from tests.support.tiers import also
 
 _BASE = {
     "vocab_size": 97,
@@ -68,7 +69,13 @@ def prefill_and_decode(run, ids):
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [*((name, "sdpa") for name in MODELS), ("llama", "eager"), ("falcon", "eager")]
+    ("name", "attention"),
+    [
+        ("llama", "sdpa"),
+        *also(
+            "family", *((name, "sdpa") for name in MODELS if name != "llama"), ("llama", "eager"), ("falcon", "eager")
+        ),
+    ],
 )
 def test_outputs_are_the_original_ones(name, attention):
     model = build(name, attention)
@@ -85,7 +92,7 @@ def test_outputs_are_the_original_ones(name, attention):
     assert {site.code for site in sites} == {Code.NOT_MLA}, [(site.code, site.reason, site.blame) for site in sites]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("name", ["gpt2", *also("family", "llama", "opt")])
 def test_without_a_cache(name):
     """K and V are then images of the hidden state, which is no latent: the queries are made of it as well."""
     model = build(name, "sdpa")

@@ -14,9 +14,13 @@ import mla_compile
 from mla_compile.dynamo import code
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.errors import MlaCompileWarning
+from mla_compile.repeats import find
+from tests.dynamo import test_sizes
 from tests.support import models
+from tests.support.tiers import full
 
-LAYERS = 4
+LAYERS = 3
+"""As many as are a repetition."""
 Made = list[tuple[fx.GraphModule, str]]
 
 
@@ -46,11 +50,11 @@ def optimized(model: Any, **options: Any) -> Any:
 def kinds(family: str) -> dict[str, Any]:
     """Enough layers of each kind that a family has."""
     config = models.FAMILIES | models.SPARSE
-    return {"num_hidden_layers": LAYERS} | (
-        {"first_k_dense_replace": 1} if "first_k_dense_replace" in config[family].kwargs else {}
-    )
+    dense = "first_k_dense_replace" in config[family].kwargs
+    return {"num_hidden_layers": LAYERS + 1, "first_k_dense_replace": 1} if dense else {"num_hidden_layers": LAYERS}
 
 
+@full("family")
 @pytest.mark.parametrize(
     ("family", "cache"),
     [
@@ -69,17 +73,42 @@ def test_tokens_of_layers_that_are_compiled_once(family: str, cache: str, made: 
     assert torch.equal(got, want)
     torch.testing.assert_close(logits, want_logits, rtol=1e-4, atol=1e-4)
     report = fast.mla_report
-    assert (report.absorbed, report.absorbed % LAYERS) == (len(report.sites) - report.kept, 0)
+    count = model.config.num_hidden_layers
+    assert (report.absorbed, report.absorbed % count) == (len(report.sites) - report.kept, 0)
     assert report.absorbed
     # In front of the layers (with the first where that is dense), a kind of layer, behind them: for each graph.
     assert len(made) % 3 == 0
     assert max(map(attentions, made)) == 1
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> test_sizes.Model:
+    """A model whose layers, short as they are, are compiled once."""
+    monkeypatch.setattr(find, "LEAST_LENGTH", 8)
+    torch.manual_seed(0)
+    return test_sizes.Model().eval().requires_grad_(False)
+
+
+def test_small_layers_at_any_length(made: list[fx.GraphModule], small: test_sizes.Model) -> None:
+    """Parts whose inputs are sizes, and caches that grow."""
+    fast = torch.compile(small, backend="mla", options={"strict": True, "verify": False})
+    mine: list[Any] = [None] * LAYERS
+    theirs: list[Any] = [None] * LAYERS
+    with torch.no_grad():
+        for step in range(4):
+            x = torch.randn(1, 1 if step else 7, test_sizes.D)
+            (got, mine), (want, theirs) = fast(x, mine), small(x, theirs)
+            torch.testing.assert_close(got, want)
+    assert max(map(attentions, made)) == 1
+    assert len(made) < 2 * LAYERS
+    assert any(isinstance(node.meta.get("val"), torch.SymInt) for gm in made for node in gm.graph.nodes)
+
+
 def attentions(gm: fx.GraphModule) -> int:
     return sum("attention" in str(node.target) for node in gm.graph.nodes if node.op == "call_function")
 
 
+@full("family")
 def test_two_kinds_that_take_turns(made: list[fx.GraphModule]) -> None:
     """Full and shared indexers: every second layer chooses its keys itself."""
     layers = {"num_hidden_layers": 8, "indexer_types": ["full", "shared"] * 4}
@@ -93,14 +122,17 @@ def test_two_kinds_that_take_turns(made: list[fx.GraphModule]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"layers": "whole"}, {"triton.cudagraphs": True}, {"freezing": True}], ids=str)
-def test_one_piece_where_that_is_asked_for(options: dict[str, Any], made: list[fx.GraphModule]) -> None:
+def test_one_piece_where_that_is_asked_for(
+    options: dict[str, Any], made: list[fx.GraphModule], small: test_sizes.Model
+) -> None:
     """A CUDA graph and folded constants belong to the weights of one layer."""
-    model = models.build("minicpm3", num_hidden_layers=LAYERS)
     with torch.no_grad():
-        torch.compile(model, backend="mla", options=options)(torch.ones(1, 4, dtype=torch.long))
+        torch.compile(small, backend="mla", options=options)(torch.ones(1, 4, test_sizes.D), [None] * LAYERS)
     assert len(made) == 1
+    assert attentions(made[0]) == LAYERS
 
 
+@full("inductor")
 def test_inductor_compiles_one_layer_of_many() -> None:
     """With real code, sizes that change and caches that grow."""
     model = models.build("minicpm3", num_hidden_layers=LAYERS)
@@ -114,33 +146,33 @@ def test_inductor_compiles_one_layer_of_many() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile\\(module\\)` when there are global hooks")
-def test_global_hooks_see_no_module_of_ours(made: list[fx.GraphModule]) -> None:
+def test_global_hooks_see_no_module_of_ours(made: list[fx.GraphModule], small: test_sizes.Model) -> None:
     """Hooks of the user's that are set after the compilation, which Dynamo does not look for again."""
-    model, ids = models.build("minicpm3", num_hidden_layers=LAYERS), torch.ones(1, 4, dtype=torch.long)
-    call, seen = torch.compile(model, backend="mla", options={"strict": True}), list[str]()
+    given = torch.ones(1, 4, test_sizes.D), [None] * LAYERS
+    call, seen = torch.compile(small, backend="mla", options={"strict": True}), list[str]()
     with torch.no_grad():
-        want = call(ids).logits
+        want, _ = call(*given)
         with torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__)):
-            got = call(ids).logits
+            got, _ = call(*given)
     assert torch.equal(got, want)
-    assert len(made) >= 3
-    assert set(seen) <= {type(module).__name__ for module in model.modules()} | {"OptimizedModule"}
+    assert max(map(attentions, made)) == 1, "the layers are no parts"
+    assert set(seen) <= {type(module).__name__ for module in small.modules()} | {"OptimizedModule"}
 
 
 def test_a_failure_in_the_parts_leaves_the_graph_whole(
-    monkeypatch: pytest.MonkeyPatch, made: list[fx.GraphModule]
+    monkeypatch: pytest.MonkeyPatch, made: list[fx.GraphModule], small: test_sizes.Model
 ) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("of ours")
 
     monkeypatch.setattr(code, "split", broken)
-    model, ids = models.build("minicpm3", num_hidden_layers=LAYERS), torch.ones(1, 4, dtype=torch.long)
+    given = torch.ones(1, 4, test_sizes.D), [None] * LAYERS
     with torch.no_grad(), pytest.warns(MlaCompileWarning, match="compiled as one, .*ZeroDivisionError: of ours"):
-        torch.compile(model, backend="mla")(ids)
+        torch.compile(small, backend="mla")(*given)
     assert len(made) == 1
     torch._dynamo.reset()
     with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="of ours"):
-        torch.compile(model, backend="mla", options={"strict": True})(ids)
+        torch.compile(small, backend="mla", options={"strict": True})(*given)
 
 
 def test_weights_that_are_subclasses_are_given_to_the_parts_as_plain_tensors(made: list[fx.GraphModule]) -> None:

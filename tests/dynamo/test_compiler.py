@@ -20,6 +20,7 @@ from mla_compile.errors import MlaCompileWarning, WeightError
 from mla_compile.options import Options
 from mla_compile.runtime import folds
 from tests.support.compiling import compiled, compiler
+from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 
 
@@ -31,8 +32,10 @@ class Plain(nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("lowering", ["aten", "op"])
+@pytest.mark.parametrize(
+    ("codegen", "lowering"),
+    [("eager", "aten"), ("eager", "op"), *also("inductor", ("inductor", "aten"), ("inductor", "op"))],
+)
 def test_decode_is_absorbed_and_equal(codegen: str, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
     model, (x, rows) = Toy().eval(), decode_inputs()
     backend = compiler(codegen=codegen, lowering=lowering)
@@ -149,7 +152,9 @@ def test_what_is_kept_by_choice_is_no_warning() -> None:
     assert backend.reports[0].kept == 1
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the pass broke"), ZeroDivisionError("0"), WeightError("no values")])
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("0"), WeightError("no values"), *also("combination", RuntimeError("the pass broke"))]
+)
 def test_a_failure_falls_back_with_its_reason_or_is_raised_when_strict(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from mla_compile import MlaCompileWarning, optimize
 from tests.support.compiling import assert_untouched, state
 from tests.support.models import build, greedy, prompt
+from tests.support.tiers import also
 from tests.support.toy import L, Toy, decode_inputs
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
@@ -37,21 +38,28 @@ def test_an_optimized_module_is_the_same_model_with_absorbed_decode() -> None:
     assert_untouched(model, before)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate_runs_the_absorbed_decode(cache: str) -> None:
-    model, inputs = build("deepseek_v3"), prompt()
+@pytest.mark.parametrize(
+    ("cache", "family", "layers"),
+    [
+        ("dynamic", "minicpm3", 1),
+        # With a static cache the next test generates, too.
+        *also("family", ("dynamic", "deepseek_v3", 2), ("static", "deepseek_v3", 2)),
+    ],
+)
+def test_generate_runs_the_absorbed_decode(cache: str, family: str, layers: int) -> None:
+    model, inputs = build(family, num_hidden_layers=layers), prompt()
     want, logits = greedy(model, inputs, steps=4, cache=cache)
     fast = optimize(model, **FAST)
     got, again = greedy(fast, inputs, steps=4, cache=cache)
     assert torch.equal(got, want)
     torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-4)
-    assert fast.mla_report.absorbed >= 2
+    assert fast.mla_report.absorbed >= layers
     assert fast.config is model.config
     assert "forward" not in vars(model)
 
 
 def test_generate_does_not_compile_a_second_time() -> None:
-    fast = optimize(build("minicpm3"), **FAST)
+    fast = optimize(build("minicpm3", num_hidden_layers=1), **FAST)
     assert fast.get_compiled_call(None) == fast.__call__
     config = transformers.CompileConfig()
     config._compile_all_devices = True
@@ -78,7 +86,7 @@ def test_many_models_do_not_push_each_other_over_the_recompile_limit() -> None:
     inputs = decode_inputs()
     with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=2):
         warnings.simplefilter("error")
-        for seed in range(10):
+        for seed in range(4):
             model = Toy(seed).eval()
             fast = optimize(model, **FAST)
             torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
@@ -96,7 +104,7 @@ def test_models_with_graph_breaks_do_not_either() -> None:
     inputs = decode_inputs()
     with torch.no_grad(), warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=2):
         warnings.simplefilter("error")
-        for seed in range(5):
+        for seed in range(3):
             model = Broken(seed).eval()
             fast = optimize(model, **FAST)
             torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)

@@ -15,6 +15,7 @@ from mla_compile.backend import mla
 from tests.support import unsettled
 from tests.support.compiling import compiler
 from tests.support.decode_state import OPTIONS, absorbed_runs
+from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 from tests.support.unsettled import (
     GrowingBuffer,
@@ -153,7 +154,7 @@ def test_where_nothing_can_be_made_symbolic_the_warning_says_what_would_be(
         assert absorbed_runs(fast, model, runs, count=3)[-1] == 0
 
 
-@pytest.mark.parametrize("door", ["optimize", "backend"])
+@pytest.mark.parametrize("door", ["optimize", *also("combination", "backend")])
 def test_with_logging_off_the_last_variant_that_fits_comes_with_the_warning(
     door: str, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

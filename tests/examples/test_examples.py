@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.tiers import full
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SAME = "the same as the original's: True"
 
@@ -40,6 +42,7 @@ def test_one_main_and_a_line_in_the_list(file):
     assert f"]({file.name})" in (EXAMPLES / "README.md").read_text()
 
 
+@full("command")
 def test_hf_generate(output):
     out = output("hf_generate.py", "--codegen=eager", "--tokens=6")
     assert out.count(SAME) == 2
@@ -63,6 +66,7 @@ def of_two_processes():
     return run
 
 
+@full("command")
 def test_torchrun_generate(of_two_processes):
     first, second = of_two_processes("torchrun_generate.py", "--codegen=eager", "--tokens=5")
     for out in (first, second):
@@ -71,6 +75,7 @@ def test_torchrun_generate(of_two_processes):
     assert first.splitlines()[0] == second.splitlines()[0]
 
 
+@full("command")
 def test_torchrun_data_parallel(of_two_processes):
     first, second = of_two_processes("torchrun_data_parallel.py", "--codegen=eager", "--tokens=8")
     for out in (first, second):
@@ -81,6 +86,7 @@ def test_torchrun_data_parallel(of_two_processes):
     assert lengths == [{8}, {7}], "the second ends sooner, and goes on for the first"
 
 
+@full("command")
 def test_compile_backend(output, caplog):
     try:
         metadata.distribution("mla-compile")
@@ -91,6 +97,7 @@ def test_compile_backend(output, caplog):
     assert [line.count(" 2 absorbed") for line in caplog.messages if "attention sites" in line] == [1, 1]
 
 
+@full("command")
 def test_from_scratch(output):
     out = output("from_scratch.py")
     assert "1 absorbed" in out
@@ -99,16 +106,19 @@ def test_from_scratch(output):
     assert float(difference[1]) < 1e-5
 
 
+@full("command")
 def test_aoti_package(output):
     out = output("aoti_package.py", "--context=12")
     assert "1 absorbed" in out
     assert SAME in out
 
 
+@full("command")
 def test_onnx_generate(output):
     assert SAME in output("onnx_generate.py")
 
 
+@full("command")
 def test_lora(output):
     out = output("lora.py", "--codegen=eager", "--tokens=6", "--steps=10")
     lines = dict(re.findall(r"(.*): (\[.*\]), the same as the original's: True", out))
@@ -117,6 +127,7 @@ def test_lora(output):
     assert " 0 absorbed" not in out
 
 
+@full("command")
 def test_speculative(output):
     out = output("speculative.py", "--codegen=eager", "--tokens=14")
     assert "the same as the original's, decoded one by one: True" in out
@@ -129,6 +140,7 @@ def test_speculative(output):
     assert accepted + sum(count for _, _, count in calls) == 14
 
 
+@full("command")
 def test_train_tiny(output):
     out = output("train_tiny.py", "--codegen=eager", "--steps=12", "--context=20", "--windows=3")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -14,19 +15,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 
-from mla_compile.onnx.session import Session
 from tests.support import onnx_toy as toy
+
+if TYPE_CHECKING:  # onnxruntime and fastapi are imported by the tests that run
+    from fastapi.testclient import TestClient
+
+    from mla_compile.onnx.session import Session
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "onnx_server.py"
 
 
-def _load() -> ModuleType:
+@functools.cache
+def _server() -> ModuleType:
+    """The example as a module."""
     spec = importlib.util.spec_from_file_location("onnx_server", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["onnx_server"] = module  # where FastAPI looks up the types of arguments
@@ -34,16 +40,28 @@ def _load() -> ModuleType:
     return module
 
 
-server = _load()
+def _session(folder: Path) -> Session:
+    from mla_compile.onnx.session import Session
+
+    return Session(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.build(tmp_path_factory.mktemp("onnx") / "model", "inplace", max_position=512, prefill=True)
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Session:
-    return Session(toy.build(tmp_path / "model", "inplace", max_position=512, prefill=True))
+def session(folder: Path) -> Session:
+    """A session of the test's own, whose methods it may replace."""
+    return _session(folder)
 
 
 @contextmanager
 def _client(session: Session, **limits: int) -> Iterator[TestClient]:
+    from fastapi.testclient import TestClient
+
+    server = _server()
     with TestClient(server.create_app(session, server.Limits(**limits))) as client:
         yield client
 
@@ -114,7 +132,7 @@ def test_a_stream_gives_a_token_per_event(client: TestClient):
 def test_eos_is_a_reason_to_stop(tmp_path: Path):
     full = toy.greedy([1, 2, 3], 12)
     expected = full[: full.index(full[3]) + 1]
-    with _client(Session(toy.build(tmp_path / "model", eos_token_ids=(full[3],)))) as client:
+    with _client(_session(toy.build(tmp_path / "model", eos_token_ids=(full[3],)))) as client:
         answer = _ask(client, [1, 2, 3], 12).json()
     assert (answer["token_ids"], answer["finish_reason"]) == (expected, "stop")
 
@@ -166,6 +184,7 @@ def test_a_client_that_leaves_a_stream_frees_its_row(session: Session):
     gate.open.set()
 
     async def leave() -> tuple[list[str], int]:
+        server = _server()
         worker = server.Worker(session, server.Limits())
         worker.start()
         job = server.Job([3, 5, 7], 500, server.Sampling())

@@ -61,10 +61,8 @@ def test_in_a_compiled_graph_with_sizes_that_grow():
     torch.library.opcheck(OP.default, (*given(), -1e29))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 1, 1), (3, 1, 2)], ids=str)
-def test_beside_a_mask_the_greatest_number_decides(shape, dtype):
-    """Compared with a softmax of the numbers in float64, written out."""
+def beside_a_mask(shape, dtype):
+    """The op's arguments, with hidden rows of every kind."""
     generator = torch.Generator().manual_seed(3)
     out, lse, values = given(dtype=dtype)
     low = torch.finfo(dtype).min
@@ -72,6 +70,14 @@ def test_beside_a_mask_the_greatest_number_decides(shape, dtype):
     mask = numbers[torch.randint(4, (*shape, 7), generator=generator)]
     indices = torch.randint(-1, 8, (3, 2, 4), generator=generator, dtype=torch.int32)  # 7 names no key, as -1
     lse[0], lse[2, 1] = -torch.inf, low
+    return out, lse, values, -1e29, mask, indices, low
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 1, 1), (3, 1, 2)], ids=str)
+def test_beside_a_mask_the_greatest_number_decides(shape, dtype):
+    """Compared with a softmax of the numbers in float64, written out."""
+    out, lse, values, _, mask, indices, low = beside_a_mask(shape, dtype)
     whole = torch.full((3, 4, 2, 7), low, dtype=torch.float64)
     for b in range(3):
         for s in range(2):
@@ -80,10 +86,16 @@ def test_beside_a_mask_the_greatest_number_decides(shape, dtype):
                     whole[b, :, s, t] = mask.expand(3, 4, 2, 7)[b, :, s, t].double()
     want = torch.einsum("bhst,btv->bshv", whole.softmax(-1), values.double())
     want = torch.where((lse <= -1e29)[..., None], want, out.double())
-    found = OP(out, lse, values, -1e29, mask, indices, low)
+    found = OP(*beside_a_mask(shape, dtype))
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance)
-    torch.library.opcheck(OP.default, (out, lse, values, -1e29, mask, indices, low))
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 4, 2), (1, 1, 1), (3, 1, 2)], ids=str)
+def test_opcheck_beside_a_mask(shape, dtype):
+    torch.library.opcheck(OP.default, beside_a_mask(shape, dtype))
 
 
 def test_a_mask_is_looked_at_where_a_row_is_hidden_only():

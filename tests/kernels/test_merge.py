@@ -11,6 +11,7 @@ from torch import Tensor
 from mla_compile.errors import InputError
 from mla_compile.kernels import decode, reference
 from mla_compile.kernels.call import DecodeCall
+from tests.support.tiers import also
 
 B, S, H, T, L, R = 2, 3, 5, 41, 24, 8
 
@@ -115,7 +116,7 @@ def test_a_shared_prefix_and_the_rest():
     torch.testing.assert_close(lse, want_lse)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, *also("combination", False)])
 def test_is_traced_whole(dynamic: bool):
     torch._dynamo.reset()
     step = torch.compile(lambda o, s, k: decode.merge(o, s, sinks=k), fullgraph=True, dynamic=dynamic, backend="eager")

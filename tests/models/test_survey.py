@@ -10,8 +10,10 @@ from mla_compile.models.survey import survey
 from mla_compile.report.explained import explained
 from tests.support.explaining import LLAMA, TINY, call, write
 from tests.support.models import SPARSE
+from tests.support.tiers import full
 
 
+@full("family")
 def test_the_cut_model_says_what_the_whole_one_says(explained_models):
     model = survey(write(TINY)).facts
     config, _ = config_file.read("config.json")
@@ -70,6 +72,7 @@ def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(
     assert (costs["sparse"].bytes[1] - costs["sparse"].bytes[0]) / (32768 - 4096) == 2 * 2 * 24
 
 
+@full("family")
 def test_layers_that_draft_are_like_the_last_one(explained_models):
     """A projection from two widths and three norms stand before it; the output projection is the model's."""
     model = survey(write(TINY | {"num_nextn_predict_layers": 2})).facts
@@ -85,6 +88,7 @@ def test_layers_that_draft_are_like_the_last_one(explained_models):
     assert survey(write(TINY | {"num_nextn_predict_layers": 0})).facts.drafting is None
 
 
+@full("family")
 def test_a_layer_that_drafts_has_the_cache_and_the_indexer_of_the_last(explained_models):
     """Of the three layers the last has an indexer of its own."""
     family = SPARSE["glm_moe_dsa"]
@@ -94,6 +98,7 @@ def test_a_layer_that_drafts_has_the_cache_and_the_indexer_of_the_last(explained
     assert (cached.count, cached.rows, cached.besides) == (1, 80, 24)
 
 
+@full("family")
 def test_a_last_layer_without_a_cache_that_grows_says_nothing_of_drafting(explained_models):
     """Qwen3-Next's fourth layer attends; its fifth keeps a state."""
     sizes = {
@@ -112,6 +117,9 @@ def test_plain_attention_has_layers_that_draft_too(explained_models, sizes):
     if not sizes:
         assert drafting is None
         return
+    own = sum(p.numel() for p in skeleton.build(config_file.read("config.json")[0]).model.layers[-1].parameters())
+    assert drafting.layer.weights.total == own + 2 * 48 * 48 + 3 * 48  # a projection from two widths, three norms
+    assert (drafting.layer.weights.lookup, drafting.layer.weights.vocabulary) == (0, 97)
     assert drafting.layer.latent == ()
     assert [(c.count, c.key_heads, c.values) for c in drafting.layer.cached] == [(1, 2, 48)]
 

@@ -19,12 +19,21 @@ import mla_compile
 from mla_compile import ExportError, InputError, OptionError
 from mla_compile.onnx import Session, generate
 from tests.support import models
+from tests.support.tiers import also, full
+from tests.support.toy import Toy, decode_inputs
 
 STEPS = 24
 EVERYTHING = os.environ.get("MLA_ONNX") == "all"
+
+
+def and_others(first: str, *others: str) -> list[Any]:
+    """A family by default, and others besides: all that there are, where everything is asked for."""
+    return [first, *also("family", *((name for name in models.FAMILIES if name != first) if EVERYTHING else others))]
+
+
 # Rows alone, and layers with a state; indexers: test_export_sparse.py.
-PORTABLE = models.FAMILIES if EVERYTHING else ("deepseek_v3", "kimi_linear")
-IN_PLACE = models.FAMILIES if EVERYTHING else ("minicpm3",)
+PORTABLE = and_others("minicpm3", "deepseek_v3", "kimi_linear")
+IN_PLACE = and_others("minicpm3")
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +44,10 @@ def exported(tmp_path_factory):
     @functools.cache
     def export(family: str, profile: str = "portable", **options: Any) -> tuple[Path, Any]:
         name = "_".join((family, profile, *map(str, options.values())))
-        half = {"dtype": torch.float16, "num_hidden_layers": 1} if options.pop("half", False) else {}
-        model = models.build(family, **half)
+        how = {"dtype": torch.float16, "num_hidden_layers": 1} if options.pop("half", False) else {}
+        if options.pop("small", False):
+            how = {"num_hidden_layers": 1}
+        model = models.build(family, **how)
         mla_compile.export_onnx(model, root / name, profile=profile, verify=False, **options)
         return root / name, model
 
@@ -67,9 +78,10 @@ def test_portable_graphs_give_the_tokens_of_generate(exported, family):
 @pytest.mark.parametrize("family", IN_PLACE)
 def test_caches_in_place_give_the_tokens_of_generate(exported, family):
     """The decode graph reads the prompt too."""
-    check_tokens(*exported(family, "inplace", prefill=False))
+    check_tokens(*exported(family, "inplace", prefill=False, small=family == "minicpm3"))
 
 
+@full("combination")
 def test_a_prompts_graph_writes_in_place_too(exported):
     directory, model = exported("minicpm3", "inplace")
     assert (directory / "prefill.onnx").exists()
@@ -77,9 +89,10 @@ def test_a_prompts_graph_writes_in_place_too(exported):
 
 
 def test_the_decode_graph_alone_reads_prompts(exported):
-    check_tokens(*exported("deepseek_v3"), load_prefill=False)
+    check_tokens(*exported("minicpm3"), load_prefill=False)
 
 
+@full("family")
 def test_half_precision_keeps_queries_in_float32(exported):
     directory, model = exported("deepseek_v3", half=True)
     session = Session(directory, providers=["cpu"])
@@ -95,6 +108,7 @@ def test_half_precision_keeps_queries_in_float32(exported):
     assert node.op_type == "DecodeAttention"
 
 
+@full("family")
 def test_bfloat16_is_verified_before_its_translation(tmp_path):
     """ONNX Runtime cannot run it here; torch runs the program that it is a translation of."""
     model = models.build("minicpm3", num_hidden_layers=1)
@@ -108,7 +122,7 @@ def test_bfloat16_is_verified_before_its_translation(tmp_path):
 
 
 def test_names_are_for_people_and_nothing_of_this_machine_is_in_a_file(exported):
-    directory, _ = exported("deepseek_v3")
+    directory, _ = exported("minicpm3")
     for name in ("decode.onnx", "prefill.onnx"):
         model = onnx.load(directory / name, load_external_data=False)
         inputs = [v.name for v in model.graph.input]
@@ -135,6 +149,7 @@ def test_names_are_for_people_and_nothing_of_this_machine_is_in_a_file(exported)
     assert {n for n in names if n.endswith((".w_v", ".w_v_w_o"))}
 
 
+@full("family")  # than the program of test_program_export.py
 def test_the_same_model_gives_the_same_bytes(tmp_path):
     model = models.build("minicpm3", num_hidden_layers=1)
     for directory in ("once", "again"):
@@ -144,23 +159,25 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
 
 
 def test_files_pass_the_checker_and_share_their_weights(exported):
-    directory, _ = exported("deepseek_v3")
+    directory, model = exported("minicpm3")
     for name in ("decode.onnx", "prefill.onnx"):
         onnx.checker.check_model(str(directory / name), full_check=True)
-    total = sum(p.numel() * 4 for p in models.build("deepseek_v3").parameters())
+    total = sum(p.numel() * 4 for p in model.parameters())
     assert (directory / "weights.bin").stat().st_size < 1.5 * total
 
 
+@full("family")  # than the module of test_program_export.py
 def test_folds_follow_the_option(tmp_path):
     model = models.build("minicpm3", num_hidden_layers=1)
     names = {}
     for fold in ("never", "always"):
-        mla_compile.export_onnx(model, tmp_path / fold, fold=fold, prefill=False)
+        mla_compile.export_onnx(model, tmp_path / fold, fold=fold, prefill=False, verify=False)
         graph = onnx.load(tmp_path / fold / "decode.onnx", load_external_data=False).graph
         names[fold] = {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name}
     assert names == {"never": {"w_kc", "w_v"}, "always": {"w_q_w_kc", "w_v_w_o"}}
 
 
+@full("family")  # than the program and the command that are exported in other files
 def test_export_says_how_it_was_verified_and_leaves_the_model_alone(tmp_path):
     model = models.build("deepseek_v3")
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -182,7 +199,7 @@ def test_export_says_how_it_was_verified_and_leaves_the_model_alone(tmp_path):
 
 def test_work_in_place_follows_what_is_used(exported):
     """Only as many rows of a buffer are read as are in use: what lies behind them may be anything."""
-    directory, _ = exported("minicpm3", "inplace", prefill=False)
+    directory, _ = exported("minicpm3", "inplace", prefill=False, small=True)
     session = ort.InferenceSession(str(directory / "decode.onnx"), providers=["CPUExecutionProvider"])
     ids = np.arange(5, 12, dtype=np.int64)[None]
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(7, dtype=np.int64)[None]}
@@ -193,6 +210,7 @@ def test_work_in_place_follows_what_is_used(exported):
     assert np.array_equal(*results)
 
 
+@full("family")
 def test_a_model_of_more_than_two_gigabytes(tmp_path):
     """More than one protobuf can hold: exported, checked by path, loaded, run."""
     model = models.build(
@@ -210,6 +228,7 @@ def test_a_model_of_more_than_two_gigabytes(tmp_path):
 
 
 class TestBadInput:
+    @full("command")  # tests/cli/test_input.py
     def test_a_model_without_latent_attention(self, tmp_path):
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -244,15 +263,15 @@ class TestBadInput:
     def test_a_target_that_is_there_is_kept(self, tmp_path):
         (tmp_path / "m").mkdir()
         (tmp_path / "m" / "mine").write_text("precious")
-        model = models.build("minicpm3", num_hidden_layers=1)
+        model, given = Toy().eval(), {"example_inputs": decode_inputs(), "prefill": False, "verify": False}
         with pytest.raises(ExportError, match="exists; pass overwrite=True"):
-            mla_compile.export_onnx(model, tmp_path / "m")
+            mla_compile.export_onnx(model, tmp_path / "m", **given)
         with pytest.raises(ExportError, match="files that no export wrote"):
-            mla_compile.export_onnx(model, tmp_path / "m", overwrite=True)
+            mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, **given)
         assert (tmp_path / "m" / "mine").read_text() == "precious"
         for name in ("report.json", "weights.bin"):
             (tmp_path / "m" / name).write_text("")
-        mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, prefill=False, verify=False)
+        mla_compile.export_onnx(model, tmp_path / "m", overwrite=True, **given)
         assert not (tmp_path / "m" / "mine").exists()
         assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
@@ -289,7 +308,13 @@ class TestBadInput:
         with pytest.raises(ExportError, match=r"weights are torch.float64; pass dtype"):
             mla_compile.export_onnx(models.build("minicpm3", dtype=torch.float64, num_hidden_layers=1), tmp_path / "m")
 
-    @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"profile": "ort-paged"}], ids=["bfloat16", "paged"])
+    @pytest.mark.parametrize(
+        "how",
+        [
+            pytest.param({"dtype": "bfloat16"}, id="bfloat16", marks=full("combination")),
+            pytest.param({"profile": "ort-paged"}, id="paged"),
+        ],
+    )
     def test_a_program_that_leaves_out_an_expert_is_not_written(self, tmp_path, monkeypatch, how):
         """Loops over experts are unrolled on the word that verification follows, also where ONNX Runtime cannot run."""
         from mla_compile.capture import causal_lm, unroll
@@ -326,6 +351,6 @@ class TestBadInput:
             return node, names
 
         monkeypatch.setattr(bake, "_constant", wrong)
-        with pytest.raises(ExportError, match=r"differs from the original by .* nothing was written"):
-            mla_compile.export_onnx(models.build("minicpm3", num_hidden_layers=1), tmp_path / "m")
+        with pytest.raises(ExportError, match=r"differs from the program by .* nothing was written"):
+            mla_compile.export_onnx(Toy().eval(), tmp_path / "m", example_inputs=decode_inputs(), prefill=False)
         assert not any(tmp_path.iterdir())

@@ -19,6 +19,7 @@ import mla_compile
 from mla_compile import OptionError
 from mla_compile.onnx import Session, generate
 from tests.support import models
+from tests.support.tiers import also, full
 
 STEPS = 24  # three times as many as the keys that are chosen
 
@@ -45,13 +46,18 @@ def made_from(nodes: list[onnx.NodeProto], names: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Exports each model once: ``exported(family, core, profile)`` is its directory, the model, the result."""
+    """Exports each model once: ``exported(family, core, profile)`` is its directory, the model, the result.
+
+    Of ``deepseek_v32_small`` there is one layer.
+    """
     root = tmp_path_factory.mktemp("exported")
 
     @functools.cache
     def export(family: str, core: str, profile: str) -> tuple[Path, Any, Any]:
         directory = root / "_".join((family, core, profile))
-        model = models.build(family, attn_implementation=core, first_k_dense_replace=3)  # experts scatter too
+        small = {"num_hidden_layers": 1} if family.endswith("_small") else {}
+        name = family.removesuffix("_small")
+        model = models.build(name, attn_implementation=core, first_k_dense_replace=3, **small)  # experts scatter too
         done = mla_compile.export_onnx(model, directory, profile=profile, prefill=False)
         return directory, model, done
 
@@ -61,10 +67,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("family", "core", "profile"),
     [
-        ("deepseek_v32", "eager", "portable"),
-        ("deepseek_v32", "sdpa", "inplace"),
-        ("glm_moe_dsa", "sdpa", "portable"),
-        ("glm_moe_dsa", "eager", "inplace"),
+        ("deepseek_v32_small", "sdpa", "portable"),
+        *also(
+            "family",
+            ("deepseek_v32", "eager", "portable"),
+            ("deepseek_v32", "sdpa", "inplace"),
+            ("glm_moe_dsa", "sdpa", "portable"),
+            ("glm_moe_dsa", "eager", "inplace"),
+        ),
     ],
 )
 def test_tokens_are_those_of_generate(exported, family, core, profile):
@@ -82,13 +92,25 @@ def test_tokens_are_those_of_generate(exported, family, core, profile):
             assert row == tokens[:last]
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
-def test_no_mask_over_all_keys_is_made(exported, core):
-    directory = exported("glm_moe_dsa", core, "portable" if core == "sdpa" else "inplace")[0]
-    assert [kind for kind in ours(directory) if kind != "WeighAlike"] == [
-        "IndexScores", "ListedAttention", "ListedAttention", "IndexScores", "ListedAttention",
-    ]  # fmt: skip
-    assert ours(directory).count("WeighAlike") == (3 if core == "eager" else 0)
+ONE_LAYER = ("IndexScores", "ListedAttention")
+THREE_LAYERS = (*ONE_LAYER, "ListedAttention", *ONE_LAYER)  # the second has the list of the first
+
+
+@pytest.mark.parametrize(
+    ("family", "core", "profile", "kinds"),
+    [
+        ("deepseek_v32_small", "sdpa", "portable", ONE_LAYER),
+        *also(
+            "family",
+            ("glm_moe_dsa", "sdpa", "portable", THREE_LAYERS),
+            ("glm_moe_dsa", "eager", "inplace", THREE_LAYERS),
+        ),
+    ],
+)
+def test_no_mask_over_all_keys_is_made(exported, family, core, profile, kinds):
+    directory = exported(family, core, profile)[0]
+    assert [kind for kind in ours(directory) if kind != "WeighAlike"] == [*kinds]
+    assert ours(directory).count("WeighAlike") == (kinds.count("ListedAttention") if core == "eager" else 0)
     nodes = nodes_of(directory)
     assert not {"ScatterElements", "ScatterND"} & {n.op_type for n in nodes}
     masks = [n.input[3] for n in nodes if n.op_type == "ListedAttention"]
@@ -100,6 +122,7 @@ def test_no_mask_over_all_keys_is_made(exported, core):
     assert "all heads in one operator" in report
 
 
+@full("combination")
 def test_the_option_keeps_the_mask_and_so_do_prompts(tmp_path):
     model = models.build("deepseek_v32", num_hidden_layers=1)
     mla_compile.export_onnx(model, tmp_path / "m", sparse="never", verify=False)
@@ -110,13 +133,12 @@ def test_the_option_keeps_the_mask_and_so_do_prompts(tmp_path):
     assert ours(tmp_path / "m", "prefill.onnx") == []
 
 
-def test_rows_that_no_list_names_are_not_read(tmp_path):
+def test_rows_that_no_list_names_are_not_read(exported, tmp_path):
     """Past the list, what the cache holds may be anything."""
-    model = models.build("deepseek_v32", num_hidden_layers=1)
-    mla_compile.export_onnx(model, tmp_path / "m", prefill=False, verify=False)
-    graph = onnx.load(tmp_path / "m" / "decode.onnx", load_external_data=False).graph
+    directory, *_ = exported("deepseek_v32_small", "sdpa", "portable")
+    graph = onnx.load(directory / "decode.onnx", load_external_data=False).graph
     (listed,) = [n.input[7] for n in graph.node if n.op_type == "ListedAttention"]
-    model_with_list = onnx.load(tmp_path / "m" / "decode.onnx")
+    model_with_list = onnx.load(directory / "decode.onnx")
     model_with_list.graph.output.append(onnx.helper.make_tensor_value_info(listed, onnx.TensorProto.INT32, [None] * 3))
     onnx.save(model_with_list, tmp_path / "listed.onnx")
     session = ort.InferenceSession(str(tmp_path / "listed.onnx"), providers=["CPUExecutionProvider"])
@@ -138,6 +160,7 @@ def test_rows_that_no_list_names_are_not_read(tmp_path):
     assert np.isnan(session.run(["logits"], feeds)[0]).any()
 
 
+@full("family")
 def test_half_precision(tmp_path):
     model = models.build("deepseek_v32", dtype=torch.float16, num_hidden_layers=1)
     done = mla_compile.export_onnx(model, tmp_path / "m", prefill=False)
@@ -255,10 +278,12 @@ def given(B: int, S: int, P: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("kind", "profile"),
     [
-        *((kind, "portable") for kind in (Sparse, Soft, First, PerHead)),
-        *((kind, "portable") for kind in (Repeated, Flagged, Added, Moved)),
+        (First, "portable"),
         (Repeated, "inplace"),
-        (Sparse, "inplace"),
+        *also(
+            "combination", *((kind, "portable") for kind in (Sparse, Soft, PerHead, Repeated, Flagged, Added, Moved))
+        ),
+        *also("combination", (Sparse, "inplace")),
     ],
 )
 def test_programs_against_float64(tmp_path, kind, profile):

@@ -119,6 +119,7 @@ class Question(ctypes.Structure):
 MASKS = {"none": 0, "listed": 0, "bool": 1, "float": None}  # bytes of it that the loop reads; None: its dtype's
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_plans_are_those_of_the_python_planner(arch, mask, tuned):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -12,6 +14,7 @@ from torch.export import Dim
 
 import mla_compile
 from mla_compile import ExportError, InputError, OptionError
+from tests.support.toy import Toy, decode_inputs
 
 
 class Decode(nn.Module):
@@ -34,7 +37,9 @@ def seeded(kind=Decode):
     return kind().eval().requires_grad_(False)
 
 
+@functools.cache
 def program(module=None):
+    """A module and its program: of :class:`Decode`, traced once for all tests."""
     batch, past = Dim("batch"), Dim("past", min=0, max=4096)
     example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
     shapes = ({0: batch}, {0: batch}, {0: batch, 1: past + 1}, {0: batch, 1: past})
@@ -122,6 +127,23 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
         mla_compile.export_onnx(module, tmp_path / "n", example_inputs=(torch.randn(2),))
     with pytest.raises(ExportError, match="whose meaning is known"):
         mla_compile.export_onnx(exported, tmp_path / "n", profile="genai")
+
+
+def test_the_same_program_gives_the_same_bytes(tmp_path):
+    for directory in ("once", "again"):
+        mla_compile.export_onnx(program()[1], tmp_path / directory, prefill=False, verify=False)
+    for name in ("decode.onnx", "weights.bin"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "once" / name).read_bytes(), name
+
+
+def test_folds_follow_the_option(tmp_path):
+    names = {}
+    for fold in ("never", "always"):
+        how = {"example_inputs": decode_inputs(), "fold": fold, "prefill": False, "verify": False}
+        mla_compile.export_onnx(Toy().eval(), tmp_path / fold, **how)
+        graph = onnx.load(tmp_path / fold / "decode.onnx", load_external_data=False).graph
+        names[fold] = {v.name.rsplit(".", 1)[1] for v in graph.initializer if ".w_" in v.name}
+    assert names == {"never": {"w_kc", "w_v"}, "always": {"w_q_w_kc", "w_v_w_o"}}
 
 
 def test_an_operator_that_onnx_lacks_is_named(tmp_path):

@@ -17,6 +17,9 @@ from mla_compile import pass_table, pipeline
 from mla_compile.core.program import Program
 from mla_compile.options import Options
 from tests.support.programs import export
+from tests.support.tiers import also
+
+pytestmark = pytest.mark.thorough
 
 OURS = str(Path(mla_compile.__file__).parent)  # not a folder above it: an environment may lie in one of the same name
 H, L, N, R, V, D, T = 2, 16, 6, 4, 5, 12, 7
@@ -98,9 +101,13 @@ def calls(layers: int, **options: object) -> int:
     return count
 
 
-@pytest.mark.parametrize("cache", ["latent", "expanded"])
-def test_work_grows_linearly_with_the_layers(cache):
-    few, more, most = (calls(layers, cache=cache) for layers in (2, 4, 6))
+@pytest.mark.parametrize(
+    ("cache", "layers"),
+    [("expanded", (1, 2, 3)), *also("combination", ("expanded", (2, 4, 6)), ("latent", (2, 4, 6)))],
+    ids=str,
+)
+def test_work_grows_linearly_with_the_layers(cache, layers):
+    few, more, most = (calls(count, cache=cache) for count in layers)
     assert most - more < 1.03 * (more - few), (few, more, most)
 
 

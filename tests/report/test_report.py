@@ -209,6 +209,7 @@ def test_merged():
     assert Report.merged([]) == Report(())
 
 
+@pytest.mark.thorough
 def test_the_report_costs_no_rich_until_it_is_drawn():
     """Compiling a graph makes a report each time; drawing one is rare."""
     script = "import sys, mla_compile as m; print('rich' in sys.modules, str(m.Report(())), 'rich' in sys.modules)"

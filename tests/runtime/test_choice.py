@@ -18,10 +18,12 @@ from mla_compile.dynamo import compiler as compiling
 from mla_compile.passes.ir.sizes import size
 from mla_compile.runtime import choice
 from tests.support.compiling import compiled, compiler
+from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
 def test_with_a_symbolic_number_of_queries_each_call_picks(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     picked: list[bool] = []
     choose = choice.choose_by_call
@@ -89,6 +91,7 @@ def test_the_picker_reads_sizes_by_the_name_that_guards_give_them() -> None:
     assert not choice.pays_as_traced(program, [site])  # 50 queries
 
 
+@pytest.mark.thorough
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_a_context_whose_length_is_computed_in_the_graph() -> None:
     class Pruned(Toy):

@@ -15,6 +15,7 @@ from mla_compile.runtime import folds
 from mla_compile.runtime.folds import FoldedWeights
 from tests.support.compiling import compiled, compiler
 from tests.support.quantized import Int8, optimized
+from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 
 
@@ -56,7 +57,8 @@ def load(model: Toy) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
 @pytest.mark.parametrize("change", [scale_in_place, scale_data, replace_parameter, assign_data, load])
 def test_folded_weights_follow_the_live_ones(change: Any, codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if codegen == "inductor" and change in (assign_data, load):
@@ -146,6 +148,7 @@ def test_weights_without_dense_values_cannot_be_folded(weight: torch.Tensor, mes
         folds.values([weight])
 
 
+@pytest.mark.thorough
 def test_constants_of_a_dequantization_outlive_their_nodes() -> None:
     """``torch.tensor`` inside of forward: a node that only the dequantized weight read is gone from the graph."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from tests.support import latent_modules
 from tests.support.programs import seeded
 
 
+@pytest.mark.thorough
 def test_weights_without_memory():
     """FSDP frees the weights of a layer after each call of it."""
     model = latent_modules.Model()

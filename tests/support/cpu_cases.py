@@ -66,24 +66,25 @@ def check(case: Case, mask: Tensor | None = None, tensors: dict[str, Tensor | No
     exact = {name: x.double() if x is not None and x.is_floating_point() else x for name, x in given.items()}
     wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
     want_out, want_lse = reference.decode_attention(DecodeCall(**exact, mask=wide, **how))
-    assert out.shape == (case.B, case.S, case.H, case.Lv or case.L)
-    assert lse.shape == (case.B, case.S, case.H)
-    assert out.dtype == (case.query_dtype or case.dtype)
-    assert lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32)
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
-    assert torch.isfinite(out).all()
+    shown = (case, None if mask is None else (mask.dtype, mask.shape))
+    assert out.shape == (case.B, case.S, case.H, case.Lv or case.L), shown
+    assert lse.shape == (case.B, case.S, case.H), shown
+    assert out.dtype == (case.query_dtype or case.dtype), shown
+    assert lse.dtype == (torch.float64 if case.dtype == torch.float64 else torch.float32), shown
+    assert out.is_contiguous(), shown
+    assert lse.is_contiguous(), shown
+    assert torch.isfinite(out).all(), shown
     blind = want_lse == -torch.inf
-    assert torch.equal(lse == -torch.inf, blind)
+    assert torch.equal(lse == -torch.inf, blind), shown
     rms, largest = TOLERANCE[case.dtype]
     if case.dtype in (torch.float32, torch.float64):  # the softmax turns a score's absolute error into a relative one
         growth = max(1.0, case.size * case.scale / 0.2)
         rms, largest = rms * growth, largest * growth
     error = out.double() - want_out
-    assert error.norm() <= rms * want_out.norm()
-    assert error.abs().max() <= largest * want_out.abs().max()
+    assert error.norm() <= rms * want_out.norm(), shown
+    assert error.abs().max() <= largest * want_out.abs().max(), shown
     lse_error = ((lse - want_lse) / (1 + want_lse.abs())).masked_fill(blind, 0.0)
-    assert lse_error.abs().max() <= (1e-13 if case.dtype == torch.float64 else 1e-5)
+    assert lse_error.abs().max() <= (1e-13 if case.dtype == torch.float64 else 1e-5), shown
     return out
 
 

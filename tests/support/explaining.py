@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
 from mla_compile.cli.app import app
+from mla_compile.models import survey as surveying
 from mla_compile.passes.report.draw import MOST
+from mla_compile.report.report import Report
 from tests.support.toy import Toy
 
 LLAMA = {
@@ -119,6 +123,24 @@ def unfit():
 
 def call(*arguments: str):
     return CliRunner().invoke(app, ["explain", *arguments])
+
+
+_traced: dict[tuple[object, ...], Report] = {}
+
+
+def trace_once(patch: pytest.MonkeyPatch) -> None:
+    """Trace equal models once, however their weights are stored: for tests of what is counted and said of them."""
+    trace = surveying._step_explained
+
+    def traced(model: Any, cache: Any) -> Report:
+        told = {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+        dtype = next(model.parameters()).dtype
+        key = type(model), dtype, cache.get_seq_length(), json.dumps(told, sort_keys=True, default=str)
+        if key not in _traced:
+            _traced[key] = trace(model, cache)
+        return _traced[key]
+
+    patch.setattr(surveying, "_step_explained", traced)
 
 
 def write(config: object, name: str = "config.json") -> str:

@@ -7,7 +7,6 @@ name no page; with a window, so do those that only name rows before it, for this
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from mla_compile.kernels import reference
@@ -15,6 +14,7 @@ from mla_compile.kernels.triton import schedule
 from tests.support.gluon_cases import (
     NOWHERE,
     SOURCE,
+    assert_wrong,
     compare,
     expected,
     problem,
@@ -25,7 +25,6 @@ from tests.support.gluon_cases import (
     unwritten,
 )
 from tests.support.gluon_list_cases import beside, launch_lists, listed
-from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Pointer, round_to
 
 FP8_SOURCE = SOURCE | {
@@ -200,15 +199,6 @@ def simulation(case):
     return simulate_fp8_lists if "k" in case else simulate_fp8
 
 
-def hunt(loaded, case):
-    for seed in range(60):
-        simulation(case)(loaded, seed, **case)
-
-
 def assert_fp8_caught(text, replacement, case):
     """As ``assert_caught`` of tests/support/gluon_cases.py."""
-    assert sum(source.count(text) for source in FP8_SOURCE.values()) == 1, "the kernel has changed: seed the bug anew"
-    simulation(case)(load(FP8_SOURCE), 0, **case)
-    loaded = load({name: source.replace(text, replacement) for name, source in FP8_SOURCE.items()})
-    with pytest.raises(AssertionError):  # of the comparison, or SimulationError
-        hunt(loaded, case)
+    assert_wrong(simulation(case), FP8_SOURCE, text, replacement, case)

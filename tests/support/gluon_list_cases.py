@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from mla_compile.kernels import reference
@@ -17,7 +16,7 @@ from mla_compile.kernels.hopper import steps as hopper_steps
 from mla_compile.kernels.hopper.step import GluonStep
 from mla_compile.kernels.launch import chosen_plan
 from mla_compile.kernels.triton.steps import BUFFERS
-from tests.support.gluon_cases import SOURCE, merged, problem, scores
+from tests.support.gluon_cases import SOURCE, assert_wrong, merged, problem, scores
 from tests.support.gluon_machine import load
 from tests.support.gluon_simulator import Pointer
 from tests.support.lists import lists
@@ -239,15 +238,6 @@ LIST_CASES = {
 }
 
 
-def hunt(loaded, case):
-    for seed in range(60):
-        simulate_lists(loaded, seed, **case)
-
-
 def assert_list_caught(text, replacement, case):
     """As ``assert_caught`` of tests/support/gluon_cases.py."""
-    assert sum(source.count(text) for source in LIST_SOURCE.values()) == 1, "the kernel has changed: seed the bug anew"
-    simulate_lists(load(LIST_SOURCE), 0, **case)
-    loaded = load({name: source.replace(text, replacement) for name, source in LIST_SOURCE.items()})
-    with pytest.raises(AssertionError):  # of the comparison, or SimulationError
-        hunt(loaded, case)
+    assert_wrong(simulate_lists, LIST_SOURCE, text, replacement, case)

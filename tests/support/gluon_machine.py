@@ -8,8 +8,11 @@ import sys
 import threading
 import types
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
+import pytest
+import torch
 
 from tests.support.gluon_simulator import (
     Barrier,
@@ -22,10 +25,16 @@ from tests.support.gluon_simulator import (
     array,
     round_to,
 )
+from tests.support.tiers import full
 
 INTERLEAVINGS = int(os.environ.get("MLA_INTERLEAVINGS", "3"))
-"""In how many orders each case is run."""
+"""In how many orders each case is run, the first of them by default; see :func:`interleaved`."""
 PRODUCER = 128  # threads of a partition of 4 warps, as all are: each arrives for its own copies by cp.async
+
+
+def _product(a, b):
+    """By torch, whose threads wait without spinning: those of NumPy made it ten times as dear."""
+    return torch.matmul(torch.from_numpy(np.asarray(a)), torch.from_numpy(np.asarray(b))).numpy()
 
 
 class _Product:
@@ -224,7 +233,7 @@ class Machine:
                     tile.crossed()
 
             def compute():
-                product = np.matmul(a.asynchronously() if isinstance(a, Tile) else a, b.asynchronously())
+                product = _product(a.asynchronously() if isinstance(a, Tile) else a, b.asynchronously())
                 before = acc.value if isinstance(acc, _Product) else acc
                 result.value = array(before + product if use_acc else product)
 
@@ -306,6 +315,19 @@ class Machine:
         return ampere
 
 
+def interleaved(cases, *often):
+    """Parametrizes a test by ``name`` of a case and ``seed`` of an order; cases named in ``often`` show all by default.
+
+    Where one order is shown it is not the same of all cases: their kernels have much in common.
+    """
+    several = [
+        pytest.param(name, seed, marks=() if name in often or seed == at % INTERLEAVINGS else full("draws"))
+        for at, name in enumerate(cases)
+        for seed in range(INTERLEAVINGS)
+    ]
+    return pytest.mark.parametrize(("name", "seed"), several)
+
+
 @contextmanager
 def _modules(replacements):
     saved = {name: sys.modules.get(name) for name in replacements}
@@ -318,6 +340,11 @@ def _modules(replacements):
                 del sys.modules[name]
             else:
                 sys.modules[name] = module
+
+
+@lru_cache(maxsize=64)
+def _code(source, name):
+    return compile(source, name, "exec")
 
 
 def load(sources):
@@ -337,5 +364,5 @@ def load(sources):
     with _modules(stand_ins | modules):
         for name, module in modules.items():
             module.__dict__["range"] = lambda *args: map(Int, builtins.range(*args))
-            exec(compile(sources[name], name, "exec"), module.__dict__)  # noqa: S102  our own kernel, as it stands
+            exec(_code(sources[name], name), module.__dict__)  # noqa: S102  our own kernel, as it stands
     return module, machine

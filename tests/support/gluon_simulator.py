@@ -20,6 +20,7 @@ Not modelled: layouts, registers, what happens inside a warpgroup, timing.
 from __future__ import annotations
 
 import operator
+import queue
 import random
 import threading
 import types
@@ -151,12 +152,15 @@ class Scheduler:
         except SimulationError as error:
             self._fail(error)
         else:
-            (self.finished.set if self.running is None else self.batons[self.running].release)()
+            if self.running is None:
+                self.finished.set()
+            else:
+                self.batons[self.running].put(None)
 
     def _fail(self, error):
         self.error = self.error or error
         for baton in self.batons.values():
-            baton.release()
+            baton.put(None)
         self.finished.set()
 
     def switch(self, until=None):
@@ -167,7 +171,7 @@ class Scheduler:
         if until is not None:
             self.blocked[me] = until
         self._pass_on()
-        self.batons[me].acquire()
+        self.batons[me].get()
         if self.error:
             raise _Stop
         self.blocked.pop(me, None)
@@ -176,7 +180,7 @@ class Scheduler:
         """``partitions``: name to function without arguments. Returns when all have finished, or raises."""
 
         def body(name, function):
-            self.batons[name].acquire()
+            self.batons[name].get()
             try:
                 with np.errstate(all="ignore"):  # NaN is at home here; the setting is per thread
                     if not self.error:
@@ -189,8 +193,8 @@ class Scheduler:
             if not self.error:
                 self._pass_on()
 
-        # Semaphores: a failing partition wakes the others, whether they wait for their baton yet or not.
-        self.batons = {name: threading.Semaphore(0) for name in partitions}
+        # Queues: a failing partition wakes the others, whether they wait for their baton yet or not.
+        self.batons = {name: queue.SimpleQueue() for name in partitions}
         threads = [threading.Thread(target=body, args=item, name=item[0]) for item in partitions.items()]
         for thread in threads:
             thread.start()

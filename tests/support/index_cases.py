@@ -70,4 +70,4 @@ def close(got: Tensor, call: IndexCall) -> None:
     assert got.is_contiguous()
     assert got.dtype == (torch.float64 if k.dtype == torch.float64 else torch.float32)
     tolerance = TOLERANCE.get(k.dtype, 1e-6)
-    assert ((got - want).abs() <= tolerance * largest).all()
+    assert ((got - want).abs() <= tolerance * largest).all(), k.dtype

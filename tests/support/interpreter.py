@@ -7,6 +7,9 @@ work.
 Two of the interpreter's habits would make bfloat16 results worthless, in silence: ``tl.dot`` multiplies the bit
 patterns, and a conversion cuts instead of rounding. :func:`_mend` replaces both, and gives a condition that
 is the same for a whole block the dtype of a mask (Triton 3.9 makes int32 of it, and refuses it as one).
+
+A third habit takes a third of the time: at each call of a helper, its language is replaced by the interpreter's again.
+:func:`_replace_language_once` does it once for each file of kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +34,11 @@ def worker() -> ProcessPoolExecutor:
     triton, numpy = pytest.importorskip("triton"), pytest.importorskip("numpy")
     if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
         pytest.skip(f"the interpreter of Triton {triton.__version__} needs NumPy below 2.4, not {numpy.__version__}")
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start)
+    started = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start)
+    with pytest.MonkeyPatch.context() as patch:  # which the process inherits when it starts, with the first work
+        patch.setenv("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads spin, and its products are small here
+        started.submit(_interpreted)
+    return started
 
 
 def _release(module: Any) -> tuple[int, int]:
@@ -43,6 +50,7 @@ def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     _mend()
+    _replace_language_once()
 
 
 def _mend() -> None:
@@ -85,6 +93,27 @@ def _mend() -> None:
 
     builder.create_dot, builder.create_fp_trunc, builder.create_fp_to_fp = create_dot, create_fp_trunc, create_fp_to_fp
     builder.create_splat = create_splat
+
+
+class _Kept:
+    """Stands for the interpreter's list of what it has replaced, which a launch restores at its end."""
+
+    def restore(self) -> None:
+        """Nothing: this process does not compile, and so needs the language of the compiler no more."""
+
+
+def _replace_language_once() -> None:
+    from triton.runtime import interpreter
+
+    replace, done = interpreter._patch_lang, set()
+
+    def once(fn: Any) -> _Kept:
+        if fn.__module__ not in done:
+            replace(fn)
+            done.add(fn.__module__)
+        return _Kept()
+
+    interpreter._patch_lang = once
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,8 @@
 """Attention layers that keep K and V per head, and the ways in which people keep them.
 
-``Model(style)(x, cache, start)`` runs two layers over new tokens x [B,S,D] at positions from ``start`` on; the cache is
-a :class:`Cache` whose ``keys`` and ``values`` hold one tensor a layer. Weights are seeded, sizes all differ.
+``Model(style)(x, cache, start)`` runs two layers (or as many as asked for) over new tokens x [B,S,D] at positions from
+``start`` on; the cache is a :class:`Cache` whose ``keys`` and ``values`` hold one tensor a layer. Weights are seeded,
+sizes all differ.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ LAYERS = 2
 class Cache:
     """Grows by ``cat`` along the tokens, as caches of Python code do."""
 
-    def __init__(self) -> None:
-        self.keys: list[Tensor | None] = [None] * LAYERS
-        self.values: list[Tensor | None] = [None] * LAYERS
+    def __init__(self, layers: int = LAYERS) -> None:
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
 
     def update(self, layer: int, k: Tensor, v: Tensor, dim: int = 2) -> tuple[Tensor, Tensor]:
         old_k, old_v = self.keys[layer], self.values[layer]
@@ -33,9 +34,9 @@ class Cache:
 class TokenLists(Cache):
     """One tensor for every call, joined when they are read."""
 
-    def __init__(self) -> None:
-        self.keys = [[] for _ in range(LAYERS)]
-        self.values = [[] for _ in range(LAYERS)]
+    def __init__(self, layers: int = LAYERS) -> None:
+        self.keys = [[] for _ in range(layers)]
+        self.values = [[] for _ in range(layers)]
 
     def update(self, layer: int, k: Tensor, v: Tensor, dim: int = 2) -> tuple[Tensor, Tensor]:
         self.keys[layer].append(k)
@@ -96,9 +97,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, style: str = "plain") -> None:
+    def __init__(self, style: str = "plain", layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(i, style) for i in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(i, style) for i in range(layers))
         for i, parameter in enumerate(self.parameters()):
             parameter.data = seeded(*parameter.shape, seed=i) / parameter.shape[-1] ** 0.5
         self.eval().requires_grad_(False)

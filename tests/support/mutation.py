@@ -1,21 +1,25 @@
-"""Mutation testing: which changes of a module do its tests not notice?
+"""Mutation testing: which changes of the product do the tests not notice?
 
     pip install cosmic-ray
-    python -m tests.support.mutation passes/cache/recipe.py,passes/cache/find.py mutants.jsonl
-    tests/passes/cache/test_recipe.py [pytest options]
+    pytest -n 2 -p tests.support.executed --executed lines                  (Python 3.12 or newer)
+    python -m tests.support.mutation lines mutants.jsonl --modules passes/cache/recipe.py,passes/cache/find.py
+    python -m tests.support.mutation lines mutants.jsonl --sample 400 --seed 1 [-- pytest options]
 
-Every test runs once, traced: that gives the lines of ``passes/`` that it executes. Then each mutant of the module (the
-operators are cosmic-ray's) gets a fork of this very process, in which the module's functions are given the mutant's
-code; the tests that execute the changed line run there, the quickest first, until one fails. What was traced with
-:mod:`tests.support.programs` is traced once. Mutants come in a random order and are appended to the log, so that a run
-may be cut short and taken up again. ``MUTANTS=first:last`` takes a part, ``LINE=number`` the mutants of one line,
-``AGAIN=1`` those that the log says have survived, wherever their lines are by now: for new tests, or for more tests.
+``lines`` says which tests execute a line. Each mutant (the operators are cosmic-ray's) gets a fork of this process,
+in which the module's functions are given the mutant's code. The tests that execute the changed line run there,
+those of its own room and the quickest first, until one fails or the seconds for a mutant are over. ``--sample``
+draws mutants from random modules, at most ten of each. Mutants come in a random order and are appended to the log,
+so that a run may be cut short and continued. ``--part 1/2`` takes every second one, for two processes with a log
+each. ``--again OTHER`` takes the mutants that survived according to another log: for new tests, or for the tests of
+another checkout or tier.
 """
 
 # ruff: noqa: T201  it is a program
 from __future__ import annotations
 
+import argparse
 import ast
+import functools
 import importlib
 import json
 import os
@@ -29,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.executed import Lines, read, union
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of cosmic-ray's many replacements those that say something of their own; RemoveDecorator would unmake the dataclasses.
@@ -135,21 +141,32 @@ def apply(operator: Any, tree: Any, occurrence: int) -> int:
     raise AssertionError("no such occurrence")
 
 
+def functions(value: Any) -> list[types.FunctionType]:
+    """The functions behind a name: of methods, properties, and under decorators that keep what they wrap."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return functions(value.__func__)
+    if isinstance(value, property):
+        return [f for part in (value.fget, value.fset) if part is not None for f in functions(part)]
+    if isinstance(value, functools.cached_property):
+        return functions(value.func)
+    wrapped = getattr(value, "__wrapped__", None)
+    if wrapped is not None:
+        return functions(wrapped)
+    return [value] if isinstance(value, types.FunctionType) else []
+
+
 def patch(old: Any, new: Any) -> None:
     """Gives the functions of a module or class the code of another."""
+    home = getattr(old, "__module__", old.__name__)
     for name, value in vars(new).items():
         own = vars(old).get(name)
-        if isinstance(value, (staticmethod, classmethod)):
-            value, own = value.__func__, own.__func__
-        if isinstance(value, property):
-            value, own = value.fget, own.fget
-        if isinstance(value, types.FunctionType) and value.__module__ == getattr(old, "__module__", old.__name__):
-            own.__code__, own.__defaults__, own.__kwdefaults__ = (
-                value.__code__,
-                value.__defaults__,
-                value.__kwdefaults__,
-            )
-        elif isinstance(value, type) and value.__module__ == old.__name__:
+        for ours, theirs in zip(functions(own), functions(value), strict=False):
+            if theirs.__module__ == home and len(ours.__code__.co_freevars) == len(theirs.__code__.co_freevars):
+                ours.__code__, ours.__defaults__ = theirs.__code__, theirs.__defaults__
+                ours.__kwdefaults__ = theirs.__kwdefaults__
+        if hasattr(own, "cache_clear"):
+            own.cache_clear()
+        if isinstance(value, type) and isinstance(own, type) and value.__module__ == old.__name__:
             patch(own, value)
         elif isinstance(old, types.ModuleType) and isinstance(own, (int, float, str, list, tuple, frozenset, dict)):
             setattr(old, name, value)
@@ -160,104 +177,92 @@ def _found(outcome: str) -> bool:
     return outcome.startswith("tests")
 
 
-def _change(entry: dict[str, Any]) -> tuple[str, str, str]:
-    return entry["operator"], entry["before"], entry["after"]
+def _change(entry: dict[str, Any]) -> tuple[str, str, int, str]:
+    return entry["file"], entry["operator"], entry["line"], entry["after"]
+
+
+def sample(executed: Lines, count: int, seed: int) -> list[tuple[Path, str, int, str]]:
+    """Mutants of random modules that some test executes: a module is as likely as it has lines."""
+    draw = random.Random(seed)
+    weights = {name: bits.bit_count() for name, bits in executed.items() if bits and (ROOT / name).exists()}
+    found: list[tuple[Path, str, int, str]] = []
+    while len(found) < count and weights:
+        (name,) = draw.choices(list(weights), list(weights.values()))
+        del weights[name]
+        every = list(mutants((ROOT / name).read_text()))
+        found += [(ROOT / name, *mutant) for mutant in draw.sample(every, min(10, len(every)))]
+    return found[:count]
 
 
 class Mutation:
-    """A pytest plugin that runs the collected tests once, and then again and again over the mutants."""
+    """A pytest plugin that runs the collected tests over mutants."""
 
-    def __init__(self, paths: list[Path], log: Path) -> None:
-        self.paths, self.log = paths, log
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.log = given, Path(given.log).resolve()
+        self.executed = read(given.lines)
         self.failed = ""
-        self.lines: dict[str, set[tuple[str, int]]] = {}
-        self.seconds: dict[str, float] = {}
-        self.traced: dict[tuple[str, int], Any] = {}  # by test and number of the call in it
-        self.item, self.calls = "", 0
-
-    def pytest_collection_modifyitems(self) -> None:
-        self._trace_once()
-
-    def _trace_once(self) -> None:
-        programs = importlib.import_module("tests.support.programs")
-        for name in ("trace", "export"):
-            self._once(getattr(programs, name), name)
-
-    def _once(self, original: Any, name: str) -> None:
-        def traced(*args: Any, **options: Any) -> Any:
-            key = self.item, self.calls
-            self.calls += 1
-            if key not in self.traced:
-                self.traced[key] = original(*args, **options)
-            return self.traced[key]
-
-        for module in list(sys.modules.values()):
-            if vars(module).get(name) is original:
-                setattr(module, name, traced)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed = report.nodeid
 
     def _run(self, item: pytest.Item, following: pytest.Item | None) -> None:
-        self.item, self.calls = item.nodeid, 0
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
+    def _chosen(self) -> list[tuple[Path, str, int, str]]:
+        if self.given.sample:
+            found = sample(union(self.executed), self.given.sample, self.given.seed)
+        else:
+            paths = [ROOT / name for name in self.given.modules.split(",")]
+            found = [(path, *mutant) for path in paths for mutant in mutants(path.read_text())]
+        random.Random(self.given.seed).shuffle(found)
+        part, parts = map(int, self.given.part.split("/"))
+        return found[part - 1 :: parts]
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        folder = str(ROOT / "passes") + os.sep
-        for i, item in enumerate(session.items):
-            found = self.lines[item.nodeid] = set()
-
-            def local(frame: Any, event: str, arg: Any, found: Any = found) -> Any:
-                found.add((frame.f_code.co_filename, frame.f_lineno))
-                return local
-
-            def tracer(frame: Any, event: str, arg: Any) -> Any:
-                return local if frame.f_code.co_filename.startswith(folder) else None
-
-            start = time.process_time()
-            sys.settrace(tracer)
-            self._run(item, session.items[i + 1] if i + 1 < len(session.items) else None)
-            sys.settrace(None)
-            self.seconds[item.nodeid] = time.process_time() - start
-            if self.failed:
-                sys.exit(f"{self.failed} fails without any mutant")
-        covered: dict[str, list[int]] = {}
-        for name, line in sorted(set().union(*self.lines.values())):
-            covered.setdefault(os.path.relpath(name, ROOT), []).append(line)
-        self.log.with_suffix(".lines").write_text(json.dumps(covered))
-        self._all_mutants(session)
-        return True
-
-    def _all_mutants(self, session: pytest.Session) -> None:
-        found = [(path, *mutant) for path in self.paths for mutant in mutants(path.read_text())]
-        random.Random(0).shuffle(found)
-        first, last = (int(x) if x else None for x in os.environ.get("MUTANTS", ":").split(":"))
-        only = os.environ.get("LINE")
-        done = self.log.read_text() if self.log.exists() else ""
-        last_time = {_change(e): e["outcome"] for e in map(json.loads, done.splitlines())}
-        again = {c for c, o in last_time.items() if not _found(o)} if os.environ.get("AGAIN") else None
-        print(f"{len(found)} mutants, {len(session.items)} tests", flush=True)
-        for path, name, line, changed in found[first:last]:
+        items = {item.nodeid: item for item in session.items}
+        first = next(iter(session.items), None)
+        if first is not None:
+            self._run(first, None)  # imports what is imported on first use
+        done = {_change(json.loads(e)) for e in self.log.read_text().splitlines()} if self.log.exists() else set()
+        wanted = None
+        if self.given.again:
+            before = map(json.loads, Path(self.given.again).read_text().splitlines())
+            wanted = {_change(e) for e in before if not _found(e["outcome"])}
+        chosen = self._chosen()
+        print(f"{len(chosen)} mutants, {len(items)} tests", flush=True)
+        for path, name, line, changed in chosen:
             source = path.read_text()
             before, after = source.splitlines(), changed.splitlines()
             # cosmic-ray's position is that of the whole expression, which may begin above the change
             line = next((i + 1 for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), line)
-            entry = {"file": path.name, "line": line, "operator": name}
+            entry = {"file": str(path.relative_to(ROOT)), "line": line, "operator": name}
             entry |= {"before": before[line - 1].strip(), "after": after[line - 1].strip()}
-            if (only and int(only) != line) or "@dataclass" in before[line - 1]:
+            if "@dataclass" in before[line - 1] or _change(entry) in done:
                 continue
-            if json.dumps(entry)[:-1] in done if again is None else _change(entry) not in again:
+            if wanted is not None and _change(entry) not in wanted:
                 continue
-            items = [i for i in session.items if (str(path), line) in self.lines[i.nodeid]]
-            if not items and not in_function(source, line):  # a default: it takes part in calls
-                items = session.items
-            items = sorted(items, key=lambda i: self.seconds[i.nodeid])
-            outcome = self._one(items, path, changed) if items else "not executed"
+            tests = self._tests(entry["file"], line, items, source)
+            outcome = self._one(tests, path, changed) if tests else "not executed"
             with self.log.open("a") as log:
                 log.write(json.dumps({**entry, "outcome": outcome}) + "\n")
             if not _found(outcome):
-                print(f"{outcome}: {path.name}:{line} {name}: {entry['before']} -> {entry['after']}", flush=True)
+                print(f"{outcome}: {entry['file']}:{line} {name}: {entry['before']} -> {entry['after']}", flush=True)
+        return True
+
+    def _tests(self, file: str, line: int, items: dict[str, pytest.Item], source: str) -> list[pytest.Item]:
+        """Those that execute a line, those of the module's room first."""
+        inside = in_function(source, line)
+        rooms = [part for part in Path(file).parts[:-1] if part != "mla_compile"]
+
+        def executes(lines: Lines) -> bool:  # a default is executed at import, and takes part in calls
+            bits = lines.get(file, 0)
+            return bool(bits >> line & 1 if inside else bits)
+
+        found = [(test, seconds) for test, (seconds, lines) in self.executed.items() if executes(lines)]
+        found = [(test, seconds) for test, seconds in found if test in items]
+        found.sort(key=lambda one: (sum(room in one[0].split("::")[0] for room in rooms) == 0) * 3 + one[1])
+        return [items[test] for test, _ in found]
 
     def _one(self, items: list[pytest.Item], path: Path, source: str) -> str:
         reading, writing = os.pipe()
@@ -266,13 +271,17 @@ class Mutation:
             os.close(reading)
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1), os.dup2(null, 2)
+            ends = time.process_time() + self.given.seconds
             try:
                 self._mutate(path, source)
-                for item in items:
-                    signal.setitimer(signal.ITIMER_PROF, 3 + 4 * self.seconds[item.nodeid])
+                for count, item in enumerate(items):
+                    if time.process_time() > ends:
+                        os.write(writing, f"survived {count} of {len(items)} tests".encode())
+                        break
+                    signal.setitimer(signal.ITIMER_PROF, 10 + 4 * self.executed[item.nodeid][0])
                     self._run(item, None)
                     if self.failed:
-                        os.write(writing, self.failed.encode())
+                        os.write(writing, f"tests: {self.failed}".encode())
                         break
                 else:
                     os.write(writing, f"survived {len(items)} tests".encode())
@@ -288,17 +297,24 @@ class Mutation:
         return said or "tests end"
 
     def _mutate(self, path: Path, source: str) -> None:
-        module = sys.modules[f"mla_compile.passes.{path.stem}"]
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "mla_compile" else ("mla_compile", *parts)).removesuffix(".__init__")
+        module = importlib.import_module(name)
         mutant = types.ModuleType(module.__name__)
-        mutant.__file__ = str(path)
+        mutant.__file__, mutant.__package__ = str(path), module.__package__
         exec(compile(source, str(path), "exec"), vars(mutant))  # noqa: S102  that is the point
         patch(module, mutant)
 
 
 def main() -> None:
-    paths, log, *rest = sys.argv[1:]
-    plugin = Mutation([ROOT / p for p in paths.split(",")], Path(log).resolve())
-    code = pytest.main(["-p", "no:cacheprovider", "-s", *rest], plugins=[plugin])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("lines"), parser.add_argument("log")
+    parser.add_argument("--modules", default=""), parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0), parser.add_argument("--part", default="1/1")
+    parser.add_argument("--seconds", type=float, default=120.0), parser.add_argument("--again", default="")
+    parser.add_argument("pytest", nargs="*")
+    plugin = Mutation(parser.parse_args())
+    code = pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", "-s", *plugin.given.pytest], plugins=[plugin])
     sys.exit(f"pytest ended with {code!r}, {plugin.failed}" if code else 0)
 
 

@@ -17,7 +17,10 @@ import torch.distributed as dist
 
 from mla_compile import backend
 
-PRELOADED = ["torch", "transformers", "mla_compile.dynamo.compiler", "tests.support.models"]
+PRELOADED = [
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3", "mla_compile.dynamo.compiler", "tests.support.models",
+]  # fmt: skip
 GROUP_S = 300
 """How long a rank waits for the others in a collective (s)."""
 JOB_S = 1200

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.support.cpu_cases import TOLERANCE, Case, check, keys_before
 
 LOW = torch.finfo(torch.float32).min
 on_each_path = pytest.mark.usefixtures("path")
+# Loops inside a test, not products of parameters, of which the default tier would show some by AMX alone.
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -45,17 +48,16 @@ SHAPES = [
 
 @on_each_path
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-@pytest.mark.parametrize("strided", [False, True])
-def test_shapes(case: Case, strided: bool):
-    check(Case(**{**case.__dict__, "strided": strided}))
+def test_shapes(case: Case):
+    for strided in (False, True):
+        check(replace(case, strided=strided))
 
 
 @on_each_path
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("T", [100, 2200])
-@pytest.mark.parametrize("size", [1.0, 30.0])
-def test_dtypes(dtype: torch.dtype, T: int, size: float):
-    check(Case(dtype=dtype, T=T, H=16, L=256, R=32, size=size, strided=True))
+def test_dtypes(dtype: torch.dtype):
+    for T, size in itertools.product((100, 2200), (1.0, 30.0)):
+        check(Case(dtype=dtype, T=T, H=16, L=256, R=32, size=size, strided=True))
 
 
 @on_each_path
@@ -79,20 +81,20 @@ MASKS = ["bool", "additive", "infinite", "lowest"]
 
 @on_each_path
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("shape", ["1111", "111T", "B11T", "1H1T", "11ST", "B1ST", "BHST", "BHS1"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_masks_of_every_form(kind: str, shape: str, causal: bool):
-    case = Case(B=2, S=5, H=3, T=111, causal=causal, strided=True)
-    g = torch.Generator().manual_seed(1)
-    sizes = [getattr(case, letter) if letter.isalpha() else 1 for letter in shape]
-    sees = torch.rand(sizes, generator=g) < 0.6
-    masks = {
-        "bool": sees,
-        "additive": torch.randn(sizes, generator=g),
-        "infinite": torch.randn(sizes, generator=g).masked_fill(~sees, -torch.inf),
-        "lowest": torch.zeros(sizes).masked_fill(~sees, LOW),
-    }
-    check(case, masks[kind])
+def test_masks_of_every_form(kind: str):
+    for shape in ("1111", "111T", "B11T", "1H1T", "11ST", "B1ST", "BHST", "BHS1"):
+        for causal in (False, True):
+            case = Case(B=2, S=5, H=3, T=111, causal=causal, strided=True)
+            g = torch.Generator().manual_seed(1)
+            sizes = [getattr(case, letter) if letter.isalpha() else 1 for letter in shape]
+            sees = torch.rand(sizes, generator=g) < 0.6
+            masks = {
+                "bool": sees,
+                "additive": torch.randn(sizes, generator=g),
+                "infinite": torch.randn(sizes, generator=g).masked_fill(~sees, -torch.inf),
+                "lowest": torch.zeros(sizes).masked_fill(~sees, LOW),
+            }
+            check(case, masks[kind])
 
 
 @on_each_path
@@ -113,15 +115,14 @@ def test_float64_lowest_value_stays_finite_in_float32():
 
 
 @on_each_path
-@pytest.mark.parametrize("window", [0, 1, 37, 4000])
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("S", [1, 3, 140])
 @pytest.mark.parametrize("lengths", [None, (2300, 0, 70), (64, 64, 64), (-5, 1, 9000)])
-def test_lengths_and_windows(lengths: tuple[int, ...] | None, S: int, causal: bool, window: int):
-    case = Case(B=3, S=S, T=300 if S > 1 else 2300, causal=causal, window=window, lengths=lengths, strided=True)
-    check(case)
-    mask = torch.rand(3, 1, 1, case.T, generator=torch.Generator().manual_seed(1)) < 0.7
-    check(case, mask)
+def test_lengths_and_windows(lengths: tuple[int, ...] | None, S: int):
+    for causal, window in itertools.product((False, True), (0, 1, 37, 4000)):
+        case = Case(B=3, S=S, T=300 if S > 1 else 2300, causal=causal, window=window, lengths=lengths, strided=True)
+        check(case)
+        mask = torch.rand(3, 1, 1, case.T, generator=torch.Generator().manual_seed(1)) < 0.7
+        check(case, mask)
 
 
 @on_each_path
@@ -135,19 +136,18 @@ def test_rows_past_a_length_are_not_read(fill: float):
 
 
 @on_each_path
-@pytest.mark.parametrize("fill", [torch.nan, torch.inf])
-@pytest.mark.parametrize("form", ["bool", "infinite"])
 @pytest.mark.parametrize("counts", [(70, 1000), (1, 2300), (64, 0)])
-def test_unused_tail_does_not_reach_the_result(fill: float, form: str, counts: tuple[int, int]):
+def test_unused_tail_does_not_reach_the_result(counts: tuple[int, int]):
     case = Case(B=2, T=2300, H=16, strided=True)
     sees = keys_before(case.T, *counts)
-    tensors = case.tensors()
-    for name in ("latent", "rope"):
-        tensors[name][~sees[:, 0, 0]] = fill  # type: ignore[index]
-    mask = sees if form == "bool" else torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)
-    out = check(case, mask, tensors)
-    if 0 in counts:
-        assert not out[1].any()
+    for fill in (torch.nan, torch.inf):
+        tensors = case.tensors()
+        for name in ("latent", "rope"):
+            tensors[name][~sees[:, 0, 0]] = fill  # type: ignore[index]
+        for mask in (sees, torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)):
+            out = check(case, mask, tensors)
+            if 0 in counts:
+                assert not out[1].any(), (fill, mask.dtype)
 
 
 @on_each_path
@@ -211,6 +211,7 @@ def test_autocast_does_not_lower_the_precision():
 
 
 @on_each_path
+@pytest.mark.wholly
 @pytest.mark.parametrize(
     "case",
     [
@@ -229,10 +230,10 @@ def test_any_number_of_threads(case: Case, threads: int):
 
 @on_each_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [1, 31, 33, 63, 100])
-@pytest.mark.parametrize("heads", [1, 17, 48])
-def test_awkward_widths(dtype: torch.dtype, width: int, heads: int):
-    check(Case(B=2, T=66, H=heads, L=width, R=width // 2, dtype=dtype, strided=True, size=3.0))
+def test_awkward_widths(dtype: torch.dtype):
+    for width in (1, 31, 33, 63, 100):
+        for heads in (1, 17, 48):
+            check(Case(B=2, T=66, H=heads, L=width, R=width // 2, dtype=dtype, strided=True, size=3.0))
 
 
 @on_each_path

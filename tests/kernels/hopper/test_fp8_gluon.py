@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.support.gluon_cases import assert_one_place
 from tests.support.gluon_fp8_cases import (
     FLASH_MLA,
     FP8_CASES,
@@ -12,7 +13,8 @@ from tests.support.gluon_fp8_cases import (
     simulate_fp8,
     simulate_fp8_lists,
 )
-from tests.support.gluon_machine import INTERLEAVINGS, load
+from tests.support.gluon_machine import INTERLEAVINGS, interleaved, load
+from tests.support.tiers import also
 
 
 def random_form(rng):
@@ -47,29 +49,27 @@ def random_list(seed):
     return case | ({} if case["page"] else {"mask": (None, "BS", "B")[rng.integers(3)]})
 
 
-@pytest.mark.parametrize("name", FP8_CASES)
-def test_every_interleaving_gives_the_reference(name):
+@interleaved(FP8_CASES, "schedule")
+def test_every_interleaving_gives_the_reference(name, seed):
+    simulate_fp8(load(FP8_SOURCE), seed, **FP8_CASES[name])
+
+
+@interleaved(FP8_LIST_CASES, "656 bytes, page 1")
+def test_every_interleaving_gives_the_reference_for_lists(name, seed):
+    simulate_fp8_lists(load(FP8_SOURCE), seed, **FP8_LIST_CASES[name])
+
+
+@pytest.mark.parametrize("draws", [range(4), *also("draws", range(4, 4 * INTERLEAVINGS))], ids=str)
+def test_random_batches(draws):
     loaded = load(FP8_SOURCE)
-    for seed in range(INTERLEAVINGS):
-        simulate_fp8(loaded, seed, **FP8_CASES[name])
-
-
-@pytest.mark.parametrize("name", FP8_LIST_CASES)
-def test_every_interleaving_gives_the_reference_for_lists(name):
-    loaded = load(FP8_SOURCE)
-    for seed in range(INTERLEAVINGS):
-        simulate_fp8_lists(loaded, seed, **FP8_LIST_CASES[name])
-
-
-def test_random_batches():
-    loaded = load(FP8_SOURCE)
-    for seed in range(4 * INTERLEAVINGS):
+    for seed in draws:
         simulate_fp8(loaded, seed, **random_case(seed))
 
 
-def test_random_lists():
+@pytest.mark.parametrize("draws", [range(4), *also("draws", range(4, 4 * INTERLEAVINGS))], ids=str)
+def test_random_lists(draws):
     loaded = load(FP8_SOURCE)
-    for seed in range(4 * INTERLEAVINGS):
+    for seed in draws:
         simulate_fp8_lists(loaded, seed, **random_list(seed))
 
 
@@ -92,8 +92,6 @@ LISTS = {"lens": [447, 430], "H": 20, "S": 2, "k": 300, "splits": 2, "scales": "
 LISTS_656 = LISTS | FLASH_MLA
 
 BUGS = {  # what is wrong: (text, replacement, a case that shows it)
-    "a half filled that is not free": (FREE_0, "                if BESIDE", MANY),
-    "rope overwritten while P is read": (FREE_1, "                pass\n            if i <", MANY),
     "rope in half precision overwritten while P is read": (
         FREE_1,
         "                pass\n            if i <",
@@ -101,21 +99,34 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     ),
     "the wrong phase": (PHASE, PHASE.removesuffix(" ^ 1"), MANY),
     "no fence after converting": (FENCED, ARRIVE, MANY),
-    "no fence after converting the rows of a list": (FENCED, ARRIVE, LISTS_656),
     "arrival before the last piece": ("i % IN_HALF == IN_HALF - 1 or", "i % IN_HALF == IN_HALF - 2 or", MANY),
     "scales beside the other stage": (STORE, STORE.replace("stage", "1 - stage"), MANY),
-    "scales overwritten while they are read": (FREED + STORED, STORED + FREED, MANY),
-    "scales of the first block": (NEXT, NEXT.replace("factor", "_"), MANY),
     "scales of tokens forgotten in the result": ("p = p * gl.expand_dims(", "_ = gl.expand_dims(", MANY),
-    "a scale forgotten in the result": ("factor = factor * gl.load(kv_scale)", "pass", FP8_CASES["contiguous"]),
     "a scale forgotten in the scores": ("scale = scale * gl.load(kv_scale)", "pass", FP8_LIST_CASES["fp16"]),
-    "scales of the wrong request": (OF_REQUEST.format("scales", "kv_scale"), "scales = kv_scale + 0 * b", MANY),
     "scales of groups of the wrong request": (
         OF_REQUEST.format("scales", "kv_scale"),
         "scales = kv_scale + 0 * b",
         ROWS_656,
     ),
     "scales of another group": ("            kv_scale += scale_g", "            kv_scale += 0", ROWS_656),
+    "rope at float8's distance": ("_words(rope_t, ROPE_BYTES)", "_words(rope_t, 1)", ROWS_656),
+    "halves of rope exchanged": ("gl.join(left, right)", "gl.join(right, left)", ROWS_656),
+    "distance of pages forgotten": ("* stride_page + (place % PAGE)", "* (PAGE * stride_row) + (place % PAGE)", APART),
+    "slot past the length looked up": ("mask=seen, other=0) * TABLE_PAGE", "mask=n >= 0, other=0) * TABLE_PAGE", SHORT),
+    "the next block a piece too late": ("if i + AHEAD == PIECES - 1:", "if i + AHEAD == PIECES:", MANY),
+    "bytes exchanged": ("gl.join(_values(x, factor, 1), _", "gl.join(_values(x, factor, 0), _", MANY),
+    "mask forgotten": ("seen = seen & bits(low", "_ = bits(low", MASK),
+    "places of another block": ("gl.load(places + i * BN + r", "gl.load(places + r", LISTS_656),
+}
+
+MORE_BUGS = {  # of kinds that are among the others, in another place or form of the kernel
+    "a half filled that is not free": (FREE_0, "                if BESIDE", MANY),
+    "rope overwritten while P is read": (FREE_1, "                pass\n            if i <", MANY),
+    "no fence after converting the rows of a list": (FENCED, ARRIVE, LISTS_656),
+    "scales overwritten while they are read": (FREED + STORED, STORED + FREED, MANY),
+    "scales of the first block": (NEXT, NEXT.replace("factor", "_"), MANY),
+    "a scale forgotten in the result": ("factor = factor * gl.load(kv_scale)", "pass", FP8_CASES["contiguous"]),
+    "scales of the wrong request": (OF_REQUEST.format("scales", "kv_scale"), "scales = kv_scale + 0 * b", MANY),
     "scales of the group before": ("= PIECE * GROUPS % (2 * IN_HALF) == 0", "= PIECE == 0", ROWS_656),
     "scales of the piece after": (
         "_convert(ahead[0], factors[0], tile)",
@@ -126,23 +137,15 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
     "rows of the wrong request": (OF_REQUEST.format("latents", "latent"), "latents = latent + 0 * b", MANY),
     "rows of the wrong request's list": (OF_REQUEST.format("latents", "latent"), "latents = latent + 0 * b", LISTS),
     "rope of the wrong request": (OF_REQUEST.format("ropes", "rope"), "ropes = rope + 0 * b", MANY),
-    "rope at float8's distance": ("_words(rope_t, ROPE_BYTES)", "_words(rope_t, 1)", ROWS_656),
     "pages of rope at float8's distance": ("_words(rope_b, ROPE_BYTES), _", "_words(rope_b, 1), _", APART),
-    "halves of rope exchanged": ("gl.join(left, right)", "gl.join(right, left)", ROWS_656),
     "words of rope's halves mixed": ("gl.join(left, right), [0, 2, 1]", "gl.join(left, right), [0, 1, 2]", ROWS_656),
     "half of rope twice": ("_store_halves(ahead[0], ahead[1]", "_store_halves(ahead[0], ahead[0]", ROWS_656),
     "neighbours in rope exchanged": ("(x.to(gl.int16), (x >> 16)", "((x >> 16).to(gl.int16), x", ROWS_656),
-    "distance of pages forgotten": ("* stride_page + (place % PAGE)", "* (PAGE * stride_row) + (place % PAGE)", APART),
     "rows read that nobody sees": ("    return gl.where(seen, n, -1)\n", "    return n\n", MANY),
-    "slot past the length looked up": ("mask=seen, other=0) * TABLE_PAGE", "mask=n >= 0, other=0) * TABLE_PAGE", SHORT),
-    "the next block a piece too late": ("if i + AHEAD == PIECES - 1:", "if i + AHEAD == PIECES:", MANY),
     "pieces in the wrong columns": ("slice(i % IN_HALF * COLUMNS,", "slice((i + 1) % IN_HALF * COLUMNS,", MANY),
-    "bytes exchanged": ("gl.join(_values(x, factor, 1), _", "gl.join(_values(x, factor, 0), _", MANY),
-    "mask forgotten": ("seen = seen & bits(low", "_ = bits(low", MASK),
     "window forgotten": ("seen = seen & (n >= begin)", "_ = begin", FP8_CASES["window inside a block"]),
     "the wrong tile of a list": ("n = place_of(work, plane, listed) * BN + r", "n = listed * BN + r", MASK),
     "places past a list's end": ("mask=r < (hi - i) * BN, other=-1", "mask=r < (hi + 1 - i) * BN, other=-1", LISTS),
-    "places of another block": ("gl.load(places + i * BN + r", "gl.load(places + r", LISTS_656),
     "keys of the cache counted, not of a list": ("0, query, None if LISTED else", "0, query, None if PAGE else", LISTS),
     "bits that are never announced": ("    mbarrier.arrive(bars.index(LIST_READY))\n", "    _ = 0\n", LISTS),
     "bits read before they are written": (
@@ -153,6 +156,11 @@ BUGS = {  # what is wrong: (text, replacement, a case that shows it)
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+def test_every_bug_has_its_place():
+    for text, _, _ in (BUGS | MORE_BUGS).values():
+        assert_one_place(FP8_SOURCE, text)
+
+
+@pytest.mark.parametrize("bug", [*BUGS, *also("family", *MORE_BUGS)])
 def test_a_seeded_bug_is_caught(bug):
-    assert_fp8_caught(*BUGS[bug])
+    assert_fp8_caught(*(BUGS | MORE_BUGS)[bug])

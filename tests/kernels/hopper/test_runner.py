@@ -8,15 +8,20 @@ import torch
 
 from mla_compile.kernels.hopper import runner
 from mla_compile.kernels.hopper.step import Box
+from tests.support.tiers import also, full
 
 
+# tests/benchmarks/test_gpu_offline.py compiles another form by default, and CI every kernel that has changed.
 @pytest.mark.parametrize(
     "label",
     [
-        "Hopper, bf16, page 64, scheduled",
         "Hopper, bf16, page 64, two layers, list",
-        "Hopper, bf16, page 16, window",
-        "Hopper, fp8, page 64, window, soft-cap, scale per token",
+        *also(
+            "family",
+            "Hopper, bf16, page 64, scheduled",
+            "Hopper, bf16, page 16, window",
+            "Hopper, fp8, page 64, window, soft-cap, scale per token",
+        ),
     ],
 )
 def test_compiles_for_hopper_within_its_budget(label):
@@ -29,6 +34,7 @@ def test_compiles_for_hopper_within_its_budget(label):
     assert row["spills"] == [0, 0]
 
 
+@full("family")
 def test_two_ctas_compile_within_their_budget():
     from benchmarks.gpu import offline
     from mla_compile.kernels.hopper.steps import clusters

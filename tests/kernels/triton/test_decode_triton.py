@@ -14,12 +14,20 @@ import torch
 
 from tests.support import interpreter_cases
 from tests.support.interpreter_cases import FP8, Case, same
+from tests.support.tiers import also
 
 Run = Callable[..., Any]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@same([Case(H=H, splits=n, S=S, causal=True) for H in (1, 3, 8, 12, 16, 20, 40, 64) for S, n in ((1, 1), (3, 2))])
+THREE_TOKENS = [Case(H=H, splits=2, S=3, causal=True) for H in (1, 12, 16, 20, 40, 64)]
+
+
+@same(
+    [Case(H=H, causal=True) for H in (1, 3, 8, 12, 16, 20, 40, 64)]
+    + [Case(H=H, splits=2, S=3, causal=True) for H in (3, 8)]
+    + also("combination", *THREE_TOKENS)
+)
 def test_heads_of_any_number(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
@@ -27,35 +35,42 @@ def test_heads_of_any_number(case: Case, run: Run):
 WIDTHS = [(512, 64), (256, 32), (256, 64), (512, 0), (40, 8), (96, 16), (1, 1), (17, 3), (130, 0)]
 
 
-@same([Case(L=L, R=R, H=5, page=page, splits=2) for L, R in WIDTHS for page in (0, 16)])
+def wide(page: int, widths: list[tuple[int, int]]) -> list[Case]:
+    return [Case(L=L, R=R, H=5, page=page, splits=2) for L, R in widths]
+
+
+@same(
+    wide(0, WIDTHS[0::2])
+    + wide(16, WIDTHS[1::2])
+    + also("combination", *wide(0, WIDTHS[1::2]), *wide(16, WIDTHS[0::2]))
+)
 def test_widths(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
 
-@same(
-    [
-        Case(dtype=dtype, page=page, splits=n, H=6, S=2, causal=True)
-        for dtype in (BF16, F16, F32)
-        for page in (0, 32)
-        for n in (1, 3)
-    ]
-)
-def test_dtypes(case: Case, run: Run):
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page", [0, 32])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+def test_dtypes(dtype: torch.dtype, page: int, splits: int, run: Run):
+    run(interpreter_cases.check, Case(dtype=dtype, page=page, splits=splits, H=6, S=2, causal=True))
+
+
+@pytest.mark.parametrize(("page", "splits"), [(0, 1), (16, 2)])
+@pytest.mark.parametrize("query", [(BF16, "sm_90"), (F16, "sm_80"), (F32, "sm_90")], ids=str)
+@pytest.mark.parametrize("scale", ["tensor", "token"])
+def test_fp8(scale: str, query: tuple[torch.dtype, str], page: int, splits: int, run: Run):
+    dtype, device = query
+    case = Case(dtype=FP8, kv_scale=scale, query_dtype=dtype, page=page, splits=splits, device=device)
     run(interpreter_cases.check, case)
 
 
+def rope_in_half(scale: str, half: torch.dtype, page: int, device: str) -> Case:
+    return Case(dtype=FP8, kv_scale=scale, query_dtype=half, rope_dtype=half, page=page, splits=2, device=device)
+
+
 @same(
-    [
-        Case(dtype=FP8, kv_scale=scale, query_dtype=query, page=page, splits=n, device=device)
-        for scale in ("tensor", "token")
-        for query, device in ((BF16, "sm_90"), (F16, "sm_80"), (F32, "sm_90"))
-        for page, n in ((0, 1), (16, 2))
-    ]
-    + [
-        Case(dtype=FP8, kv_scale=scale, query_dtype=half, rope_dtype=half, page=page, splits=2, device=device)
-        for scale in ("tensor", "token")
-        for half, page, device in ((BF16, 0, "sm_80"), (F16, 64, "sm_90"))
-    ]
+    [rope_in_half("tensor", BF16, 0, "sm_80"), rope_in_half("token", F16, 64, "sm_90")]
+    + also("combination", rope_in_half("token", BF16, 0, "sm_80"), rope_in_half("tensor", F16, 64, "sm_90"))
     + [
         Case(dtype=FP8, kv_scale="group", query_dtype=query, rope_dtype=half, page=page, splits=n, device=device, L=L)
         for half, query, page, n, device, L in (
@@ -66,7 +81,7 @@ def test_dtypes(case: Case, run: Run):
     ]
     + [Case(dtype=FP8, kv_scale=scale, R=0, S=2, causal=True, lens=(5, 90)) for scale in ("token", "group")]
 )
-def test_fp8(case: Case, run: Run):
+def test_rope_and_scales_beside_fp8(case: Case, run: Run):
     run(interpreter_cases.check, case)
 
 
@@ -77,23 +92,23 @@ def test_every_fp8_value_is_converted_exactly(run: Run):
     assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
 
 
-@same(
-    [Case(joint=joint, L=L, R=R, splits=n) for joint in (False, True) for L, R in ((64, 16), (40, 8)) for n in (1, 2)]
-)
-def test_caches_of_one_piece_and_of_two(case: Case, run: Run):
-    run(interpreter_cases.check, case)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("width", [(64, 16), (40, 8)], ids=str)
+@pytest.mark.parametrize("joint", [False, True])
+def test_caches_of_one_piece_and_of_two(joint: bool, width: tuple[int, int], splits: int, run: Run):
+    L, R = width
+    run(interpreter_cases.check, Case(joint=joint, L=L, R=R, splits=splits))
 
 
-@same(
-    [
-        Case(page=page, block_n=n, lens=lens, T=160, H=3, S=S, causal=True, splits=splits)
-        for page in (1, 16, 32, 64, 128)
-        for n in (16, 64)
-        for lens, S, splits in (((129, 0, 1, 64), 1, 3), ((33, 5, 130), 2, 1))
-    ]
-)
-def test_pages(case: Case, run: Run):
-    run(interpreter_cases.check, case)
+@pytest.mark.parametrize("batch", [((129, 0, 1, 64), 1, 3), ((33, 5, 130), 2, 1)], ids=str)
+@pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.parametrize("page", [1, 16, 32, 64, 128])
+def test_pages(page: int, block_n: int, batch: tuple[tuple[int, ...], int, int], run: Run):
+    lens, S, splits = batch
+    run(
+        interpreter_cases.check,
+        Case(page=page, block_n=block_n, lens=lens, T=160, H=3, S=S, causal=True, splits=splits),
+    )
 
 
 @same(
@@ -146,7 +161,7 @@ def test_sinks_softcap_window_values(case: Case, run: Run):
         Case(dtype=F16, query_dtype=F32, softcap=3.0, S=2, causal=True),
         Case(dtype=BF16, query_dtype=F32, query_size=1e30, scale=2e-31),
         # With 64 rows the converted query goes through scratch.
-        Case(dtype=F16, query_dtype=F32, query_size=1e6, scale=2e-7, block_m=64, H=40, S=2, causal=True, splits=2),
+        Case(dtype=F16, query_dtype=F32, query_size=1e6, scale=2e-7, block_m=64, H=33, S=2, causal=True, splits=2),
         Case(dtype=BF16, query_dtype=F32, block_m=64, H=70, page=16, L=40, R=8),
     ]
 )
@@ -170,9 +185,10 @@ def test_rows_beyond_2_to_the_31_elements(paged: bool, listed: bool, run: Run):
     run(interpreter_cases.far_rows, paged, listed)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_90", "sm_100"])
 @pytest.mark.parametrize(("splits", "deterministic"), [(0, False), (3, False), (0, True)])
 def test_the_planners_own_plans(device: str, splits: int, deterministic: bool, run: Run):
-    case = Case(lens=(1500, 40), T=1600, H=24, L=128, R=32, page=64, device=device)
+    case = Case(lens=(1090, 40), T=1152, H=24, L=128, R=32, page=64, device=device)
     plan = run(interpreter_cases.check_planned, case, splits, deterministic)
     assert plan.splits == (splits or (2 if deterministic else plan.splits))

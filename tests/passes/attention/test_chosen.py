@@ -12,6 +12,10 @@ from torch import Tensor
 import mla_compile
 from mla_compile.codes import Code
 from tests.support.programs import OP, codes, error, optimized, seeded, trace
+from tests.support.tiers import also
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 B, H, T, L, N, V, K = 3, 4, 9, 8, 6, 5, 3
 INF = float("-inf")
@@ -26,11 +30,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + mask).softmax(-1) @ v
 
 
-def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", exact=1e-10, **options):
+def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", exact=1e-10, plain=True, **options):
     """The tensors that the operator is given besides rows, and its numbers; ``make(S, *given)`` makes the mask.
 
     ``other``: further values of ``given`` for which the rewritten attention has to be what the original is.
-    ``said``: what the report says of the mask.
+    ``said``: what the report says of the mask. ``plain``: its numbers in plain ATen, too.
     """
 
     def fn(q, c, *rest):
@@ -45,10 +49,10 @@ def told(make, S, *given, attend=sdpa, other=(), expect=Code.ABSORBED, said="", 
     outcome = optimized(program, lowering="op", **options)
     assert codes(outcome) == [expect]
     assert said in " ".join(outcome.report.sites[0].notes)
-    plain = optimized(program, **options | {"lowering": "aten"})
+    outcomes = [outcome, *([optimized(program, **options | {"lowering": "aten"})] if plain else [])]
     for values in (given, *other):
         want = fn(q, c, *values, *weights)
-        for one in (outcome, plain):
+        for one in outcomes:
             (result,) = one.program.gm(q, c, *values, *weights)
             assert torch.equal(result.isnan(), want.isnan())
             assert error(result.nan_to_num(), want.nan_to_num()) < exact
@@ -103,8 +107,12 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("S", [1, 2])
-@pytest.mark.parametrize("name", MASKS)
+RARE_MASKS = ("of a stable sort", "along another axis first", "counted, and not 0", "filled")
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [2, 1])
+@pytest.mark.parametrize("name", usual(MASKS, rare=RARE_MASKS))
 def test_the_operator_is_told_the_list(name, S):
     found, targets = told(MASKS[name], S, ranks(S), other=[[ranks(S, seed=8)]])
     assert found == {"indices": (B, S, K), "causal": False}
@@ -144,8 +152,9 @@ IN_BLOCKS = {
 }  # fmt: skip
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 2])
-@pytest.mark.parametrize("name", IN_BLOCKS)
+@pytest.mark.parametrize("name", usual(IN_BLOCKS, rare=("flattened", "taken along", "selected", "minus infinity")))
 def test_blocks_of_keys(name, S):
     found, targets = told(IN_BLOCKS[name], S, ranks(S), other=[[ranks(S, seed=8)]])
     assert found["indices"] == (B, S, 4 if name == "blocks of blocks" else (3 - S) * SIDE)
@@ -168,10 +177,11 @@ CUT = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("plain", [False, *also("combination", True)])
 @pytest.mark.parametrize("name", CUT)
-def test_a_list_of_which_the_beginning_is_read(name):
+def test_a_list_of_which_the_beginning_is_read(name, plain):
     make, given = CUT[name]
-    found, _ = told(make, 1, given)
+    found, _ = told(make, 1, given, plain=plain)
     assert "mask" in found
     assert "indices" not in found
 
@@ -215,10 +225,11 @@ NO_BLOCKS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("plain", [False, *also("combination", True)])
 @pytest.mark.parametrize("name", NO_BLOCKS)
-def test_what_is_no_block(name):
+def test_what_is_no_block(name, plain):
     """Some of these are lists written in yet another way; what is not read as one stays a mask, and the numbers too."""
-    found, _ = told(NO_BLOCKS[name], 1, ranks(1), other=[[ranks(1, seed=8)]])
+    found, _ = told(NO_BLOCKS[name], 1, ranks(1), other=[[ranks(1, seed=8)]], plain=plain)
     assert "mask" in found
     assert "indices" not in found
 
@@ -244,7 +255,8 @@ def test_indices_that_come_in_may_name_a_key_twice():
     assert "aten.sort.default" in targets
 
 
-def test_keys_that_are_named_twice_are_dropped_for_sizes_that_were_not_traced():
+@pytest.mark.parametrize("lowering", ["op", *also("combination", "aten")])
+def test_keys_that_are_named_twice_are_dropped_for_sizes_that_were_not_traced(lowering):
     class Step(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -260,11 +272,10 @@ def test_keys_that_are_named_twice_are_dropped_for_sizes_that_were_not_traced():
     shapes = ({0: batch, 2: queries}, {0: batch, 1: keys}, {0: batch, 1: queries, 2: keys})
     given = seeded(B, H, 2, N), seeded(B, T, L), ranks(2)
     program = torch.export.export(step, given, dynamic_shapes=shapes, strict=False)
-    for lowering in ("op", "aten"):
-        fast = mla_compile.optimize(program, forms="absorbed", lowering=lowering).module()
-        for batch, queries, keys in ((B, 2, T), (5, 4, 13), (2, 3, 6)):
-            given = seeded(batch, H, queries, N), seeded(batch, keys, L), seeded(batch, queries, keys, seed=7)
-            assert error(fast(*given), step(*given)) < 1e-10
+    fast = mla_compile.optimize(program, forms="absorbed", lowering=lowering).module()
+    for batch, queries, keys in ((B, 2, T), (5, 4, 13), (2, 3, 6)):
+        given = seeded(batch, H, queries, N), seeded(batch, keys, L), seeded(batch, queries, keys, seed=7)
+        assert error(fast(*given), step(*given)) < 1e-10
 
 
 def test_an_entry_counts_where_its_flag_is_set():
@@ -350,6 +361,7 @@ ALIKE = {
 }  # fmt: skip
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("attend", [sdpa, eager], ids=["sdpa", "eager"])
 @pytest.mark.parametrize("S", [1, 2])
 @pytest.mark.parametrize("name", ALIKE)
@@ -383,6 +395,7 @@ OUTSIDE = {
 }  # fmt: skip
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("attend", [sdpa, eager], ids=["sdpa", "eager"])
 @pytest.mark.parametrize("S", [1, 2])
 @pytest.mark.parametrize("name", OUTSIDE)
@@ -481,10 +494,11 @@ SAID = {
 }
 
 
+@pytest.mark.parametrize("plain", [False, *also("combination", True)])
 @pytest.mark.parametrize("name", KEPT)
-def test_the_mask_stays(name):
+def test_the_mask_stays(name, plain):
     make, attend, given = KEPT[name]
-    found, _ = told(make, 3, *given, attend=attend, said=SAID.get(name, "compares no positions"))
+    found, _ = told(make, 3, *given, attend=attend, said=SAID.get(name, "compares no positions"), plain=plain)
     assert "indices" not in found
     assert "mask" in found
 

@@ -12,6 +12,9 @@ from mla_compile import backend
 from mla_compile.codes import Code
 from tests.support.modules import MLA, H, inputs
 from tests.support.programs import absorbed, assert_equal, calls, codes, error, export, optimized, seeded
+from tests.support.tiers import also, full
+
+pytestmark = pytest.mark.thorough
 
 S, T = 3, 7
 
@@ -47,7 +50,7 @@ def test_several_queries_are_absorbed(options):
     assert not any("flex" in op for op in calls(program))
 
 
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("alibi", [True, *also("combination", False)])
 def test_queries_in_groups(alibi):
     def first(out, q, k, v):
         return out[:, ::2]
@@ -55,7 +58,7 @@ def test_queries_in_groups(alibi):
     absorbed(Flex(first, grouped, enable_gqa=True, alibi=alibi), inputs(S=S))
 
 
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("alibi", [True, *also("combination", False)])
 def test_what_is_not_absorbed_stays(alibi):
     """Also its functions and its block mask, when dead code is removed around it."""
     module = Flex(written_out, alibi=alibi)
@@ -94,6 +97,7 @@ def test_what_is_not_taken_apart_is_told(name):
     assert_equal(module, outcome.program, inputs(S=S))
 
 
+@full("combination")
 def test_constants_inside_of_score_mod(monkeypatch):
     """Of two layers, each with tensors of its own that bear the same names."""
 

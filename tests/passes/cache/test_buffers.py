@@ -14,6 +14,9 @@ import mla_compile
 from mla_compile.errors import InputError
 from tests.support.latent_modules import B, D, H, L, Model, N, R, V, rotated
 from tests.support.programs import seeded
+from tests.support.tiers import also
+
+pytestmark = pytest.mark.thorough
 
 CAPACITY = 13
 EXACT = 1e-12
@@ -83,7 +86,9 @@ def latent(module, start=0, count=1, **options):
     return mla_compile.optimize(exported, **options)
 
 
-@pytest.mark.parametrize(("write", "in_place"), [("index_copy", True), ("index_put", True), ("index_copy", False)])
+@pytest.mark.parametrize(
+    ("write", "in_place"), [("index_put", True), ("index_copy", False), *also("combination", ("index_copy", True))]
+)
 def test_buffers_become_rows(write, in_place):
     module = Static(write, in_place)
     decode, prompt = latent(module), latent(module, 0, 4)

@@ -23,6 +23,8 @@ from mla_compile.passes.ir.sizes import holds
 from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, alone, op, written
 from tests.support.programs import seeded
 
+pytestmark = pytest.mark.thorough
+
 K = 3
 
 

@@ -28,6 +28,8 @@ from mla_compile.passes.cache.pages import (
 )
 from tests.support.programs import seeded
 
+pytestmark = pytest.mark.thorough
+
 VOCAB, H, L, R, PAGE = 11, 3, 10, 4, 4
 CACHES = ("c_past", "r_past")
 Step = Callable[..., Any]
@@ -100,6 +102,7 @@ def twice(q: Any, c: Any, r: Any, c_past: Any, r_past: Any) -> Any:
     return (op(q, c, r) + op(q.cos(), c, r)).sum(2), c, r
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("attend", [plain, axes_of_one, twice], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("window", [0, 3])
 def test_each_request_has_a_length_of_its_own(attend: Step, window: int):

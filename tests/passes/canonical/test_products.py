@@ -68,7 +68,8 @@ class Fused(MLA):
         return self.fused(q, k, v, mask, self.scale)
 
 
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [3, 1])
 @pytest.mark.parametrize("core", [plain_bias, factors, unread_bias, capped, summed_values])
 def test_products_with_a_sum_are_absorbed(core, S):
     absorbed(Fused(core), [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])

@@ -23,7 +23,8 @@ class Written(MLA):
         return self.written(q, k, v, mask, self.scale)
 
 
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [3, 1])
 @pytest.mark.parametrize("core", WRITTEN_OUT.values(), ids=WRITTEN_OUT)
 def test_a_softmax_written_out_is_absorbed(core, S):
     absorbed(Written(core), [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])
@@ -81,8 +82,9 @@ OTHER_WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.singly
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("S", [3, 1])
 @pytest.mark.parametrize("core", OTHER_WORDS.values(), ids=OTHER_WORDS)
 def test_cores_in_other_words_are_absorbed(core, S, bias):
     module = Written(core)
@@ -119,6 +121,7 @@ def test_mixed_heads_between_the_products_are_told():
         refused(Written(core), [*inputs(), padded(2, 1, 7)], Code.UNSUPPORTED_OP)
 
 
+@pytest.mark.thorough
 def test_torch_compile_finds_it():
     module, data = Written(exponentials).float(), [*inputs(dtype=torch.float32), padded(2, 1, 7)]
     compiled = torch.compile(module, backend="mla", options={"codegen": "eager", "strict": True})
@@ -194,8 +197,9 @@ def heads_last_after(q, k, v, mask, scale):
     return torch.einsum("bhtv,bhst->bhsv", v, e) / e.sum(-1, keepdim=True)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("core", [divided_last, reciprocal_after, heads_last_after])
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("S", [3, 1])
 def test_a_division_after_the_product_is_a_softmax_before_it(core, S):
     """One operator then, where the two products were rewritten one by one before."""
     data = [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)]

@@ -16,6 +16,10 @@ from mla_compile.codes import Code
 from mla_compile.errors import MlaCompileWarning
 from tests.support.modules import H, L, N, R, V
 from tests.support.programs import assert_untouched, codes, export, optimized, seeded
+from tests.support.tiers import also
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 B, D, PAST, SCALE = 2, 10, 7, 0.3
 
@@ -142,8 +146,19 @@ def step(S=1):
     return [seeded(B, S, D, seed=8), seeded(B, PAST, L + R, seed=9)]
 
 
-@pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("name", SPELLINGS)
+FEW = (
+    "einsum", "heads first", "fused", "fused, expanded", "fused, the keys as values", "fused, cut apart",
+    "copied to heads in parts",
+)  # fmt: skip
+"""Of spellings that tests/passes/decide/test_fuse.py goes through, but for the last one."""
+
+
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [3, 1])
+@pytest.mark.parametrize(
+    "name",
+    usual(SPELLINGS, FEW),
+)
 def test_it_is_said_to_be_absorbed(name, S):
     program = export(ByHand(SPELLINGS[name]), step(S))
     outcome = optimized(program)
@@ -154,6 +169,7 @@ def test_it_is_said_to_be_absorbed(name, S):
     assert "nothing is left to absorb" in site.reason
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("name", ["einsum", "heads first", "fused", "fused, expanded", "copied to heads"])
@@ -224,6 +240,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("name", OTHERS)
 def test_multi_query_attention_is_not_said_to_be_absorbed(name, S):
@@ -276,7 +293,7 @@ def doors(module, call):
     return said
 
 
-@pytest.mark.parametrize("name", ["einsum", "heads first", "fused"])
+@pytest.mark.parametrize("name", ["einsum", *also("combination", "heads first", "fused")])
 def test_no_door_warns(name):
     module = ByHand(SPELLINGS[name]).eval()
     assert doors(module, step()) == [([Code.ALREADY_ABSORBED], [])] * 2

@@ -14,6 +14,8 @@ from tests.support import latent_modules
 from tests.support.modules import MLA, D, H, N, V
 from tests.support.programs import assert_equal, codes, export, optimized, refused, seeded
 
+pytestmark = pytest.mark.thorough
+
 
 class Cached(MLA):
     """The new rows stand behind those of the cache."""
@@ -39,6 +41,7 @@ def given(S, L, R, T=9):
     return [seeded(2, S, D), *(seeded(2, n, w, seed=k) for k, (n, w) in enumerate([(T, L), (T, R), (S, L), (S, R)]))]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("kind", [Cached, Normed, Buffered])
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_few_heads_on_wide_rows(kind, heads):

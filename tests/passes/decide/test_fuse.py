@@ -13,11 +13,16 @@ from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
 from mla_compile.passes.decide import fuse
 from mla_compile.passes.verify.check import check_site
-from tests.passes.decide.test_by_hand import PAST, SCALE, SPELLINGS, B, ByHand, D, fused, step
+from tests.passes.decide.test_by_hand import FEW, PAST, SCALE, SPELLINGS, B, ByHand, D, fused, step
 from tests.support.modules import H, L, R
 from tests.support.programs import OP, export, optimized, run, seeded
+from tests.support.tiers import also
+from tests.support.usual import usual
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(native.load() is None, reason="no kernel here runs the operator"),
+]
 
 
 def operators(program) -> list[torch.fx.Node]:
@@ -51,8 +56,15 @@ OTHERS = {
 }
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("name", sorted(SPELLINGS.keys() - {"copied to heads in parts"}))
+@pytest.mark.parametrize(
+    "name",
+    usual(
+        sorted(SPELLINGS.keys() - {"copied to heads in parts"}),
+        sorted(SPELLINGS.keys() - {*FEW, "fused, repeated", "fused, grouped"} | {"einsum", "fused", *OTHERS}),
+    ),
+)
 def test_every_spelling_is_one_operator_over_a_latent_and_rotary_rows(name, S):
     found = compare(ByHand(SPELLINGS[name]).eval(), S)
     assert widths(found) == OTHERS.get(name, [L + R, L, R, None])
@@ -150,7 +162,8 @@ def masked(q, q_rope, rows, kind):
     return fused(q, q_rope, rows, attn_mask=seen)
 
 
-@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [4, 1])
 @pytest.mark.parametrize("kind", ["causal", "padded", "added", "none seen", "softmax of none"])
 def test_masks(kind, S):
     module = ByHand(lambda *operands: masked(*operands, kind)).eval()
@@ -163,7 +176,7 @@ def test_masks(kind, S):
     assert want.isnan().any() == (kind == "softmax of none")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *also("family", torch.float16, torch.float32)])
 def test_every_dtype_through_both_doors(dtype):
     module = ByHand(SPELLINGS["heads first"]).eval()
     exact = module(*step())[0]

@@ -21,18 +21,25 @@ from tests.support.programs import (
     optimized,
     seeded,
 )
+from tests.support.tiers import also, full
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 DYN = Dim.DYNAMIC
+FEW = ("sdpa", "bmm", "padded_values")
+"""Cores whose steps differ most; tests/passes/rewrite/test_absorb.py goes through all of them."""
 
 
-@pytest.mark.parametrize("core", EXACT)
-@pytest.mark.parametrize("up", ["joint", "block", "two", "param", "per_head"])
+@pytest.mark.singly
+@pytest.mark.parametrize("core", usual(EXACT, FEW))
+@pytest.mark.parametrize("up", ["joint", "param", "per_head", *also("combination", "block", "two")])
 def test_bias_on_the_up_projections(up, core):
     """The bias of K is the same for every key of a row and falls out; that of V comes back once."""
     absorbed(MLA(up=up, core=core, bias=True), [*inputs(S=3), causal(3, 7)])
 
 
-@pytest.mark.parametrize("up", ["lora", "merged", "int8"])
+@pytest.mark.parametrize("up", ["lora", "int8", *also("combination", "merged")])
 def test_bias_beside_lora_and_quantized_weights(up):
     absorbed(MLA(up=up, bias=True), inputs())
 
@@ -75,7 +82,7 @@ def test_two_lora_adapters():
     absorbed(Two(), inputs())
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul"])
+@pytest.mark.parametrize("core", ["matmul", *also("combination", "sdpa")])
 def test_tied_up_projection_for_keys_and_values(core):
     absorbed(MLA(up="tied", V=N, core=core, bias=True), [*inputs(S=3), padded(2, 3, 7)])
 
@@ -120,8 +127,9 @@ SCALED = {
 }
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("core", ["sdpa", "two_products"])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", usual(SCALED, ("several", "a constant tensor")))
 def test_latent_scaled_by_constants(name, core):
     class Scaled(MLA):
         def latent(self, c):
@@ -191,7 +199,7 @@ def test_rope_on_the_shared_key_history():
         absorbed(Raw(core=core), inputs(S=3))
 
 
-@pytest.mark.parametrize("core", [c for c in EXACT if c != "two_products"])
+@pytest.mark.parametrize("core", usual((c for c in EXACT if c != "two_products"), FEW))
 def test_no_rotary_part_at_all(core):
     program = absorbed(MLA(R=0, core=core), [*inputs(S=3, R=0), None, causal(3, 7)], lowering="aten")
     assert calls(program).count("cat.default") == (core == "padded_values")  # zeros are joined to V again
@@ -203,18 +211,21 @@ def test_no_rotary_part_with_the_operator():
     assert call.args[2] is None
 
 
+@full("combination")
 def test_no_rope_but_a_shared_part():
     absorbed(MLA(), inputs(S=3))
 
 
-@pytest.mark.parametrize("core", EXACT)
+@pytest.mark.singly
+@pytest.mark.parametrize("core", usual(EXACT, ("sdpa", "bmm")))
 @pytest.mark.parametrize("B", [1, 2])
 def test_one_head(core, B):
     """One head saves nothing unless the latent is narrow."""
     absorbed(MLA(H=1, L=4, core=core), [*inputs(B=B, S=3, L=4), causal(3, 7)])
 
 
-@pytest.mark.parametrize("core", EXACT)
+@pytest.mark.singly
+@pytest.mark.parametrize("core", usual(EXACT, FEW))
 @pytest.mark.parametrize("S", [1, 2])
 @pytest.mark.parametrize("B", [1, 2])
 def test_batch_and_queries_of_one(B, S, core):
@@ -237,16 +248,15 @@ def test_a_latent_narrower_than_a_head():
     absorbed(MLA(L=3), inputs(S=3, L=3))
 
 
-def test_all_sizes_equal():
+@pytest.mark.parametrize("core", usual((c for c in EXACT if c != "two_products"), ("sdpa", "bmm")))
+def test_all_sizes_equal(core):
     """Nothing may be told apart by its size."""
     n = 4
-    for core in EXACT:
-        if core != "two_products":
-            module = MLA(H=n, L=n, N=n, R=n, V=n, core=core, up="two")
-            absorbed(module, [*inputs(B=n, S=n, T=n, L=n, R=n), causal(n, n)])
+    module = MLA(H=n, L=n, N=n, R=n, V=n, core=core, up="two")
+    absorbed(module, [*inputs(B=n, S=n, T=n, L=n, R=n), causal(n, n)])
 
 
-@pytest.mark.parametrize("up", UPS)
+@pytest.mark.parametrize("up", usual(UPS, ("joint",)))
 def test_everything_symbolic(up):
     module = MLA(up=up, bias=up != "einsum")
     dynamic = ({0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 1: DYN})
@@ -255,7 +265,7 @@ def test_everything_symbolic(up):
         assert_equal(module, program, inputs(B, S, T))
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul", "bmm"])
+@pytest.mark.parametrize("core", ["matmul", *also("combination", "sdpa", "bmm")])
 def test_rope_before_nope(core):
     absorbed(MLA(order="rope_nope", core=core), inputs(S=3))
 
@@ -272,6 +282,8 @@ def test_the_rotary_part_in_the_middle():
     absorbed(Middle(bias=True), inputs(S=3))
 
 
+@full("combination")
+@pytest.mark.singly
 @pytest.mark.parametrize("share", ["expand", "repeat", "interleave", "assign"])
 @pytest.mark.parametrize("core", ["matmul", "bmm"])
 def test_shared_key_spellings(core, share):
@@ -494,7 +506,8 @@ def test_a_cache_of_integers_with_a_scale_per_token():
     absorbed(Quantized(), [inputs()[0], c, inputs()[2], seeded(2, 7, 1, seed=4)])
 
 
-def test_a_cache_that_two_layers_share():
+@pytest.mark.parametrize("symbolic", [False, *also("combination", True)])
+def test_a_cache_that_two_layers_share(symbolic):
     """The queries of the second layer depend on the rows too, through the first layer's output."""
 
     class Shared(nn.Module):
@@ -507,8 +520,7 @@ def test_a_cache_that_two_layers_share():
             return self.b(x + self.o(self.a(x, c, r)), c, r)
 
     dynamic = ({0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 1: DYN})
-    absorbed(Shared(), inputs(S=3), sites=2)
-    absorbed(Shared(), inputs(S=3), dynamic, sites=2)
+    absorbed(Shared(), inputs(S=3), dynamic if symbolic else None, sites=2)
 
 
 def test_a_latent_in_another_dtype_than_the_attention():

@@ -24,6 +24,8 @@ from tests.support.programs import (
     refused,
     seeded,
 )
+from tests.support.tiers import also, full
+from tests.support.usual import usual
 
 
 def spoiled(fn, **options):
@@ -54,6 +56,7 @@ def rotate_complex(k):
     return torch.view_as_real(turned).flatten(-2)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("rotation", [rotate, rotate_complex])
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("core", ["sdpa", "matmul"])
@@ -65,6 +68,7 @@ def test_rope_on_the_whole_k_after_the_up_projection(core, S, rotation):
     assert "self.spoil" in kept.blame.code
 
 
+@full("combination")
 def test_rope_on_the_part_without_rotation_only():
     module = spoiled(lambda k, v: (torch.cat([rotate(k[..., :N]), k[..., N:]], -1), v))
     one_side(module, inputs(), "values", Code.POSITION_DEPENDENT)
@@ -113,6 +117,7 @@ def test_a_position_embedding_beside_the_expanded_part():
     one_side(Learned(), inputs(R=0), "values", Code.POSITION_DEPENDENT)
 
 
+@full("combination")
 def test_alibi_as_a_factor_of_the_keys():
     module = spoiled(lambda k, v: (k * torch.arange(7, dtype=k.dtype)[:, None], v))
     one_side(module, inputs(), "values", Code.POSITION_DEPENDENT)
@@ -121,12 +126,11 @@ def test_alibi_as_a_factor_of_the_keys():
 @pytest.mark.parametrize(
     "norm",
     [
-        lambda k: F.rms_norm(k, (k.shape[-1],)),
-        lambda k: F.layer_norm(k, (k.shape[-1],)),
-        lambda k: k * torch.rsqrt(k.square().mean(-1, keepdim=True) + 1e-6),
-        lambda k: F.normalize(k, dim=-1),
+        pytest.param(lambda k: F.rms_norm(k, (k.shape[-1],)), id="rms_norm"),
+        pytest.param(lambda k: F.layer_norm(k, (k.shape[-1],)), id="layer_norm", marks=full("combination")),
+        pytest.param(lambda k: k * torch.rsqrt(k.square().mean(-1, keepdim=True) + 1e-6), id="rms_norm written out"),
+        pytest.param(lambda k: F.normalize(k, dim=-1), id="l2", marks=full("combination")),
     ],
-    ids=["rms_norm", "layer_norm", "rms_norm written out", "l2"],
 )
 def test_a_norm_after_the_up_projection(norm):
     module = spoiled(lambda k, v: (norm(k), v))
@@ -139,7 +143,10 @@ def test_a_norm_after_the_up_projection(norm):
     assert_equal(module, outcome.program, inputs())
 
 
-@pytest.mark.parametrize("fn", [F.silu, torch.relu, torch.tanh, torch.abs, F.gelu, lambda x: x.clamp(-1, 1), torch.exp])
+@pytest.mark.parametrize(
+    "fn",
+    [torch.abs, *also("combination", F.silu, lambda x: x.clamp(-1, 1), torch.relu, torch.tanh, F.gelu, torch.exp)],
+)
 def test_a_nonlinearity_after_the_up_projection(fn):
     one_side(spoiled(lambda k, v: (fn(k), v)), inputs(), "values", Code.NONLINEAR)
 
@@ -148,16 +155,18 @@ def test_a_nonlinearity_after_both_up_projections():
     refused(spoiled(lambda k, v: (F.silu(k), F.silu(v))), inputs(), Code.NONLINEAR)
 
 
-@pytest.mark.parametrize("up", ["joint", "two"])
+@pytest.mark.parametrize("up", ["joint", *also("combination", "two")])
 def test_a_nonlinearity_on_the_values_only(up):
     one_side(spoiled(lambda k, v: (k, F.silu(v)), up=up), inputs(), "keys", Code.NONLINEAR)
 
 
+@full("combination")
 def test_keys_rounded_to_eight_bits():
     module = spoiled(lambda k, v: ((k * 20).to(torch.int8).to(k.dtype) / 20, v))
     one_side(module, inputs(), "values", Code.NONLINEAR)
 
 
+@full("combination")
 def test_keys_rounded_to_float8():
     one_side(spoiled(lambda k, v: (k.to(torch.float8_e4m3fn).to(k.dtype), v)), inputs(), "values", Code.NONLINEAR)
 
@@ -188,7 +197,7 @@ MIXING = {
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", usual(MIXING, ("cumsum", "conv", "index", "pooled pairs", "attention among the keys")))
 def test_tokens_mixed_between_latent_and_keys(name):
     module = spoiled(lambda k, v: (MIXING[name](k), v))
     program = export(module, inputs())
@@ -350,6 +359,8 @@ class Heads(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=k_old is None and S > 1)
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("rope", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_mha_gqa_and_mqa(kv_heads, rope):
@@ -405,6 +416,7 @@ def test_weights_that_cannot_take_part_in_arithmetic():
     assert_untouched(program, outcome)
 
 
+@pytest.mark.thorough
 def test_training_mode():
     """With gradients enabled the backend leaves the graph to the compiler as it came, and gradients are right."""
     module = MLA().train()
@@ -421,6 +433,7 @@ def test_training_mode():
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_the_same_module_is_absorbed_without_gradients():
     module, data = MLA(), inputs()
     with torch.no_grad():
@@ -508,6 +521,8 @@ def feed(width, queries, pooled=False):
     return program, optimized(program, forms="absorbed")
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("pooled", [False, True], ids=["residual", "convolution"])
 @pytest.mark.parametrize("queries", ["the same rows", "other rows", "a parameter"])
 def test_hidden_states_are_no_latent(queries, pooled):
@@ -573,6 +588,8 @@ class RowsGiven(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("heads", ["einsum", "mixed", "matmul", "broadcast", "expanded", "own"])
 def test_rows_that_come_in_are_cut_off_by_a_graph_break_only_where_every_head_has_its_own(heads, S):

@@ -15,6 +15,10 @@ from mla_compile.errors import MlaCompileWarning
 from tests.passes.decide.test_negatives import rotate, spoiled
 from tests.support.modules import CORES, MLA, D, H, L, N, R, V, causal, inputs
 from tests.support.programs import assert_untouched, codes, export, optimized, seeded
+from tests.support.tiers import also
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 
 class Weighed(MLA):
@@ -56,8 +60,12 @@ MAPS = {
 }
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 3])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    "name",
+    usual(MAPS, rare=("sigmoid, a triangle", "relu", "squared relu, a power", "gelu", "softplus", "elu")),
+)
 def test_the_function_is_named(name, S):
     function, fn = MAPS[name]
     program = export(Weighed(fn), inputs(S=S))
@@ -112,6 +120,7 @@ class Other(MLA):
         return self.weigh(q, k, v).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("up", ["joint", "two", "param", "einsum", "lora"])
 @pytest.mark.parametrize("name", CORES_WITHOUT)
@@ -278,7 +287,7 @@ def test_absorbed_by_hand_it_has_nothing_to_be_said_of():
 # The doors: Dynamo's graph is looked at for a softmax before it is captured.
 
 
-@pytest.mark.parametrize("name", ["matmul", "einsum", "bmm"])
+@pytest.mark.parametrize("name", ["matmul", *also("combination", "einsum", "bmm")])
 def test_the_doors_say_it(name):
     module, call = Other(CORES_WITHOUT[name]).eval(), inputs()
     with torch.no_grad():

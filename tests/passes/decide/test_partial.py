@@ -43,6 +43,10 @@ from tests.support.programs import (
     run,
     seeded,
 )
+from tests.support.tiers import also, full
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 DYN = Dim.DYNAMIC
 SYMBOLIC = ({0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 2: DYN, 3: DYN})
@@ -69,17 +73,20 @@ def per_head(B=2, S=1, T=7, dims=(H, R)):
     return [*inputs(B, S, T, R=0), seeded(B, dims[0], T, dims[1], seed=3)]
 
 
-@pytest.mark.parametrize("core", EXACT)
+@pytest.mark.parametrize(
+    "core",
+    usual(EXACT, ("matmul", "bmm")),
+)
 def test_values_alone(core):
     one_side(rotated(core=core, bias=True), [*inputs(S=3), causal(3, 7)], "values", Code.POSITION_DEPENDENT)
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last"])
+@pytest.mark.parametrize("core", ["heads_last", *also("combination", "sdpa", "matmul")])
 def test_keys_alone(core):
     one_side(squashed(core=core, bias=True), [*inputs(S=3), causal(3, 7)], "keys", Code.NONLINEAR)
 
 
-@pytest.mark.parametrize("up", ["joint", "per_head", "lora"])
+@pytest.mark.parametrize("up", ["per_head", *also("combination", "joint", "lora")])
 def test_up_projections_make_only_what_is_kept(up):
     outcome = one_side(rotated(up=up, V=9), inputs(), "values", Code.POSITION_DEPENDENT)
     assert no_expansion(outcome.program, H, 7, N + 9)
@@ -87,13 +94,16 @@ def test_up_projections_make_only_what_is_kept(up):
     assert no_expansion(outcome.program, H, 7, 9)
 
 
-@pytest.mark.parametrize(("core", "lowering"), [("sdpa", "op"), ("heads_last", "op"), ("matmul", "aten")])
+@pytest.mark.parametrize(
+    ("core", "lowering"), [("heads_last", "op"), ("matmul", "aten"), *also("combination", ("sdpa", "op"))]
+)
 def test_rotary_keys_of_every_head(core, lowering):
     program = absorbed(PerHead(core=core, bias=True), [*per_head(S=3), padded(2, 3, 7)], lowering=lowering)
     assert no_expansion(program, H, 7, N)
     assert calls(program).count(OP) == (lowering == "op")
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("make", [rotated, squashed, PerHead])
 @pytest.mark.parametrize(("core", "E"), [("sdpa", 2), ("matmul", 4)])
 def test_sizes_that_are_all_equal(core, make, E):
@@ -102,7 +112,7 @@ def test_sizes_that_are_all_equal(core, make, E):
     absorbed(make(H=E, L=E, N=E, R=E, V=E, core=core), data)
 
 
-@pytest.mark.parametrize(("make", "core"), [(rotated, "sdpa"), (squashed, "matmul")])
+@pytest.mark.parametrize(("make", "core"), [(squashed, "matmul"), *also("combination", (rotated, "sdpa"))])
 def test_everything_symbolic(core, make):
     module = make(core=core)
     program = absorbed(module, [*inputs(2, 3, 9), causal(3, 9, lead=(2, 1))], SYMBOLIC)
@@ -110,6 +120,7 @@ def test_everything_symbolic(core, make):
         assert_equal(module, program, [*inputs(B, S, T), causal(S, T, lead=(B, 1))])
 
 
+@full("combination")
 def test_rotary_keys_of_every_head_symbolic():
     module = PerHead()
     program = absorbed(module, per_head(2, 3, 9), (*SYMBOLIC[:2], {0: DYN, 2: DYN}))
@@ -117,7 +128,10 @@ def test_rotary_keys_of_every_head_symbolic():
         assert_equal(module, program, per_head(B, S, T))
 
 
-@pytest.mark.parametrize(("make", "core"), [(rotated, "sdpa"), (squashed, "matmul"), (rotated, "in_float64")])
+@pytest.mark.parametrize(
+    ("make", "core"),
+    [(squashed, "matmul"), *also("combination", (rotated, "sdpa"), (rotated, "in_float64"))],
+)
 def test_queries_that_see_no_key(core, make):
     class Core(MLA):
         def spoil(self, k, v):
@@ -131,7 +145,7 @@ def test_queries_that_see_no_key(core, make):
     absorbed(Core(core=core, bias=True), [*inputs(S=7), padded(2, 7, 7)])
 
 
-@pytest.mark.parametrize("make", [rotated, squashed])
+@pytest.mark.parametrize("make", [squashed, *also("combination", rotated)])
 def test_an_additive_mask_and_is_causal(make):
     class Masked(MLA):
         def spoil(self, k, v):
@@ -167,7 +181,7 @@ def test_groups_of_query_heads():
         absorbed(Grouped(make), [*inputs(S=3), causal(3, 7)])
 
 
-@pytest.mark.parametrize(("make", "core"), [(rotated, "sdpa"), (squashed, "matmul")])
+@pytest.mark.parametrize(("make", "core"), [(squashed, "matmul"), *also("combination", (rotated, "sdpa"))])
 def test_one_head_of_queries_and_keys_for_all_values(make, core):
     class One(MLA):
         def spoil(self, k, v):
@@ -194,7 +208,7 @@ def test_probabilities_that_are_returned():
     absorbed(Returns(bias=True), inputs(S=3))
 
 
-@pytest.mark.parametrize("make", [rotated, squashed])
+@pytest.mark.parametrize("make", [rotated, *also("combination", squashed)])
 def test_an_open_core(make):
     class Soft(MLA):
         def spoil(self, k, v):
@@ -388,8 +402,9 @@ def test_the_report_on_rotary_keys_of_every_head():
     assert (site.cache_values_expanded, site.cache_values_latent) == (H * (N + R + V), L + H * R)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("make", [rotated, squashed, PerHead])
-@pytest.mark.parametrize(("core", "dtype"), [("sdpa", torch.bfloat16), ("matmul", torch.float16)])
+@pytest.mark.parametrize(("core", "dtype"), [("sdpa", torch.bfloat16), *also("family", ("matmul", torch.float16))])
 def test_lower_precision_is_no_worse_than_the_original(core, make, dtype):
     module = make(core=core).to(dtype)
     exact = copy.deepcopy(module).double()

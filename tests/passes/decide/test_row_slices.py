@@ -28,6 +28,10 @@ from tests.support.programs import (
     seeded,
     trace,
 )
+from tests.support.tiers import also
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 DYN = Dim.DYNAMIC
 S, T, USED = 3, 9, 7
@@ -55,12 +59,12 @@ def of_used_rows(program):
     return program
 
 
-@pytest.mark.parametrize("core", ["sdpa", "heads_last", "bmm", "two_products"])
+@pytest.mark.parametrize("core", ["sdpa", "bmm", *also("combination", "heads_last", "two_products")])
 def test_the_beginning_of_a_cache(core):
     of_used_rows(absorbed(Used(core=core, bias=True), [*used(S=S), padded(2, S, USED)]))
 
 
-@pytest.mark.parametrize("up", ["joint", "per_head", "lora", "int8"])
+@pytest.mark.parametrize("up", ["int8", *also("combination", "joint", "per_head", "lora")])
 def test_every_up_projection(up):
     of_used_rows(absorbed(Used(up=up, share="assign"), used()))
 
@@ -75,7 +79,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("name", usual(CUTS, ("from_the_end", "every_other", "twice", "some_sequences")))
 def test_other_slices(name):
     module = Used()
     module.cut = CUTS[name]
@@ -143,7 +147,7 @@ class AsLongAsTheMask(Used):
         return super().forward(x, c, r, mask, mask.shape[-1])
 
 
-@pytest.mark.parametrize("capacity", [T, None], ids=["static", "dynamic"])
+@pytest.mark.parametrize("capacity", [pytest.param(None, id="dynamic"), *also("combination", T)])
 def test_symbolic_lengths(capacity):
     """What is used, and perhaps what there is room for, is known in each call only."""
     dynamic = {"x": None, "c": {1: DYN}, "r": {1: DYN}, "mask": {3: DYN}}
@@ -183,7 +187,7 @@ class Prompt(Used):
 
 
 @pytest.mark.parametrize("room", [31, 900])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, *also("combination", True)])
 def test_a_prompt(room, dynamic):
     """Cheaper expanded, unless that means to expand a cache of which most is empty."""
     module, given = Prompt(H=4, L=16, N=12, V=12), inputs(2, 30, room, L=16)
@@ -291,6 +295,7 @@ def test_only_one_side(name):
     one_side(module, used(S=S), side, code)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("up", ["joint", "einsum"])
 @pytest.mark.parametrize("dim", range(4))
 def test_all_sizes_equal(dim, up):

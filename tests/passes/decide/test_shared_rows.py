@@ -11,6 +11,10 @@ from tests.passes.decide.test_negatives import rotate, rotate_complex
 from tests.passes.rewrite.test_absorb import no_expansion
 from tests.support.modules import MLA, H, L, N, R, V, inputs, padded
 from tests.support.programs import absorbed, assert_equal, assert_untouched, codes, export, optimized, seeded
+from tests.support.tiers import full
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 
 class Copied(MLA):
@@ -50,20 +54,24 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("copy", usual(COPIES, ("repeat", "repeat_interleave", "heads_last")))
 def test_every_way_to_copy(copy):
     program = absorbed(Copied(COPIES[copy], rotate, core="matmul"), [*inputs(S=2), padded(2, 2, 7)])
     assert no_expansion(program, H, 7, N)
 
 
-@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("turn", usual(TURNS, ("complex", "written", "norm_by_hand", "weight")))
 def test_whatever_is_done_to_the_copies(turn):
     program = absorbed(Copied(COPIES["expand"], TURNS[turn]), inputs())
     assert no_expansion(program, H, 7, N)
 
 
-def test_symbolic_sizes():
-    dynamic = ({0: torch.export.Dim.DYNAMIC}, *({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},) * 2)
+@full("combination")
+@pytest.mark.parametrize("axes", [(1,), (0, 1)], ids=str)
+def test_symbolic_sizes(axes):
+    """Of tokens, and of sequences besides."""
+    open_sizes = dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+    dynamic = ({0: torch.export.Dim.DYNAMIC} if 0 in axes else None, open_sizes, open_sizes)
     absorbed(Copied(COPIES["expand"], rotate), inputs(), dynamic=dynamic, forms="absorbed")
 
 

@@ -15,6 +15,10 @@ from tests.passes.decide.test_row_slices import Used
 from tests.passes.rewrite.test_absorb import no_expansion
 from tests.support.modules import H, L, N, V, inputs, padded
 from tests.support.programs import absorbed, calls, decide, one_side, refused, seeded
+from tests.support.tiers import also
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 S, T = 3, 11
 
@@ -41,12 +45,12 @@ def of_padded_rows(program, length=T + 1):
     return program
 
 
-@pytest.mark.parametrize("core", ["sdpa", "heads_last", "bmm", "two_products"])
+@pytest.mark.parametrize("core", ["sdpa", "bmm", *also("combination", "heads_last", "two_products")])
 def test_a_token_of_zeros(core):
     of_padded_rows(absorbed(Padded(core=core), [*used(S=S), padded(2, S, T + 1)], verify=True, strict=True))
 
 
-@pytest.mark.parametrize("up", ["joint", "per_head", "lora", "int8"])
+@pytest.mark.parametrize("up", ["per_head", *also("combination", "joint", "int8", "lora")])
 def test_every_up_projection(up):
     of_padded_rows(absorbed(Padded(up=up, share="assign"), used()))
 
@@ -62,7 +66,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", usual(WAYS, ("around", "twice", "of a slice", "a slice of it")))
 def test_other_ways(name):
     program = absorbed(with_cut(WAYS[name]), used(), verify=True, strict=True)
     assert no_expansion(program, H, T, N)
@@ -134,6 +138,7 @@ def test_one_token_for_all_is_no_row_of_each():
     assert [piece.source for piece in found.maps.map(keys).pieces] == [keys]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("width", [H * N, H * N + 4])
 def test_hidden_states_are_no_latent(residual, width):
@@ -147,6 +152,7 @@ def test_hidden_states_are_no_latent(residual, width):
     assert site.code is Code.NOT_MLA
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("cut", [lambda y: F.pad(y, (0, 0, 1, 0)), lambda y: y[:, :, :7]], ids=["zeros", "a slice"])
 def test_values_that_are_wider_than_the_hidden_state(cut, residual):

@@ -5,6 +5,8 @@ The libraries are not there; :mod:`tests.support.flash` registers operators unde
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,8 @@ from tests.support import flash
 from tests.support.flash import HUB, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.support.modules import MLA, H, N, R, V, inputs
 from tests.support.programs import absorbed, assert_equal, calls, codes, export, optimized, seeded
+from tests.support.tiers import also, full
+from tests.support.usual import usual
 
 flash.register()
 
@@ -96,8 +100,7 @@ def by_heads(function):
     return call
 
 
-def bias(S=S, T=T):
-    return seeded(2, H, S, T, seed=9)
+BIAS = seeded(2, H, S, T, seed=9)
 
 
 def three(q, k, v, **how):
@@ -142,23 +145,49 @@ CASES = {
     "packed, a window": varlen([0, S, 2 * S], [0, T, 2 * T], window_size=(2, 1)),
     "packed, a cap": varlen([0, S, 2 * S], [0, T, 2 * T], causal=True, softcap=1.5),
     "xformers": xformers,
-    "xformers, a bias": lambda q, k, v: xformers(q, k, v, b=bias(q.shape[1], k.shape[1]), scale=0.4),
+    "xformers, a bias": lambda q, k, v: xformers(q, k, v, b=BIAS, scale=0.4),
     "xformers, three axes": by_heads(xformers),
     "torch's own for the CPU": padded(of_torch(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@functools.cache
+def exported(case):
+    """The program of a case, for all tests of it: the pipeline leaves what it is given as it is."""
+    return export(Flash(CASES[case]), inputs(S=S, T=T))
+
+
+SELDOM = (
+    "padded heads", "a window to the right", "a soft cap, causal", "version 3, a cap", "packed, three of them",
+    "packed, a cap",
+)  # fmt: skip
+"""Cases of which others show each part."""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", usual(CASES, rare=SELDOM))
 def test_absorbed(case):
-    program = absorbed(Flash(CASES[case]), inputs(S=S, T=T))
+    program = absorbed(Flash(CASES[case]), inputs(S=S, T=T), program=exported(case))
     assert not any("flash" in op or "xformer" in op for op in calls(program))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "packed" not in c and "bias" not in c])
+OPERATORS = (
+    "all keys", "a namespace with a hash", "an autograd function", "k and v of one tensor", "version 3, lengths",
+    "a cache that is filled", "packed", "xformers, a bias", "torch's own for the CPU",
+)  # fmt: skip
+ONE_QUERY = ("causal", "a window", "a soft cap", "version 3, lengths")
+
+
+@pytest.mark.parametrize(
+    "case",
+    usual((c for c in CASES if "packed" not in c and "bias" not in c), ONE_QUERY),
+)
 def test_one_query_is_absorbed(case):
     absorbed(Flash(CASES[case]), inputs(S=1, T=T), lowering="op")
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("case", ["causal", "a window", "a window on both sides", "a soft cap, causal"])
 @pytest.mark.parametrize("sizes", [(7, 7), (9, 4)], ids=["as many queries", "more queries than keys"])
 def test_other_numbers_of_queries(case, sizes):
@@ -166,7 +195,11 @@ def test_other_numbers_of_queries(case, sizes):
     absorbed(Flash(CASES[case], bias=case != "a soft cap, causal"), inputs(S=sizes[0], T=sizes[1]))
 
 
-@pytest.mark.parametrize("case", ["causal", "padded values", "a window", "version 3, lengths", "a soft cap, causal"])
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "case",
+    ["a window", *also("combination", "causal", "padded values", "version 3, lengths", "a soft cap, causal")],
+)
 def test_symbolic_lengths(case):
     tokens, queries = torch.export.Dim("T", min=8), torch.export.Dim("S", max=6)
     given = inputs(S=S, T=9)
@@ -177,6 +210,8 @@ def test_symbolic_lengths(case):
         assert_equal(Flash(CASES[case]), outcome.program, inputs(S=s, T=t))
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_of_keys_that_serve_several_queries(causal, softcap):
@@ -187,6 +222,7 @@ def test_heads_of_keys_that_serve_several_queries(causal, softcap):
     absorbed(Flash(grouped), inputs(S=S, T=T))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_part_of_it(causal):
     """K that is normed stays, and V is absorbed alone: the operator goes all the same."""
@@ -204,10 +240,10 @@ def test_a_part_of_it(causal):
     assert_equal(module, outcome.program, inputs(S=S, T=T))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", usual(CASES, OPERATORS))
 def test_what_is_not_absorbed_runs_as_it_was(case):
-    module = Flash(CASES[case])
-    program = export(module, inputs(S=S, T=T))
+    module, program = Flash(CASES[case]), exported(case)
     outcome = optimized(program, forms="expanded")
     assert codes(outcome) == [Code.FORMS_EXPANDED]
     (op,) = {op for op in calls(program) if any(word in op for word in ("flash", "xformer", "auto_functionalized"))}
@@ -216,6 +252,8 @@ def test_what_is_not_absorbed_runs_as_it_was(case):
     assert_equal(module, outcome.program, inputs(S=S, T=T))
 
 
+@full("combination")
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["causal", "padded values", "a soft cap, causal"])
 def test_the_form_that_each_call_takes(case):
     """With a symbolic number of queries, both forms are kept, and in the expanded one the operator is back."""
@@ -230,6 +268,7 @@ def test_the_form_that_each_call_takes(case):
     assert len(fast.mla_report.sites) < 4, "compiled for each number of queries"
 
 
+@pytest.mark.thorough
 def test_as_many_heads_of_plain_attention_are_no_mla():
     class Plain(torch.nn.Module):
         def forward(self, q, k, v):
@@ -329,6 +368,8 @@ def test_three_tensors_of_one_shape_are_no_attention():
     assert not optimized(export(Gated(), (seeded(2, 4, 3, 5),))).report.sites
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", ["causal", "padded values", "a soft cap, causal", "packed"])
 def test_verified_in_half_precision(case, dtype):
@@ -341,6 +382,7 @@ def test_verified_in_half_precision(case, dtype):
     assert site.precision_ratio < 1.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["causal", "a window on both sides", "a soft cap", "version 3", "xformers"])
 def test_fake_tensors_of_a_gpu(case):
     """The operators have kernels for a GPU alone; their fake functions are enough to trace and rewrite."""

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from mla_compile.codes import Code
 from tests.support.quantized import H, Int8, L, N, V, error, exact, optimized
+from tests.support.tiers import also
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 OUT = H * (N + V)
 
@@ -43,8 +47,11 @@ TORCHAO = {
 }
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", TORCHAO)
+@pytest.mark.parametrize(
+    "config", usual(TORCHAO, rare=("Int8WeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"))
+)
 def test_torchao(config, dtype):
     quantization = pytest.importorskip("torchao.quantization")
     settings, rounds = TORCHAO[config]
@@ -54,8 +61,9 @@ def test_torchao(config, dtype):
     absorbed(layer, layer[0].weight.dequantize(), rounds, dtype)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("dequantize", ["once", "step"])
-@pytest.mark.parametrize("kind", ["nf4", "nf4 of float32 scales", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", *also("combination", "nf4 of float32 scales")])
 def test_bitsandbytes_four_bit(kind, dequantize):
     library = pytest.importorskip("bitsandbytes")
     dense = linear()
@@ -68,7 +76,7 @@ def test_bitsandbytes_four_bit(kind, dequantize):
     absorbed(layer, weight, dequantize=dequantize)
 
 
-@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("called_before", [True, *also("combination", False)])
 def test_bitsandbytes_eight_bit(called_before):
     """``forward`` writes ``weight.data`` to where it lies, and reads the weight from an object that is no module."""
     library = pytest.importorskip("bitsandbytes")
@@ -167,6 +175,7 @@ class BlockFloat8(nn.Module):
         return self.weight.double() * scale
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("kind", [torch.float32, torch.float8_e8m0fnu])
 @pytest.mark.parametrize("dequantize", ["auto", "once", "step"])
 def test_float8_blocks(block_product, dequantize, kind):

@@ -11,6 +11,8 @@ from mla_compile.codes import Code
 from mla_compile.passes.quantized import registry
 from tests.support.quantized import H, L, N, V, error, exact, optimized
 
+pytestmark = pytest.mark.thorough
+
 OUT = H * (N + V)
 
 

@@ -10,6 +10,9 @@ from torch import Tensor
 import mla_compile
 from mla_compile.codes import Code
 from tests.support.quantized import Attention, Int8, error, exact, inputs, optimized
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 FP8 = torch.float8_e4m3fn
 
@@ -118,7 +121,11 @@ def test_rounded_rows_are_absorbed_and_nearer_to_the_dequantized_model(product):
     assert error(after, truth) < 0.02
 
 
-@pytest.mark.parametrize("product", [p for p in LEGAL if p not in (float8, float8_groups, fake_quantized)])
+IN_FLOAT = (float8, float8_groups, fake_quantized)
+EXACTLY = (shifted, divided, flat_first)
+
+
+@pytest.mark.parametrize("product", usual((p for p in LEGAL if p not in IN_FLOAT), EXACTLY))
 def test_exact_leaves_them(product):
     fast, after, before = optimized(Int8(product), quantized="exact")
     (site,) = fast.mla_report.sites
@@ -127,7 +134,7 @@ def test_exact_leaves_them(product):
     assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("product", [float8, float8_groups, fake_quantized])
+@pytest.mark.parametrize("product", IN_FLOAT)
 def test_exact_keeps_the_rounding_where_the_rounded_rows_are_rows(product):
     """Rows that are dequantized before the product are a latent like any other: absorbed, and rounded as they were."""
     torch.manual_seed(0)

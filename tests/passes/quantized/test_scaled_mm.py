@@ -13,6 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_compile.passes.ir.stand_in import stand_in
 from mla_compile.passes.quantized.read import add_stand_ins
 
+pytestmark = pytest.mark.thorough
+
 FP8 = torch.float8_e4m3fn
 M, K, N = 16, 256, 384
 

@@ -25,6 +25,8 @@ from tests.support.programs import (
     run,
     seeded,
 )
+from tests.support.tiers import also, full
+from tests.support.usual import usual
 
 DYN = Dim.DYNAMIC
 SYMBOLIC = ({0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 2: DYN, 3: DYN})
@@ -45,7 +47,8 @@ def no_expansion(program, *sizes):
     return True
 
 
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [3, 1])
 @pytest.mark.parametrize("up", UPS)
 def test_up_projections(up, S):
     program = absorbed(MLA(up=up), [*inputs(S=S), padded(2, S, 7)])
@@ -53,14 +56,16 @@ def test_up_projections(up, S):
     assert no_expansion(program, H, 7, N)
 
 
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.singly
+@pytest.mark.parametrize("S", [3, 1])
 @pytest.mark.parametrize("core", EXACT)
 def test_cores(core, S):
     program = absorbed(MLA(core=core), [*inputs(S=S), causal(S, 7)])
     assert no_expansion(program, H, 7, N)
 
 
-@pytest.mark.parametrize("core", CORES)
+@pytest.mark.thorough
+@pytest.mark.parametrize("core", usual(CORES, ("in_float32", "matmul")))
 def test_cores_without_a_mask(core):
     options = {"verify": core != "in_float32"}
     module = MLA(core=core)
@@ -70,12 +75,16 @@ def test_cores_without_a_mask(core):
     assert_equal(module, outcome.program, inputs(), 1e-6 if core == "in_float32" else 1e-10)
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("order", ["nope_rope", "rope_nope"])
 @pytest.mark.parametrize("share", ["expand", "repeat", "interleave", "assign"])
 def test_shared_rotary_key(share, order):
     absorbed(MLA(share=share, order=order), inputs())
 
 
+@full("combination")
+@pytest.mark.thorough
 @pytest.mark.parametrize("core", [c for c in EXACT if c != "bmm"])
 def test_everything_symbolic(core):
     module = MLA(core=core)
@@ -84,6 +93,8 @@ def test_everything_symbolic(core):
         assert_equal(module, program, [*inputs(B, S, T), causal(S, T, lead=(B, 1))])
 
 
+@full("combination")
+@pytest.mark.thorough
 def test_batch_and_heads_merged_symbolic():
     module = MLA(core="bmm", up="per_head")
     program = absorbed(module, inputs(B=2, S=3, T=9), SYMBOLIC[:3])
@@ -91,12 +102,15 @@ def test_batch_and_heads_merged_symbolic():
         assert_equal(module, program, inputs(B, S, T))
 
 
+@full("combination")
+@pytest.mark.thorough
 def test_a_symbolic_context_alone():
     module = MLA()
     program = absorbed(module, inputs(), ({}, {1: DYN}, {1: DYN}))
     assert_equal(module, program, inputs(T=33))
 
 
+@pytest.mark.thorough
 def test_a_symbolic_number_of_queries_is_picked_in_each_call():
     outcome = optimized(export(MLA(), inputs(S=3, T=9), SYMBOLIC[:3]))
     assert codes(outcome) == [Code.ABSORBED]
@@ -111,6 +125,7 @@ def test_one_query_is_absorbed_without_asking():
     assert outcome.variants == ()
 
 
+@pytest.mark.thorough
 def test_many_queries_are_kept_by_cost():
     program = export(MLA(H=2, L=40, N=24, V=24), inputs(S=300, T=300, L=40))
     outcome = optimized(program)
@@ -126,14 +141,17 @@ def test_forms_expanded_changes_nothing():
     assert_untouched(program, outcome)
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("core", ["sdpa", "matmul", "two_products"])
-@pytest.mark.parametrize("S", [1, 4])
+@pytest.mark.parametrize("S", [4, 1])
 def test_with_the_operator(core, S):
     program = absorbed(MLA(core=core), [*inputs(S=S, T=70), padded(2, S, 70)], lowering="op")
     assert calls(program).count(OP) == 1
     assert not any("softmax" in c or "scaled_dot" in c for c in calls(program))
 
 
+@pytest.mark.thorough
 def test_aten_leaves_no_operator():
     program = absorbed(MLA(), inputs(), lowering="aten")
     assert all(c.split(".")[0] not in ("mla_compile", "scaled_dot_product_attention") for c in calls(program))
@@ -171,6 +189,7 @@ def test_the_graph_of_the_fused_attention():
     assert call.kwargs == {"scale": MLA().scale, "causal": False}
 
 
+@pytest.mark.thorough
 def test_a_view_of_the_cache_is_read_where_it_lies():
     class Rows(MLA):
         def forward(self, x, rows):
@@ -187,7 +206,12 @@ def test_a_view_of_the_cache_is_read_where_it_lies():
 # Masks.
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 3, 7), (1, 1, 3, 7), (2, H, 3, 7), (2, 1, 1, 7), (3, 7), (1, 7), (1, 1)])
+@pytest.mark.thorough
+@pytest.mark.singly
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 3, 7), (2, H, 3, 7), (3, 7), (1, 1), *also("combination", ((1, 1, 3, 7),), ((2, 1, 1, 7),), ((1, 7),))],
+)
 @pytest.mark.parametrize("core", ["sdpa", "einsum"])
 def test_masks_of_every_shape(core, shape):
     mask = seeded(*shape, seed=3) > -0.8
@@ -196,6 +220,8 @@ def test_masks_of_every_shape(core, shape):
     absorbed(MLA(core=core), [*inputs(S=3), mask])
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("lowest", [None, float("-inf"), -3.0])
 @pytest.mark.parametrize("core", ["sdpa", "added"])
 def test_additive_masks(core, lowest):
@@ -208,6 +234,7 @@ def test_additive_masks(core, lowest):
     absorbed(Added(), [*inputs(S=3), additive(causal(3, 7), lowest=lowest)])
 
 
+@pytest.mark.thorough
 def test_is_causal():
     class Causal(MLA):
         def attend(self, q, k, v, mask):
@@ -250,8 +277,10 @@ EMPTY_ROWS = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", EMPTY_ROWS)
+@pytest.mark.thorough
+@pytest.mark.singly
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", usual(EMPTY_ROWS, rare=("-1e9", "filled twice", "a distance added, then filled")))
 def test_queries_that_see_no_key(name, bias):
     """Padding at the left makes them; what such a row holds is a convention, and each spelling has its own."""
 
@@ -307,18 +336,23 @@ CLOSED = [
 ]
 
 
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.thorough
+@pytest.mark.singly
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("fn", CLOSED, ids=lambda f: f.__name__)
 def test_what_leaves_the_attention_one_operator(fn, bias, hidden):
     """``hidden``: some queries see no key."""
     mask = padded(2, 3, 7) if hidden else causal(3, 7)
-    program = absorbed(Core(fn, bias=bias), [*inputs(S=3), mask], lowering="op")
+    module, given = Core(fn, bias=bias), [*inputs(S=3), mask]
+    exported = export(module, given)
+    program = absorbed(module, given, program=exported, lowering="op")
     assert OP in calls(program)
     assert not any("softmax" in c or "max" in c for c in calls(program))
-    absorbed(Core(fn, bias=bias), [*inputs(S=3), mask])
+    absorbed(module, given, program=exported)
 
 
+@pytest.mark.thorough
 def test_a_maximum_taken_off_before_a_cast():
     """Rows without a visible key are zeros then, and float64's lowest number does not become infinite."""
 
@@ -414,21 +448,29 @@ class Core(MLA):
         return self.fn(q, k, v, mask, self.scale)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("fn", OPEN, ids=lambda f: f.__name__)
+@pytest.mark.thorough
+@pytest.mark.singly
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "fn",
+    usual(OPEN, rare=(two_sinks, scaled_per_query, with_a_constant)),
+    ids=lambda f: f.__name__,
+)
 def test_open_cores(fn, bias):
     program = absorbed(Core(fn, bias=bias), [*inputs(S=3), causal(3, 7)])
     assert any("softmax" in c for c in calls(program))
     assert no_expansion(program, H, 7, N)
 
 
+@pytest.mark.thorough
 def test_an_open_core_says_so_in_the_report():
     outcome = optimized(export(Core(softcap), [*inputs(), causal(1, 7)]))
     (site,) = outcome.report.sites
     assert "tanh" in " ".join(site.notes)
 
 
-@pytest.mark.parametrize("fn", [softcap, two_sinks, modules.matmul], ids=lambda f: f.__name__)
+@pytest.mark.thorough
+@pytest.mark.parametrize("fn", [softcap, *also("combination", two_sinks, modules.matmul)], ids=lambda f: f.__name__)
 def test_open_cores_symbolic(fn):
     class Returns(Core):
         def finish(self, out, x):
@@ -452,6 +494,8 @@ class ReturnsProbabilities(MLA):
         return super().finish(out[0], x), out[1]
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("S", [1, 3])
 def test_probabilities_also_returned(S, bias):
@@ -459,6 +503,7 @@ def test_probabilities_also_returned(S, bias):
     assert no_expansion(program, H, 7, N)
 
 
+@pytest.mark.thorough
 def test_scores_also_returned():
     class Scores(MLA):
         def attend(self, q, k, v, mask):
@@ -471,6 +516,7 @@ def test_scores_also_returned():
     absorbed(Scores(bias=True), inputs(S=3))
 
 
+@pytest.mark.thorough
 def test_several_query_blocks_against_one_k():
     class Blocks(MLA):
         def attend(self, q, k, v, mask):
@@ -480,6 +526,7 @@ def test_several_query_blocks_against_one_k():
     assert no_expansion(program, H, 7, N)
 
 
+@pytest.mark.thorough
 def test_query_blocks_of_which_one_cannot_be_absorbed_keep_k():
     class Blocks(MLA):
         def attend(self, q, k, v, mask):
@@ -508,6 +555,7 @@ def test_k_and_v_used_elsewhere():
         assert_untouched(program, outcome)
 
 
+@pytest.mark.thorough
 def test_the_shape_of_k_used_elsewhere_does_not_matter():
     class UsesShape(MLA):
         def attend(self, q, k, v, mask):
@@ -518,6 +566,7 @@ def test_the_shape_of_k_used_elsewhere_does_not_matter():
     assert_equal(module, program, inputs(T=12))
 
 
+@pytest.mark.thorough
 def test_the_latent_used_elsewhere_does_not_matter():
     class ReturnsLatent(MLA):
         def forward(self, x, c, r):
@@ -543,6 +592,7 @@ def test_two_layers_are_two_sites():
 # Dtypes and layouts.
 
 
+@pytest.mark.thorough
 def test_the_output_keeps_its_memory_order():
     class Raw(MLA):
         def finish(self, out, x):
@@ -552,6 +602,8 @@ def test_the_output_keeps_its_memory_order():
         absorbed(Raw(core=core), inputs(S=3))
 
 
+@pytest.mark.thorough
+@pytest.mark.singly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("core", ["sdpa", "in_float32", "matmul"])
 def test_lower_precision_is_no_worse_than_the_original(core, dtype):
@@ -573,6 +625,7 @@ def test_lower_precision_is_no_worse_than_the_original(core, dtype):
     assert squares[0] <= 1.2**2 * squares[1]
 
 
+@pytest.mark.thorough
 def test_a_large_latent_does_not_overflow_float16():
     """q . (W c) fits float16, q W alone does not: the products of the absorbed query are kept in float32."""
     module = MLA().half()
@@ -585,6 +638,7 @@ def test_a_large_latent_does_not_overflow_float16():
     assert out.isfinite().all()
 
 
+@pytest.mark.thorough
 def test_folds_of_both_sides():
     class Projected(MLA):
         def __init__(self):
@@ -598,6 +652,7 @@ def test_folds_of_both_sides():
     assert len(program.folds) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lowering", ["aten", "op"])
 @pytest.mark.parametrize("how", ["add", "fill", "scaled fill"])
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float64).min, -1e30, -torch.inf])

@@ -12,6 +12,10 @@ from mla_compile.by_heads import MOST_GROUPS
 from tests.support import modules
 from tests.support.modules import MLA, D, H, L, N, causal, inputs, padded
 from tests.support.programs import assert_equal, calls, export, optimized, seeded
+from tests.support.tiers import also, full
+from tests.support.usual import usual
+
+pytestmark = pytest.mark.thorough
 
 DYN = Dim.DYNAMIC
 SDPA, ORDER = "scaled_dot_product_attention.default", "mla_compile.copy_after.default"
@@ -40,18 +44,24 @@ def at_once(module, given, why, dynamic=None, **options):
     return outcome
 
 
-@pytest.mark.parametrize("core", sorted(modules.CORES.keys() - {"bmm"}))
+SOME = ("sdpa", "heads_last", "two_products", "in_float32")
+
+
+@pytest.mark.parametrize("core", usual((core for core in modules.CORES if core != "bmm"), SOME))
 def test_every_way_to_write_an_attention(core):
     outcome = grouped(MLA(core=core), [*inputs(S=5), padded(2, 5, 7)])
     assert ORDER not in calls(outcome.program)  # plain ATen has nothing to order groups by
 
 
-@pytest.mark.parametrize("up", ["joint", "lora", "merged", "int8", "block", "two", "param", "per_head", "einsum"])
+@pytest.mark.parametrize(
+    "up",
+    ["int8", "per_head", "einsum", *also("combination", "joint", "lora", "merged", "block", "two", "param")],
+)
 def test_every_way_to_write_the_up_projection(up):
     grouped(MLA(up=up, core="matmul", bias=up != "int8"), inputs(S=5))
 
 
-@pytest.mark.parametrize("share", ["assign", "repeat", "expand"])
+@pytest.mark.parametrize("share", ["assign", "repeat", *also("combination", "expand")])
 def test_every_way_to_share_the_rotary_key(share):
     grouped(MLA(share=share, order="rope_nope"), inputs(S=5))
 
@@ -68,7 +78,7 @@ class LikeTheWhole(MLA):
         return self.finish(self.attend(self.query(x), keys, v, None), x)
 
 
-@pytest.mark.parametrize("dynamic", [None, ({1: DYN}, {1: DYN}, {1: DYN})])
+@pytest.mark.parametrize("dynamic", [None, *also("combination", (({1: DYN}, {1: DYN}, {1: DYN}),))])
 def test_memory_that_is_made_like_another_tensor_does_not_keep_it(dynamic):
     outcome = grouped(LikeTheWhole(), inputs(S=5), dynamic)
     if dynamic is None:  # else its size is read
@@ -101,13 +111,14 @@ def test_weights_are_sliced_and_nothing_with_all_heads_is_left():
     assert calls(outcome.program).count(ORDER) == (H - 1) * 4  # rows of queries, K and V, gate, and the rotary key
 
 
-@pytest.mark.parametrize(("heads", "of"), [(33, 3), (17, 2), (2, 1), (16, 1)])
+@pytest.mark.parametrize(("heads", "of"), [(17, 2), (2, 1), *also("combination", (33, 3), (16, 1))])
 def test_numbers_of_heads_that_groups_do_not_divide(heads, of):
     outcome = grouped(Merged(H=heads), inputs(S=5), heads=heads, of=of)
     count = -(-heads // of)
     assert calls(outcome.program).count(SDPA) == count <= MOST_GROUPS
 
 
+@full("combination")
 @pytest.mark.parametrize("core", ["sdpa", "matmul"])
 @pytest.mark.parametrize("lowering", ["op", "aten"])
 def test_symbolic_batch_and_lengths(core, lowering):
@@ -117,7 +128,7 @@ def test_symbolic_batch_and_lengths(core, lowering):
     assert_equal(module, outcome.program, inputs(B=3, S=4, T=11))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *also("family", torch.float32)])
 def test_values_are_padded_where_torch_has_no_fused_attention_for_their_width(dtype):
     module = Merged().to(dtype)
     given = inputs(S=5, dtype=dtype)
@@ -234,8 +245,9 @@ class Mixed(MLA):
 @pytest.mark.parametrize(
     "where",
     [
-        "queries", "keys", "values mean", "values norm", "permuted", "flipped", "rolled", "talking before",
-        "softmax over heads", "talking after", "output mean", "output norm", "gate per head", "gate of the mean",
+        "queries", "keys", "values norm", "permuted", "rolled", "output norm", "gate of the mean",
+        *also("combination", "values mean", "flipped", "talking before", "softmax over heads", "talking after"),
+        *also("combination", "output mean", "gate per head"),
     ],
 )  # fmt: skip
 def test_an_operator_across_heads_never_changes_the_numbers(where):

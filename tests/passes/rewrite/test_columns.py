@@ -10,7 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mla_compile.passes.ir.graph import OURS
 from mla_compile.passes.rewrite.columns import read_parts
 from tests.support import models
-from tests.support.programs import OP, seeded
+from tests.support.modules import MLA, N, inputs
+from tests.support.programs import OP, absorbed, seeded
+from tests.support.tiers import full
 
 aten = torch.ops.aten
 
@@ -73,6 +75,27 @@ def test_what_is_not_the_part_itself_stays(kind: str) -> None:
     assert str(gm.graph) == before
 
 
+class Joined(MLA):
+    """A query of which the last columns are turned, and joined to the others again."""
+
+    def query(self, x: torch.Tensor) -> torch.Tensor:
+        q = super().query(x)
+        return torch.cat([q[..., :N], q[..., N:].sin()], -1)
+
+
+def slices_of_joins(graph: fx.Graph) -> list[fx.Node]:
+    """What the passes cut from tensors [B,H,S,K] that the model joins."""
+    cats = [n for n in graph.nodes if n.target is aten.cat.default and n.meta["val"].dim() == 4]
+    return [n for n in graph.nodes if n.target is aten.slice.Tensor and OURS in n.meta and n.args[0] in cats]
+
+
+def test_both_parts_of_an_absorbed_query_are_read_before_they_are_joined() -> None:
+    graph = absorbed(Joined(), inputs(S=3), lowering="op").gm.graph
+    assert [str(n.target) for n in graph.nodes].count(OP) == 1
+    assert not slices_of_joins(graph)
+
+
+@full("family")
 def test_an_absorbed_query_is_read_before_the_model_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the model's rotation leaves alone and what it turns go to the operator by themselves."""
     import mla_compile
@@ -89,5 +112,4 @@ def test_an_absorbed_query_is_read_before_the_model_joins_it(monkeypatch: pytest
     graph = made[-1].program.gm.graph
     sites = [n for n in graph.nodes if str(n.target) == OP]
     assert len(sites) == models.FAMILIES["minicpm3"].mla_sites
-    cats = [n for n in graph.nodes if n.target is aten.cat.default and n.meta["val"].dim() == 4]
-    assert not [n for n in graph.nodes if n.target is aten.slice.Tensor and OURS in n.meta and n.args[0] in cats]
+    assert not slices_of_joins(graph)

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 import mla_compile
 from mla_compile.runtime import folds
 from tests.support.quantized import Attention, H, Int8, L, N, V, error, exact, inputs, optimized
+from tests.support.tiers import also
+
+pytestmark = pytest.mark.thorough
 
 
 def dequantized(layer: Int8, x: torch.Tensor) -> torch.Tensor:
@@ -22,7 +25,7 @@ def kept(fast) -> int:
     return next(p.changes for p in fast.mla_report.passes if p.name == "dequantize")
 
 
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+@pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
 def test_once_and_in_every_step_are_the_same(codegen):
     torch.manual_seed(0)
     layer = Int8(dequantized)

@@ -10,6 +10,8 @@ from torch.export import Dim
 from mla_compile.passes.decide.fold_sides import output_projection
 from tests.support.programs import assert_equal, calls, export, optimized, trace
 
+pytestmark = pytest.mark.thorough
+
 
 class Projected(nn.Module):
     """An attention with everything around it: queries from a latent, output projection, optionally a gate before it."""

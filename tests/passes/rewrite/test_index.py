@@ -17,6 +17,8 @@ from mla_compile.passes.attention.indexer import Indexer
 from mla_compile.passes.rewrite.index import index_scores
 from tests.support.programs import codes, error, export, optimized, run, seeded, trace
 
+pytestmark = pytest.mark.thorough
+
 B, H, S, T, L, N, V, K = 3, 4, 2, 11, 8, 6, 5, 3
 J, D = 7, 10
 INDEX = "mla_compile.index_scores.default"

@@ -18,7 +18,10 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 D, H, N, R, V, L, G = 20, 3, 6, 4, 5, 32, 4
 B, T = 2, 70
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="without a C++ compiler rows are copied")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(native.load() is None, reason="without a C++ compiler rows are copied"),
+]
 
 
 def unflattened(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,7 +126,8 @@ def check(model: nn.Module, given: tuple[Tensor, ...], exact: Tensor) -> None:
     assert error <= 1.2 * allowed + 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.singly
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("dequantize", "in_place"),
     [

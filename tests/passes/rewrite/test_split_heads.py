@@ -32,6 +32,9 @@ from tests.support.programs import (
     refused,
     seeded,
 )
+from tests.support.tiers import also
+
+pytestmark = pytest.mark.thorough
 
 DYN = Dim.DYNAMIC
 G = 2  # heads beside those of the latent
@@ -75,7 +78,7 @@ def split(module, given, dynamic=None, kept=Code.GRAPH_BREAK, parts=(LATENT,), *
     return outcome.program, site
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul", "heads_last"])
+@pytest.mark.parametrize("core", ["sdpa", "heads_last", *also("combination", "matmul")])
 def test_heads_of_a_latent_beside_others(core):
     program, _ = split(SomeHeads(core=core, bias=True), [*data(S=3), padded(2, 3, 7)])
     assert no_expansion(program, H, 7, N)
@@ -184,7 +187,7 @@ class TwoLatents(MLA):
 FIRST, SECOND = f"heads 0-{H - 1} of {2 * H}", f"heads {H}-{2 * H - 1} of {2 * H}"
 
 
-@pytest.mark.parametrize("core", ["sdpa", "matmul"])
+@pytest.mark.parametrize("core", ["matmul", *also("combination", "sdpa")])
 def test_groups_of_heads_with_latents_of_their_own(core):
     given = [*inputs(S=3), seeded(2, 7, L, seed=4), causal(3, 7)]
     program, site = split(TwoLatents(core=core, bias=True), given, kept=None, parts=(FIRST, SECOND), lowering="op")
@@ -213,7 +216,7 @@ class Grouped(SomeHeads):
         return super().attend(q, k, v, mask)
 
 
-@pytest.mark.parametrize("how", ["gqa", "interleave", "expand"])
+@pytest.mark.parametrize("how", ["gqa", "interleave", *also("combination", "expand")])
 def test_query_heads_that_share_heads_of_keys(how):
     program = export(Grouped(how), data(S=3))
     outcome = optimized(program, forms="absorbed")

@@ -20,7 +20,10 @@ from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import MOST_TERMS, merged, narrowed, product, total
 from mla_compile.passes.verify.check import key_of
 from mla_compile.pipeline import run
+from tests.support.tiers import also
 from tests.support.toy import H, L, N, Toy, V, decode_inputs
+
+pytestmark = pytest.mark.thorough
 
 aten = torch.ops.aten
 RANK = 3
@@ -104,6 +107,7 @@ def written(gm: fx.GraphModule) -> list[int]:
     return sizes
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("queries", [1, 2])
 def test_few_rows_meet_the_terms_one_by_one(name: str, queries: int) -> None:
@@ -115,7 +119,9 @@ def test_few_rows_meet_the_terms_one_by_one(name: str, queries: int) -> None:
     assert all(size < H * V * L for size in written(fast))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["scaled", "two projections", *also("combination", "one adapter", "two adapters", "subtracted")]
+)
 def test_many_rows_meet_the_sum(name: str) -> None:
     model = toy(KINDS[name]())
     gm, inputs = traced(model, 400)
@@ -125,7 +131,9 @@ def test_many_rows_meet_the_sum(name: str) -> None:
     assert (max(written(fast), default=0) >= FULL) == (name != "two projections")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["scaled", "two projections", *also("combination", "one adapter", "two adapters", "subtracted")]
+)
 def test_weights_that_are_folded_are_added_up_ahead_of_time(name: str) -> None:
     model = toy(KINDS[name]())
     gm, inputs = traced(model, 1)

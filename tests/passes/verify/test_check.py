@@ -22,6 +22,7 @@ def verified(module, given, **options):
     return program, pipeline.run(program, Options(verify=True, forms="absorbed", **options))
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("core", ["sdpa", "matmul"])
 def test_a_right_rewrite_passes_and_reports_its_ratio(core, dtype):

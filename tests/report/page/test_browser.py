@@ -15,7 +15,7 @@ from tests.support.toy import decode_inputs
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed"), pytest.mark.thorough]
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -40,6 +40,7 @@ def browser():
         started.close()
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("name", ["absorbed", "refused"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_and_a_desk(browser, pages, name, scheme):

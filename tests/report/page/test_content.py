@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import mla_compile
@@ -54,9 +56,14 @@ class Page(HTMLParser):
         return [a for _, a in self.elements if name in a]
 
 
-def rendered(model: nn.Module) -> str:
-    report = mla_compile.explain(model, *decode_inputs(cached=300))
-    return render(explained(facts_of(report.sites, report.messages, type(model).__name__), "fp32", 4))
+@functools.cache
+def seen(kind: type[nn.Module]) -> Report:
+    """What a model of this class is found to be, explained once for all tests."""
+    return mla_compile.explain(kind(), *decode_inputs(cached=300))
+
+
+def rendered(report: Report) -> str:
+    return render(explained(facts_of(report.sites, report.messages, "Toy"), "fp32", 4))
 
 
 def labels(drawing: Drawing) -> list[str]:
@@ -65,7 +72,7 @@ def labels(drawing: Drawing) -> list[str]:
 
 def test_the_drawing_before_and_after():
     """Nodes of the graph as it was traced and as it was rewritten, and which of them reads which."""
-    (site,) = mla_compile.explain(Toy(), *decode_inputs(cached=300)).sites
+    (site,) = seen(Toy).sites
     assert site.drawing is not None
     assert site.drawing.after is not None
     assert labels(site.drawing.before) == [
@@ -104,6 +111,7 @@ def reaching(drawing: Drawing, end: int) -> set[int]:
     return found
 
 
+@pytest.mark.thorough
 def test_every_drawing_is_whole(explained_tiny):
     """Edges go one way, everything leads to the last node, and names are names of nodes."""
     drawings = [d for s in explained_tiny.facts.sites for d in (s.drawing.before, s.drawing.after)]
@@ -117,13 +125,14 @@ def test_every_drawing_is_whole(explained_tiny):
 
 
 def test_drawings_are_neither_compared_nor_in_the_json():
-    report = mla_compile.explain(Toy(), *decode_inputs(cached=300))
+    report = seen(Toy)
     again = Report.from_dict(json.loads(report.to_json()))
     assert "drawing" not in report.to_json()
     assert report.sites == again.sites
     assert again.sites[0].drawing is None
 
 
+@pytest.mark.thorough
 def test_the_charts_hold_the_numbers_of_the_report(explained_tiny):
     found = Page(render(explained_tiny, "tiny"))
     bars = {a["data-name"]: float(a["data-value"]) for a in found.all("g") if a.get("class", "").startswith("bar")}
@@ -139,6 +148,7 @@ def test_the_charts_hold_the_numbers_of_the_report(explained_tiny):
     assert sum(a.get("id", "").endswith("-d") for a in found.all("desc")) == 6
 
 
+@pytest.mark.thorough
 def test_layers_count_as_what_they_stand_for(explained_tiny):
     text = render(explained_tiny, "tiny")
     assert "All 5 attentions are decoded in absorbed form: 26 values per token and layer" in text
@@ -152,14 +162,14 @@ def test_the_break_even_is_where_the_lines_cross():
     from mla_compile.passes.decide import cost
     from mla_compile.report.explained import query_flops
 
-    report = mla_compile.explain(Toy(), *decode_inputs(cached=300))
+    report = seen(Toy)
     (site,) = explained(facts_of(report.sites, (), ""), "fp32", 4).choices
     assert site.break_even == tuple(cost.break_even_S(site.dims, T) for T in CONTEXTS)
     even = int(site.break_even[1])
     (_, expanded), (_, absorbed) = query_flops(site.dims, (even, even + 1), 32768)
     assert expanded[0] >= absorbed[0]
     assert expanded[1] <= absorbed[1]
-    assert f"break-even: {even + 1}" in rendered(Toy())
+    assert f"break-even: {even + 1}" in rendered(report)
 
 
 def test_text_is_only_text(explained_models, monkeypatch):
@@ -185,6 +195,7 @@ def test_text_is_only_text(explained_models, monkeypatch):
     assert any("</title><script>alert(3)</script>" in text for text in found.texts)
 
 
+@pytest.mark.thorough
 def test_nothing_comes_from_elsewhere(explained_tiny):
     text = render(explained_tiny, "tiny")
     assert not re.search(r"https?:|//|@import|<script|<link|javascript:", text)
@@ -199,11 +210,12 @@ def test_nothing_comes_from_elsewhere(explained_tiny):
 
 
 def test_equal_models_give_equal_bytes():
-    assert rendered(Toy()) == rendered(Toy())
+    again = mla_compile.explain(Toy(), *decode_inputs(cached=300))
+    assert rendered(again) == rendered(seen(Toy))
 
 
 def test_a_long_way_is_cut():
-    report = mla_compile.explain(Long(), *decode_inputs(cached=300))
+    report = seen(Long)
     (site,) = report.sites
     assert site.verdict == "refused"
     assert MOST - 10 <= len(site.drawing.before.nodes) <= MOST  # views are one node
@@ -224,6 +236,7 @@ def test_a_refusal_shows_what_stands_in_the_way(explained_models):
     assert "apply it to the latent, before the up-projection" in found.texts
 
 
+@pytest.mark.thorough
 def test_other_families_have_a_page_too(explained_models):
     Path("config.json").write_text(json.dumps(LLAMA))
     done = call("config.json", "--html", "page.html", "--json")
@@ -242,7 +255,7 @@ def test_other_families_have_a_page_too(explained_models):
 
 
 def test_a_report_without_drawings_has_a_page():
-    report = mla_compile.explain(Toy(), *decode_inputs(cached=300))
+    report = seen(Toy)
     bare = Report.from_dict(report.to_dict())
     text = render(explained(facts_of(bare.sites, (), "bare"), "bf16", 2))
     assert "No drawing" in text
