@@ -23,8 +23,8 @@ from mla_compile.passes.ir.sizes import hint, same, size
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import remove_dead_code
 from mla_compile.passes.rewrite.by_heads import by_heads
-from mla_compile.passes.verify.by_heads import check_by_heads, region_key
-from mla_compile.passes.verify.check import Check
+from mla_compile.passes.verify.by_heads import by_heads_comparison
+from mla_compile.passes.verify.comparison import Check, Checks, Comparison
 
 MOST_GROUPS = 16
 """The most groups of an attention: of what has heads, a sixteenth is in memory at a time.
@@ -69,7 +69,8 @@ def group_heads(
 
     ``untouched``: what they are compared with. Raises :class:`VerificationError` with ``options.strict``.
     """
-    found, checks = ByHeads(), dict[object, Check]()
+    found, checks = ByHeads(), Checks(program.weights)
+    before = {} if untouched is None else {n.name: n for n in untouched.nodes}
     assert options.expanded_bytes is not None
     weights = weights_of(program)
     in_order = options.codegen == "inductor" and options.lowering == "op"
@@ -88,15 +89,14 @@ def group_heads(
         new = by_heads(region, bounds, program.fake_mode, in_order=in_order, pad=pad)
         note = _IN_GROUPS.format(size=bounds[1] * region.heads // bounds[-1], heads=region.heads, gib=gib)
         if untouched is not None:
-            key = region_key(region, bounds)
-            if key not in checks:
-                checks[key] = check_by_heads(site, region, new, untouched, program.weights)
-            if (problem := checks[key].problem) is not None:
+            compared = by_heads_comparison(site, region, new, before, program.weights)
+            check = checks.check(compared) if isinstance(compared, Comparison) else Check(None, note=compared)
+            if check.problem is not None:
                 if options.strict:
-                    raise VerificationError(f"an attention by groups of heads {problem}; it was not used")
-                found.notes[site.node.name] = _AT_ONCE.format(gib=gib, why=f"in groups it {problem}")
+                    raise VerificationError(f"an attention by groups of heads {check.problem}; it was not used")
+                found.notes[site.node.name] = _AT_ONCE.format(gib=gib, why=f"in groups it {check.problem}")
                 continue
-            note += f" ({checks[key].note})" if checks[key].note else ""
+            note += f" ({check.note})" if check.note else ""
         region.out.replace_all_uses_with(new)
         found.notes[site.node.name] = note
         found.done += 1

@@ -25,7 +25,7 @@ from mla_compile.passes.report.heads import names_of, reports_of, shown
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.records import Absorbed, Folded
 from mla_compile.passes.rewrite.split_heads import SplitSite
-from mla_compile.passes.verify.check import Check
+from mla_compile.passes.verify.comparison import Check
 from mla_compile.report.report import Report
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import fx
 
 from mla_compile.analysis import analyse, canonicalize, copy_with_origins, weights_of
 from mla_compile.by_heads import ByHeads, group_heads, is_large
@@ -41,9 +42,10 @@ from mla_compile.passes.rewrite.project import lower_projections
 from mla_compile.passes.rewrite.records import Absorbed
 from mla_compile.passes.rewrite.schedule import share_schedules
 from mla_compile.passes.rewrite.split_heads import split_heads
-from mla_compile.passes.verify.check import Check, check_site, key_of
-from mla_compile.passes.verify.index import check_index, index_key
-from mla_compile.passes.verify.split import check_split
+from mla_compile.passes.verify.comparison import Checks
+from mla_compile.passes.verify.index import index_comparison
+from mla_compile.passes.verify.sites import site_comparison
+from mla_compile.passes.verify.split import split_comparison
 
 _UNSHARED = "ranks no longer share the rows of this cache, each has all of them from now on: {problem}"
 _GATHERED = "the rows of a cache that ranks share are gathered in every call of this graph: {problem}"
@@ -172,21 +174,22 @@ def _verify(state: State) -> int:
     """
     if state.untouched is None:
         return 0
-    untouched, weights = state.untouched.gm.graph, state.program.weights
-    done: dict[tuple[object, ...], Check] = {}
+    weights = state.program.weights
+    untouched, checks = _by_name(state.untouched), Checks(weights)
     grouped = {g.node for s in state.splits for g in s.groups}
     for site in (*state.rewritten, *state.fused):
-        if site.plan.site.node in grouped:
-            continue
-        key = key_of(site.plan), site.columns
-        if key not in done:
-            done[key] = check_site(site.plan, site.out, untouched, weights, site.given)
-        state.checks[site.plan.site.node.name] = done[key]
+        if site.plan.site.node not in grouped:
+            compared = site_comparison(site.plan, site.out, untouched, site.given, weights)
+            state.checks[site.plan.site.node.name] = checks.check(compared)
     by_node = {v.site.node: v for v in state.verdicts}
     for split in state.splits:
         groups = [by_node[g.node] for g in split.groups]
-        state.checks[split.name] = check_split(split, groups, untouched, weights)
+        state.checks[split.name] = checks.check(split_comparison(split, groups, untouched, weights))
     return len(state.checks)
+
+
+def _by_name(program: Program) -> dict[str, fx.Node]:
+    return {node.name: node for node in program.gm.graph.nodes}
 
 
 def _index(state: State) -> int:
@@ -194,15 +197,13 @@ def _index(state: State) -> int:
     if state.options.lowering == "aten":
         return 0
     lists = [v.plan.visible.chosen for v in state.chosen if v.plan is not None]
-    done: dict[tuple[object, ...], Check] = {}
+    untouched, checks = None if state.untouched is None else _by_name(state.untouched), Checks(state.program.weights)
     written = 0
     for found in indexers((one for one in lists if one is not None), state.analysis.weights):
         new = index_scores(found, state.program.fake_mode)
-        if state.untouched is not None:
-            key = index_key(found)
-            if key not in done:
-                done[key] = check_index(found, new, state.untouched.gm.graph, state.program.weights)
-            if (problem := done[key].problem) is not None:
+        if untouched is not None:
+            compared = index_comparison(found, new, untouched, state.program.weights)
+            if (problem := checks.check(compared).problem) is not None:
                 if state.options.strict:
                     raise VerificationError(f"an indexer in one operator {problem}; it was not used")
                 state.messages += (_INDEX_STAYS.format(problem=problem),)

@@ -1,7 +1,8 @@
 """An exported program without writes in place: what it writes to its inputs becomes results, as its signature says.
 
-``run_decompositions`` runs the graph twice, as ``aot_export_module`` does; the graph is traced once here where
-:func:`mla_compile.capture.functional.traced_once` can, and the program put together again around it.
+A graph of operators that write nothing is functional as it is. ``run_decompositions`` runs any other graph twice, as
+``aot_export_module`` does; it is traced once here where :func:`mla_compile.capture.functional.traced_once` can, and the
+program put together again around it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops.effects import has_effects
 from torch.export.graph_signature import (
     ExportGraphSignature,
     InputKind,
@@ -33,7 +35,30 @@ def functional_program(exported: torch.export.ExportedProgram, gm: fx.GraphModul
 
     Raises whatever an operator raises.
     """
-    return _in_one_trace(exported, gm) or _decomposed(exported, gm)
+    return _as_it_is(exported, gm) or _in_one_trace(exported, gm) or _decomposed(exported, gm)
+
+
+_OF_SIZES = (torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_sum, torch.sym_ite)
+
+
+def _as_it_is(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram | None:
+    if not all(_writes_nothing(node) for node in gm.graph.nodes):
+        return None
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    results: Any = gm.graph.output_node().args[0]
+    return _around(exported, gm, _named_like(exported.graph_signature, inputs, results))
+
+
+def _writes_nothing(node: fx.Node) -> bool:
+    """Whether a node is an input or the output, a number made of numbers, or an operator without any effect."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not node.target._schema.is_mutable and not has_effects(node.target)
+    # torch's verifier of exported programs knows no other functions of Python's operator and math.
+    return getattr(node.target, "__module__", None) in ("_operator", "math") or node.target in _OF_SIZES
 
 
 def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) -> torch.export.ExportedProgram | None:
@@ -64,9 +89,16 @@ def _in_one_trace(exported: torch.export.ExportedProgram, gm: fx.GraphModule) ->
         return None
     signature = _named_like(exported.graph_signature, inputs, results[count:])
     signature.output_specs = [*writes, *signature.output_specs]
+    return _around(exported, traced.gm, signature)
+
+
+def _around(
+    exported: torch.export.ExportedProgram, gm: fx.GraphModule, signature: ExportGraphSignature
+) -> torch.export.ExportedProgram:
+    """``exported`` with another graph and the signature of that."""
     return torch.export.ExportedProgram(
-        root=traced.gm,
-        graph=traced.gm.graph,
+        root=gm,
+        graph=gm.graph,
         graph_signature=signature,
         state_dict=exported.state_dict,
         range_constraints=exported.range_constraints,

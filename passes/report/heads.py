@@ -16,7 +16,7 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.report.site import site_report
 from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.rewrite.split_heads import Group, HeadGroups, SplitSite, head_groups
-from mla_compile.passes.verify.check import Check
+from mla_compile.passes.verify.comparison import Check
 
 Folds = Mapping[str, Sequence[Folded]]
 

@@ -20,7 +20,7 @@ from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.rewrite.records import Folded
-from mla_compile.passes.verify.check import Check
+from mla_compile.passes.verify.comparison import Check
 
 
 def site_report(

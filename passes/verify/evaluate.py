@@ -29,6 +29,7 @@ def symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 
 def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
     found: dict[sympy.Symbol, int] = {}
+    env = None
     for dim in dims:
         if isinstance(dim, int):
             continue
@@ -38,9 +39,9 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         # Those it was written in too: an axis may have been read before a guard replaced them.
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
-        for symbol, instead in env.replacements.items():
-            if instead.free_symbols <= found.keys():
-                found.setdefault(symbol, int(instead.subs(found)))
+    for symbol, instead in {} if env is None else env.replacements.items():
+        if instead.free_symbols <= found.keys():
+            found.setdefault(symbol, int(instead.subs(found)))
     return found
 
 

@@ -1,33 +1,32 @@
-"""The numeric check of an attention that was split by heads: all of its groups together against what it was."""
+"""What is compared to check an attention that was split by heads: all of its groups together and what it was."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from mla_compile.passes.attention.visible import visible
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.graph import ORIGIN, decides
 from mla_compile.passes.rewrite.split_heads import SplitSite
-from mla_compile.passes.verify.check import Check, compare, nearest_known
+from mla_compile.passes.verify.comparison import Comparison
+from mla_compile.passes.verify.sites import compared, nearest_known
 
 
-def check_split(
-    split: SplitSite, groups: Sequence[Verdict], original: fx.Graph, weights: Mapping[str, torch.Tensor | None]
-) -> Check:
-    """Compares the joined output with the attention in ``original``, the untouched graph."""
-    before = {n.name: n for n in original.nodes}
-    boundary = {name: before[name] for name in _boundary(groups, weights)}
+def split_comparison(
+    split: SplitSite, groups: Sequence[Verdict], untouched: Mapping[str, fx.Node], weights: Collection[str]
+) -> Comparison:
+    """The joined output beside the attention in the ``untouched`` graph, whose nodes these are by name."""
+    boundary = {name: untouched[name] for name in _boundary(groups, weights)}
     plan, group = next((v.plan, g) for v, g in zip(groups, split.groups, strict=True) if v.absorb)
     assert plan is not None
     # The budget is reckoned from one group's plan, but the heads of all groups are computed.
     share = (group.stop - group.start) / split.heads
-    return compare(plan, before[split.site.node.meta[ORIGIN]], split.joined, boundary, weights, share=share)
+    return compared(plan, untouched[split.site.node.meta[ORIGIN]], split.joined, boundary, share=share)
 
 
-def _boundary(groups: Sequence[Verdict], weights: Mapping[str, torch.Tensor | None]) -> dict[str, fx.Node]:
+def _boundary(groups: Sequence[Verdict], weights: Collection[str]) -> dict[str, fx.Node]:
     """Nodes of both graphs from which all groups are computed.
 
     The rows that are absorbed are among them, and nothing between them and the attention is.

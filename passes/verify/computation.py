@@ -1,0 +1,125 @@
+"""What nodes compute from given inputs and weights, as values that are equal for equal computations."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from mla_compile.passes.ir.collectives import is_collective
+from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor
+from mla_compile.passes.ir.sizes import Size, size
+from mla_compile.passes.ir.stand_in import original_of
+
+
+class Computations:
+    """The computations of several nodes, of one graph or two, from the same inputs and weights.
+
+    Attributes:
+        given: the names of the inputs, in the order in which they are met.
+        symbols: the symbols of all sizes, likewise.
+    """
+
+    def __init__(
+        self,
+        boundary: Mapping[str, fx.Node],
+        weights: Mapping[str, torch.Tensor | None],
+        sizes: Mapping[sympy.Symbol, int],
+    ) -> None:
+        self.given: dict[str, int] = {}
+        self.symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._boundary = boundary
+        self._weights = weights
+        self._known_sizes = sizes.keys()
+        self._places: dict[fx.Node | str, int] = {}
+        self._calls: list[Hashable] = []
+        self._sizes: dict[sympy.Expr, Hashable] = {}
+
+    def of(self, node: fx.Node) -> Hashable:
+        """The computation of ``node``, in terms of inputs, weights and nodes that were met before."""
+        first = len(self._calls)
+        pending = [node]  # a stack of its own: a graph of many layers is deeper than Python's recursion limit
+        while pending:
+            current = pending[-1]
+            missing = [n for n in self._read_by(current) if self._identity(n) not in self._places]
+            if missing:
+                pending.extend(missing)
+                continue
+            pending.pop()
+            identity = self._identity(current)
+            if identity not in self._places:
+                self._calls.append(self._call(current))
+                self._places[identity] = len(self._places)
+        return tuple(self._calls[first:]), self._places[self._identity(node)]
+
+    def _identity(self, node: fx.Node) -> fx.Node | str:
+        """What is drawn or given goes by its name, which is the same in both graphs."""
+        if (name := node.meta.get(ORIGIN)) in self._boundary:
+            return str(name)
+        return node.name if self._is_drawn(node) else node
+
+    def _is_drawn(self, node: fx.Node) -> bool:
+        outside = node.op in ("placeholder", "get_attr") or node.name in self._weights
+        return outside or (is_collective(node) and is_tensor(node))
+
+    def _is_leaf(self, node: fx.Node) -> bool:
+        if node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
+            return True
+        value = node.meta.get("val")
+        # As it is evaluated: such a number is not computed. What counts tokens may go back to the first layer.
+        return isinstance(value, torch.SymInt) and sympy.sympify(size(value)).free_symbols <= self._known_sizes
+
+    def _read_by(self, node: fx.Node) -> list[fx.Node]:
+        if self._is_leaf(node):
+            return []
+        original = original_of(node)
+        return [*node.all_input_nodes, *([] if original is None else [original])]
+
+    def _call(self, node: fx.Node) -> Hashable:
+        known = self._known(node.meta.get("val"))
+        if (name := node.meta.get(ORIGIN)) in self._boundary:
+            self.given[str(name)] = len(self.given)
+            return "given", known
+        if self._is_leaf(node):
+            return node.op, known, self._held(node)
+        original = original_of(node)
+        stands_for = None if original is None else self._places[self._identity(original)]
+        return node.target, self._told(args_of(node)), self._told(node.kwargs), known, stands_for
+
+    def _held(self, node: fx.Node) -> Hashable:
+        """A function, by its text; a weight is any of its kind."""
+        held: Any = node.graph.owning_module if node.op == "get_attr" else None
+        for name in str(node.target).split(".") if held is not None else ():
+            held = getattr(held, name, None)
+        return str(held.graph) if isinstance(held, fx.GraphModule) else None
+
+    def _known(self, value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.device, tuple(self._size(size(n)) for n in value.shape)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._known, value))
+        return self._size(size(value)) if isinstance(value, (int, torch.SymInt)) else str(type(value))
+
+    def _told(self, value: Any) -> Hashable:
+        """An argument; 1, 1.0 and True differ, and NaN equals itself."""
+        if isinstance(value, fx.Node):
+            return "node", self._places[self._identity(value)]
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._told, value))
+        if isinstance(value, Mapping):
+            return tuple((key, self._told(one)) for key, one in value.items())
+        if isinstance(value, slice):
+            return "slice", self._told((value.start, value.stop, value.step))
+        return type(value), str(value)
+
+    def _size(self, number: Size) -> Hashable:
+        if isinstance(number, int):
+            return number
+        if number not in self._sizes:
+            for symbol in sorted(number.free_symbols - self.symbols.keys(), key=str):
+                self.symbols[symbol] = sympy.Symbol(f"size_{len(self.symbols)}", **symbol.assumptions0)
+            self._sizes[number] = number.xreplace(self.symbols)
+        return self._sizes[number]

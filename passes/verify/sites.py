@@ -1,0 +1,174 @@
+"""What is compared to check a rewritten attention: the part of the graph between its inputs and its output.
+
+Its inputs (rows, queries, masks, weights) get random values. They are ordinary, large (a softmax near one-hot) and
+padded; a symbolic context is also taken long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import sympy
+from torch import fx
+
+from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.ir.axes import axis_size
+from mla_compile.passes.ir.graph import ORIGIN, args_of, decides, is_tensor, is_virtual, shape, val, whole_rows
+from mla_compile.passes.ir.operators import Fill, decode
+from mla_compile.passes.ir.sizes import size
+from mla_compile.passes.ir.walk import depends_on, reachable
+from mla_compile.passes.verify.comparison import BUDGET_BYTES, BUDGET_FLOPS, LONG, Comparison, Run
+from mla_compile.passes.verify.evaluate import Listed, number, of_sizes, symbols
+
+
+def site_comparison(
+    plan: AbsorbPlan, new: fx.Node, untouched: Mapping[str, fx.Node], given: Sequence[fx.Node], weights: Collection[str]
+) -> Comparison:
+    """The rewritten output ``new`` beside the same site in the ``untouched`` graph, whose nodes these are by name.
+
+    ``given``: the rows that get random numbers, where they are others than the plan's.
+    """
+    inputs = [
+        *(n for source in given or plan.sources for n in decides(source)),
+        *(p.q.node for p in plan.site.products),
+        *plan.visible.given,
+    ]
+    old, new, beside = _observed(plan.site.node, new)
+    boundary = {name: untouched[name] for name in nearest_known([*inputs, *beside], weights)}
+    # What the plan's rows are cut from need not be as long as they are.
+    longer = all(node in plan.sources for node in given)
+    return compared(plan, untouched[old], new, boundary, longer=longer)
+
+
+def _observed(site: fx.Node, new: fx.Node) -> tuple[str, fx.Node, list[fx.Node]]:
+    """Where both graphs are compared: the name in the untouched one, the node in the rewritten one, what else it reads.
+
+    That is the site's output, unless canonicalisation took it out of a larger operator (a product out of ``baddbmm``):
+    then it is what that operator computed.
+    """
+    if ORIGIN in site.meta:
+        return site.meta[ORIGIN], new, []
+    beside: list[fx.Node] = []
+    while ORIGIN not in new.meta:
+        (user,) = new.users
+        beside += [n for n in user.all_input_nodes if n is not new]
+        new = user
+    return new.meta[ORIGIN], new, beside
+
+
+def nearest_known(
+    nodes: Iterable[fx.Node], weights: Collection[str], without: Collection[fx.Node] = ()
+) -> dict[str, fx.Node]:
+    """The nearest nodes behind ``nodes`` that compute what a node of the untouched graph does, by the names there.
+
+    Given values for these, both graphs say the same. ``without``: what is given already; what is computed from it is
+    computed, not given.
+    """
+    found: dict[str, fx.Node] = {}
+
+    def behind(node: fx.Node) -> Iterable[fx.Node]:
+        # Zeros that something is written into are no input, but zeros.
+        if node in without or node.name in weights or isinstance(decode(node), Fill):
+            return ()
+        if is_tensor(node) and ORIGIN in node.meta and not depends_on(node, without):
+            found[node.meta[ORIGIN]] = node
+            return ()
+        return node.all_input_nodes
+
+    deque(reachable(nodes, behind), maxlen=0)
+    return found
+
+
+def compared(
+    plan: AbsorbPlan,
+    old: fx.Node,
+    new: fx.Node,
+    boundary: Mapping[str, fx.Node],
+    share: float = 1.0,
+    longer: bool = True,
+) -> Comparison:
+    """``new`` and ``old``, both from the same values of ``boundary``.
+
+    ``share``: how many of the heads that are computed are those of ``plan``. ``longer``: with more keys, too, than in
+    the trace.
+    """
+    runs: list[Run] = []
+    note = None
+    contexts = _contexts(plan, boundary.values())
+    for sizes in contexts if longer else contexts[:1]:
+        if _too_large(plan, sizes, share):
+            note = "not checked numerically: the context is too long for a float64 run"
+            continue
+        keys = number(axis_size(plan.site.keys), sizes)
+        counts = {n.meta[ORIGIN]: keys for n in plan.visible.counts if ORIGIN in n.meta}
+        runs.append(Run(sizes, counts, _lists(plan, sizes)))
+    return Comparison(old, new, boundary, runs, note)
+
+
+def _lists(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int]) -> dict[str, Listed]:
+    """The input that lists the keys of each query, if one does, by its name in the untouched graph."""
+    chosen = plan.visible.chosen
+    if chosen is None or chosen.scores is not None or ORIGIN not in chosen.indices.node.meta:
+        return {}
+    axes = chosen.indices.axes
+    # Of one key there is no axis, and any that is as short will do.
+    along = axes.index(chosen.count) if chosen.count in axes else len(axes) - 1
+    return {chosen.indices.node.meta[ORIGIN]: Listed(number(chosen.names, sizes), along, chosen.distinct)}
+
+
+def _contexts(plan: AbsorbPlan, boundary: Iterable[fx.Node]) -> list[dict[sympy.Symbol, int]]:
+    """Values for the shape symbols: those of the trace, and a long context where the shapes allow one."""
+    operands = [plan.site.v, *(p.k for p in plan.site.products), *plan.site.between]
+    operands += [p.q for p in plan.site.products]
+    boundary = list(boundary)
+    # What decides a mask or a slice of rows need not have the symbols of what it decides.
+    nodes = [*boundary, plan.site.node, *(o.node for o in operands), *(whole_rows(n) for n in plan.sources)]
+    seen = {**symbols(nodes), **_symbols_told(plan.sources)}
+    if any(whole_rows(n) is not n for n in plan.sources):
+        return [seen]  # only some of the rows are read, and their number need not be that of the keys
+    context = [a.size for a in plan.site.keys if not isinstance(a.size, int)]
+    if len(context) != 1 or len(context[0].free_symbols) != 1:
+        return [seen]
+    (symbol,) = context[0].free_symbols
+    if not any(symbol in sympy.sympify(n).free_symbols for o in operands for n in shape(o.node)):
+        return [seen]  # a guard has since replaced it by another
+    # A length that no operand has is of something that is read at positions, such as a mask: as many more there.
+    beside = _sized_by(boundary) - _sized_by(o.node for o in operands)
+    longer = {**seen, **{s: seen[s] + LONG - seen[symbol] for s in beside}, symbol: LONG}
+    sizes: dict[object, int] = {}
+    for operand in operands:
+        for axis, dim in zip(operand.axes, val(operand.node).shape, strict=True):
+            length = number(size(dim), longer)
+            if axis and sizes.setdefault(axis, length) != length:
+                return [seen]  # two symbols that must stay equal
+    return [seen, longer]
+
+
+def _sized_by(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
+    return {symbol for n in nodes for dim in shape(n) for symbol in sympy.sympify(dim).free_symbols}
+
+
+def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
+    """The symbols that say which rows are sliced out; no shape need have them (the newest 8 of n)."""
+    told: dict[sympy.Symbol, int] = {}
+    for node in rows:
+        while is_virtual(node):
+            told.update(of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
+            node = args_of(node)[0]
+    return told
+
+
+def _too_large(plan: AbsorbPlan, sizes: Mapping[sympy.Symbol, int], share: float) -> bool:
+    b, s, t = (number(x, sizes) for x in plan.sizes())
+    d = plan.dims
+    # Of rows that are sliced the original expands all.
+    whole = max(_elements(whole_rows(n), sizes) / max(1, _elements(n, sizes)) for n in plan.sources)
+    expanded = b * t * d.expanded_values / share * whole
+    # Eight bytes a value in float64, and room for four tensors of that size.
+    return expanded * 8 * 4 > BUDGET_BYTES or 2 * expanded * (d.L + s) > BUDGET_FLOPS
+
+
+def _elements(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> int:
+    return math.prod(number(size(d), sizes) for d in val(node).shape)
