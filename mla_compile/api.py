@@ -16,7 +16,7 @@ from mla_compile.capture import cache_change, capture, emit
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
-from mla_compile.core.modules import shallow
+from mla_compile.core.modules import copy_models, models_within, shallow
 from mla_compile.core.program import Program
 from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
@@ -50,11 +50,11 @@ def optimize(obj: Model, example_inputs: Any = None, *, progress: bool | None = 
 def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = None, **options: Any) -> Any:
     """The same model with absorbed decode, sharing the original's weights; the original stays as it was.
 
-    * ``nn.Module``: a new object of the same class with the same parameters, buffers and submodules, whose forward is
+    * ``nn.Module``: a new object of the same class with the same parameters, buffers and layers, whose forward is
       compiled when it is first called. Empty buffers of K and V become rows then, and the modules that hold them are
-      copied for it. Methods that call the model, such as ``generate()``, run the compiled forward.
-      With gradients enabled the original runs. ``mla_report`` says what has been done so far. A deep copy of it is
-      optimized too.
+      copied for it. Methods that call the model, such as ``generate()``, run the compiled forward; so do those that
+      call a model within it, of which there is a copy that shares all else. With gradients enabled the original runs.
+      ``mla_report`` says what has been done so far. A deep copy of it is optimized too.
     * ``ExportedProgram``: a new one with the same signature. ``lowering`` is "aten" by default, so that a package made
       from it loads where mla_compile is not installed; folded weights (``fold="always"``) become its constants.
     * ``GraphModule``: a new one, captured at the shapes of ``meta["val"]`` or of ``example_inputs``.
@@ -192,10 +192,14 @@ def _optimize_module(
             raise OptionError(f"{name} is {value!r}, expected True or False")
     parsed = Options.parse(options, verify=True)
     fast = plain_copy(module)
+    copy_models(fast, plain_copy)
     forward = CompiledForward(fast, parsed, mode, settings, vars(fast).get("forward"), progress)
     if example_inputs is not None:
         args, kwargs = _arguments(example_inputs)
         vars(fast)["mla_report"] = explain_module(module, args, kwargs, parsed)
+    for part in models_within(fast):
+        own = vars(part).get("forward")
+        CompiledForward(part, parsed, mode, dict(settings), own, progress, outer=fast).install()
     forward.install()
     return fast
 
@@ -209,6 +213,7 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
     forward = vars(fast).get("forward")
     if isinstance(forward, CompiledForward):  # already one of ours: start again from what it was made from
         forward.uninstall(fast)
+        copy_models(fast, plain_copy)
     return fast
 
 

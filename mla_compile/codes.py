@@ -24,6 +24,7 @@ class Code(str, Enum):
     VALUES_USED_ELSEWHERE = "values_used_elsewhere"
     PER_HEAD_ROPE = "per_head_rope"
     VERIFY_FAILED = "verify_failed"
+    CODE_FAILED = "code_failed"
     TOO_MANY_SOURCES = "too_many_sources"
     TRAINING = "training"
     RANKS_DIFFER = "ranks_differ"
@@ -93,6 +94,11 @@ CODES: dict[Code, CodeInfo] = {
         "kept",
         "the rewritten attention failed its check against float64: its error is larger than the original's allows",
         "please report it with the dims and dtype shown; run this site in float32 to see whether rounding is the cause",
+    ),
+    Code.CODE_FAILED: CodeInfo(
+        "kept",
+        "Inductor could not compile the rewritten graph, so the graph that came is compiled",
+        'please report it with the message shown; codegen="eager" runs the rewritten graph without Inductor',
     ),
     Code.TOO_MANY_SOURCES: CodeInfo(
         "kept",

@@ -7,7 +7,11 @@ and files as they were.
 from __future__ import annotations
 
 import difflib
+import sys
+import sysconfig
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class MlaCompileError(Exception):
@@ -64,6 +68,23 @@ class NothingToCompareError(MlaCompileError):
 
 class MlaCompileWarning(UserWarning):
     """Nothing was absorbed, a fallback was taken, or compiled code was abandoned: right results, but slow ones."""
+
+
+_NOT_THE_USERS = tuple(
+    {str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
+)
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user's code that led here: the innermost frame outside of this and other libraries.
+
+    A warning and not a log line: Python shows it by default, once for each line, and users can filter it or make it an
+    error.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, MlaCompileWarning, stacklevel=level)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -25,19 +25,19 @@ SEED = int(os.environ.get("MLA_ADVERSARY_SEED", "0"))
 BUFFERS = int(os.environ.get("MLA_ADVERSARY_BUFFERS", "3"))
 PAGES = int(os.environ.get("MLA_ADVERSARY_PAGES", "3"))
 M = TypeVar("M")
-HALVES = pytest.mark.parametrize("half", [0, *also("draws", 1)])
-"""The first mutant, which changes nothing and must be absorbed, is of the first half."""
+PARTS = pytest.mark.parametrize("part", [0, *also("draws", 1, 2, 3)])
+"""The first mutant, which changes nothing and must be absorbed, is of the first part."""
 
 
-@HALVES
-def test_tampered_memory(half: int) -> None:
+@PARTS
+def test_tampered_memory(part: int) -> None:
     made = buffers.mutants(drawn(BUFFERS, SEED, own_cases()), SEED)
-    check_each(made[half::2], _if_it_runs(check_buffers))
+    check_each(made[part::4], _if_it_runs(check_buffers))
 
 
-@HALVES
-def test_tampered_steps(half: int) -> None:
-    check_each(steps_of_many.mutants(PAGES, SEED)[half::2], _if_it_runs(check_pages))
+@PARTS
+def test_tampered_steps(part: int) -> None:
+    check_each(steps_of_many.mutants(PAGES, SEED)[part::4], _if_it_runs(check_pages))
 
 
 def _if_it_runs(check: Callable[[M], str]) -> Callable[[M], None]:

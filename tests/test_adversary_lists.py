@@ -127,9 +127,9 @@ def test_what_a_longer_run_found() -> None:
     check(FOUND)
 
 
-@pytest.mark.parametrize("part", [0, *also("draws", 1)])
+@pytest.mark.parametrize("part", [0, *also("draws", 1, 2, 3)])
 def test_masks_that_say_something_else(part: int) -> None:
-    check_each(mutants(CASES, SEED)[part::2], check)
+    check_each(mutants(CASES, SEED)[part::4], check)
 
 
 def check(mutant: Mutant) -> None:

@@ -35,6 +35,7 @@ def test_every_code_has_a_section():
 
 # One test: sections share names, and most of the time would go into starting Dynamo once per test process.
 @pytest.mark.filterwarnings("ignore:gradients are enabled")
+@pytest.mark.filterwarnings("ignore:a graph with attention is compiled in its original form")
 def test_refusals(capsys, monkeypatch):
     # A snippet replaces a pass and puts it back; if it fails in between, other tests would run the wrong one.
     monkeypatch.setattr(pass_table, "absorb", pass_table.absorb)

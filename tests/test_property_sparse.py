@@ -24,7 +24,7 @@ from tests.test_property import compare, narrow
 
 CASES = int(os.environ.get("MLA_PROPERTY_SPARSE", "12"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 3
+PARTS = 6
 
 
 # A mask over a longer buffer, which the model cuts to the tokens that there are: a length and a list.

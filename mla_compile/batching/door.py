@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from mla_compile.errors import (
     ExportError,
     InputError,
     MlaCompileError,
-    MlaCompileWarning,
     RankError,
+    warn,
 )
 from mla_compile.options import Options
 from mla_compile.report.report import Report
@@ -201,5 +200,5 @@ def _has_latent_attention(model: Any) -> bool:
 
 
 def _as_before(model: Any, why: str) -> Any:
-    warnings.warn(f"continuous batching runs as in transformers: {why}", MlaCompileWarning, stacklevel=3)
+    warn(f"continuous batching runs as in transformers: {why}")
     return model

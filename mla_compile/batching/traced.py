@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ from mla_compile.core.program import Program
 from mla_compile.core.sharing import Sharing
 from mla_compile.dynamo.ranks import Meeting, sharing_of_model
 from mla_compile.dynamo.step import trace_step
-from mla_compile.errors import CaptureError, MlaCompileError, MlaCompileWarning
+from mla_compile.errors import CaptureError, MlaCompileError, warn
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.pages import PagedRows, Unpaged, find_pages, not_shared, read_batch_from
@@ -78,7 +77,7 @@ def _shared(
         return None
     if (why := not_shared(rows)) is not None:
         told = f"context_parallel: each rank has all rows of {type(lm.model).__name__} in its pages: {why}"
-        warnings.warn(told, MlaCompileWarning, stacklevel=2)
+        warn(told)
         return None
     if ranks is not None and not sharing.heads:
         sharing = replace(sharing, heads=not ranks.alike(program, sharing.ranks))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -21,3 +24,55 @@ def shallow(module: Module) -> Module:
     made: Module = object.__new__(type(module))
     vars(made).update(vars(module))
     return made
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+NOT_COPIED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule, *CONTAINERS)
+
+
+def copy_models(root: nn.Module, copied: Callable[[nn.Module], nn.Module]) -> None:
+    """Puts ``copied(model)`` in the place of each model within ``root`` that its methods may call by themselves.
+
+    ``root`` and the copies get dicts of submodules of their own; all else is shared. A model is what has layers: a
+    ``ModuleList``, ``ModuleDict`` or ``Sequential`` of modules that have submodules.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+
+    def visit(owner: nn.Module) -> None:
+        found = {name: child for name, child in owner.named_children() if _has_layers(child)}
+        if not found:
+            return
+        vars(owner)["_modules"] = copy.copy(owner._modules)
+        for name, child in found.items():
+            if child not in copies:
+                copies[child] = copied(child)
+                visit(copies[child])
+            owner._modules[name] = copies[child]
+
+    visit(root)
+
+
+def models_within(root: nn.Module) -> list[nn.Module]:
+    """The models that :func:`copy_models` copies, outer ones first."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(owner: nn.Module) -> None:
+        for child in owner.children():
+            if child not in found and _has_layers(child):
+                found[child] = None
+                visit(child)
+
+    visit(root)
+    return list(found)
+
+
+def _has_layers(module: nn.Module) -> bool:
+    # FSDP2 puts a class of its own over a module's, and knows the module by its identity.
+    if isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__:
+        return False
+    # An adapter holds its factors in containers, too. They are no layers, and the adapter is told to switch by itself.
+    return any(
+        any(any(layer.children()) for layer in one.children())
+        for one in module.modules()
+        if isinstance(one, CONTAINERS)
+    )

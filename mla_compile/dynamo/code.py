@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,7 +10,7 @@ from torch._dynamo.exc import RestartAnalysis
 
 from mla_compile.core.program import Call, Inputs
 from mla_compile.dynamo.progress import Compilations
-from mla_compile.errors import MlaCompileWarning, OptionError, brief
+from mla_compile.errors import OptionError, brief, warn
 from mla_compile.options import Options
 from mla_compile.repeats.split import split
 
@@ -36,11 +35,9 @@ class CodeGenerator:
         except exc.InductorError as error:
             if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
                 raise
-            warnings.warn(
+            warn(
                 "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
-                'or ask for that with codegen="eager"',
-                MlaCompileWarning,
-                stacklevel=4,
+                'or ask for that with codegen="eager"'
             )
             return gm
         return cast("Call", code)
@@ -68,7 +65,7 @@ class CodeGenerator:
             if self.options.strict:
                 raise
             message = f"the layers of a graph are compiled as one, because of a failure: {brief(error)}"
-            warnings.warn(message, MlaCompileWarning, stacklevel=4)
+            warn(message)
             return None
         return calls.forward
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 from torch._logging._internal import trace_structured
 
 from mla_compile import pipeline
@@ -34,7 +34,7 @@ from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.sizes import share_lengths
-from mla_compile.errors import MlaCompileError, MlaCompileWarning, RankError, WeightError
+from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
@@ -48,6 +48,11 @@ from mla_compile.runtime.own_buffers import BuffersInTrace
 from mla_compile.runtime.shared_rows import SharedRows
 
 logger = logging.getLogger("mla_compile")
+
+GRADIENTS = (
+    "gradients are enabled, so {what} in its original form; for the optimized decode call the model under "
+    "torch.no_grad() or torch.inference_mode()"
+)
 
 _Carrier = TypeVar("_Carrier", LatentTensor, SharedRows)
 Latents = Mapping[str, LatentTensor]
@@ -111,8 +116,11 @@ class Compiler:
             return self._compile(gm, example_inputs)
         finally:
             self.compilations.stage("trace")  # back in Dynamo
-            if len(self.reports) > reports and not self.explain_only:
-                self._add_seconds()
+            if not self.explain_only:
+                if len(self.reports) > reports:
+                    self._add_seconds()
+                if self.on_report is not None:
+                    self.on_report()
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         latents, shared = _carrying(gm, example_inputs, LatentTensor), _carrying(gm, example_inputs, SharedRows)
@@ -126,8 +134,10 @@ class Compiler:
         done = self._rewrite(gm, inputs, latents, shared, sharing) if self._is_ours(gm, inputs) else None
         handled = done is not None and bool(done.changed or done.outcome.program.appends or shared)
         if done is not None and handled and not self.explain_only:
-            call = self._assemble(gm, inputs, done)
-            return call if not latents or done.outcome.base.cache is not None else expanding(call, gm)
+            rewritten = self._assembled(gm, inputs, done, alone=sharing is None)
+            if rewritten is not None:
+                return rewritten if not latents or done.outcome.base.cache is not None else expanding(rewritten, gm)
+            done = None
         call = gm if self.explain_only else self._unchanged(gm, inputs, done)
         if done is not None and self.buffers is not None:
             call = self.buffers.noting(call, done.captured, done.outcome.base)
@@ -141,7 +151,8 @@ class Compiler:
         if layers > 1 and running() is None:
             guard_module(gm)
         if wants_gradients(gm, example_inputs):
-            logger.info("graph left as it is: gradients are enabled")
+            if not self.explain_only:
+                warn(GRADIENTS.format(what="a graph with attention is compiled"))
             return False
         return True
 
@@ -182,7 +193,7 @@ class Compiler:
             self.failures.append(_without_frames(error))
             if not self.explain_only:
                 kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
-                _warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
+                warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
         self.reports.append(outcome.report)
         done = _Rewritten(program, outcome, folds)
@@ -190,10 +201,8 @@ class Compiler:
             return done
         tell(outcome.report)
         for text in outcome.warnings:
-            _warn(text)
+            warn(text)
         _trace(outcome.report)
-        if self.on_report is not None:
-            self.on_report()
         return done
 
     def _add_seconds(self) -> None:
@@ -203,8 +212,6 @@ class Compiler:
         before = () if trace is None else (PassRecord("trace", 0, trace),)
         after = () if code is None else (PassRecord("code", 0, code),)
         self.reports[-1] = replace(report, passes=(*before, *report.passes, *after))
-        if self.on_report is not None:
-            self.on_report()
 
     def _own_buffers(self, program: Program, example_inputs: Inputs, latents: Latents) -> frozenset[str]:
         """The inputs that are buffers of the module which may be, or are, kept as rows."""
@@ -242,6 +249,31 @@ class Compiler:
             if call is not None:
                 return torch.no_grad()(call) if torch.is_grad_enabled() else call
         return self.code.whole(gm, example_inputs)
+
+    def _assembled(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten, *, alone: bool) -> Call | None:
+        """The rewritten graph, compiled; ``None`` where Inductor fails with it, after saying so.
+
+        ``alone``: no other rank takes part, which would go on with rows that this one does not have.
+        """
+        try:
+            return self._assemble(gm, example_inputs, done)
+        except RestartAnalysis:  # no failure: Dynamo is to trace again, knowing more
+            raise
+        except Exception as error:  # whatever goes wrong behind us, the graph that came is untouched
+            if self.options.strict or not alone:
+                raise
+            logger.debug("a rewritten graph could not be compiled", exc_info=error)
+            self.failures.append(_without_frames(error))
+            report, reason = self.reports[-1], f"the rewritten graph could not be compiled: {brief(error)}"
+            sites = [
+                replace(s, verdict="kept", code=Code.CODE_FAILED, reason=reason, form="expanded", parts=(), kept=())
+                if s.verdict == "absorbed"
+                else s
+                for s in report.sites
+            ]
+            self.reports[-1] = replace(report, sites=tuple(sites), messages=(*report.messages, reason))
+            warn(f"a graph with attention is compiled in its original form, because {reason}")
+            return None
 
     def _assemble(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten) -> Call:
         """One callable of the graph's inputs: the compiled programs, and what runs around them in each call."""
@@ -356,7 +388,7 @@ def tell(report: Report) -> None:
     logger.info("%s", report.summary())
     logger.debug("%s", report)
     if report.sites and not report.absorbed and not _all_kept_by_choice(report):
-        _warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
+        warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
 
 
 def _trace(report: Report) -> None:
@@ -383,8 +415,3 @@ def _without_frames(error: Exception) -> Exception:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
-
-
-def _warn(message: str) -> None:
-    # A warning and not a log line: it is shown by default, once per message, and can be filtered or made an error.
-    warnings.warn(message, MlaCompileWarning, stacklevel=4)

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,22 +15,18 @@ import torch
 from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
 
-from mla_compile.core.modules import shallow
+from mla_compile.core.modules import models_within, shallow
 from mla_compile.core.places import Place
-from mla_compile.dynamo.compiler import Compiler
+from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.progress import Compilations
-from mla_compile.dynamo.recompiles import Recompiles
+from mla_compile.dynamo.recompiles import Recompiles, running
 from mla_compile.dynamo.trace import trace
-from mla_compile.errors import InputError, MlaCompileError, MlaCompileWarning
+from mla_compile.errors import InputError, MlaCompileError, warn
 from mla_compile.options import Options
-from mla_compile.report.report import Report
+from mla_compile.report.report import NOTHING_YET, Report
 from mla_compile.runtime.own_buffers import FindKept, KeptBuffer, OwnBuffers
 
-_GRADIENTS = (
-    "gradients are enabled, so the model runs in its original, uncompiled form; for the optimized decode call it under "
-    "torch.no_grad() or torch.inference_mode()"
-)
 _GLOBAL_HOOKS = (
     "a hook for all modules is registered (register_module_forward_hook), and compiled code would not call one that is "
     "registered later; as long as there is one, the model runs in its original, uncompiled form"
@@ -42,6 +37,9 @@ class CompiledForward:
     """The ``forward`` of an optimized module, through ``copy.deepcopy`` and pickling of the module.
 
     A deep copy and an unpickled copy are optimized with the same options, and compile anew.
+
+    ``outer``: the optimized module that ``module`` is a part of. Methods of that one may call the part by itself
+    (``generate()`` of a wrapper): then it is compiled by itself. Within a call of ``outer`` it is what it was.
     """
 
     def __init__(
@@ -52,8 +50,10 @@ class CompiledForward:
         settings: dict[str, Any],
         replaced: Callable[..., Any] | None = None,
         progress: bool | None = False,
+        outer: torch.nn.Module | None = None,
     ) -> None:
         self.module = module
+        self.outer = outer
         self.options = options
         self.mode = mode
         self.settings = settings
@@ -85,7 +85,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""
-        if _is_traced() or self._trains() or self._is_watched():
+        if _is_traced() or self._is_within() or self._trains() or self._is_watched():
             forward = self._replaced or functools.partial(type(self.module).forward, self.module)
             return forward(*args, **kwargs)
         with self.recompiles.settings(), self.compilations.of_this_thread():
@@ -95,7 +95,7 @@ class CompiledForward:
 
     def install(self) -> None:
         """Make this the forward of its module, whose ``mla_report`` is kept up to date with what is compiled."""
-        if not hasattr(self.module, "mla_report"):
+        if self.outer is None and not hasattr(self.module, "mla_report"):
             self._report()
         vars(self.module)["forward"] = self
         if hasattr(self.module, "get_compiled_call"):
@@ -119,9 +119,24 @@ class CompiledForward:
         vars(module).pop("get_compiled_call", None)
 
     def _report(self) -> None:
-        report = Report.merged(self.compiler.reports)
-        notes = dict.fromkeys((*report.messages, *self.recompiles.notes, *self.recompiles.left_out))
+        if self.outer is not None:
+            if isinstance(outer := vars(self.outer).get("forward"), CompiledForward):
+                outer._report()
+            return
+        all_parts = [self, *self._parts()]
+        report = Report.merged(one for part in all_parts for one in part.compiler.reports)
+        first = () if any(part.compiler.graphs for part in all_parts) else (NOTHING_YET,)
+        told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
+        notes = dict.fromkeys((*first, *report.messages, *told))
         vars(self.module)["mla_report"] = replace(report, messages=tuple(notes))
+
+    def _parts(self) -> list[CompiledForward]:
+        found = (vars(model).get("forward") for model in models_within(self.module))
+        return [one for one in found if isinstance(one, CompiledForward)]
+
+    def _is_within(self) -> bool:
+        """Whether this is called by the model that it is a part of, whose compiler it is left to."""
+        return self.outer is not None and running() is not None
 
     def call_module(self, *_: Any) -> Callable[..., Any]:
         """Replaces ``get_compiled_call`` of transformers, so that ``generate()`` does not compile a second time."""
@@ -131,7 +146,7 @@ class CompiledForward:
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in self.module.parameters()):
             return False
         if not self.module.training:
-            self._warn_once(_GRADIENTS)
+            self._warn_once(GRADIENTS.format(what="the model runs uncompiled"))
         return True
 
     def _is_watched(self) -> bool:
@@ -143,15 +158,17 @@ class CompiledForward:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, MlaCompileWarning, stacklevel=5)
+            warn(message)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
-        module, replaced = copy.deepcopy((self.module, self._replaced), memo)
-        return CompiledForward(module, self.options, self.mode, dict(self.settings), replaced, self.compilations.show)
+        module, replaced, outer = copy.deepcopy((self.module, self._replaced, self.outer), memo)
+        settings, shown = dict(self.settings), self.compilations.show
+        return CompiledForward(module, self.options, self.mode, settings, replaced, shown, outer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         shown = self.compilations.show
-        return CompiledForward, (self.module, self.options, self.mode, self.settings, self._replaced, shown)
+        settings = self.mode, self.settings, self._replaced, shown, self.outer
+        return CompiledForward, (self.module, self.options, *settings)
 
 
 def _kept_buffers(options: Options) -> FindKept:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch._guards import CompileContext, TracingContext
 from mla_compile.core.program import Inputs
 from mla_compile.dynamo.causes import Cause, cause, of_layers, place, readable
 from mla_compile.dynamo.recompiles import parameters_of, running
-from mla_compile.errors import MlaCompileWarning
+from mla_compile.errors import warn
 
 _KEPT = 1024
 _ENTRY = str(Path(__file__).with_name("entry.py"))  # where Dynamo sees the entry to an optimized module
@@ -105,7 +104,7 @@ def _tell(message: str, why: Cause | None, *, attention: bool = True) -> None:
         advice = why.advice(optimized=module is not None, dynamic=module.dynamic if module else None)
         message += f"The cause: {why.what}{f' ({why.where})' if why.where else ''}. What helps: {advice}"
     if module is None or module.given_up(message):
-        warnings.warn(message, MlaCompileWarning, stacklevel=2)
+        warn(message)
 
 
 def _named(function: str) -> str:

@@ -30,6 +30,10 @@ _NOT_OURS = ("trace", "code")  # Dynamo's and the code generator's stages of a c
 _STYLES: dict[Verdict, str] = {"absorbed": "green", "kept": "yellow", "refused": "red", "not_mla": "dim"}
 
 
+NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), under torch.no_grad()"
+"""The message of a report before the first call."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What became of every attention site of a graph, or of several graphs put together by ``merged``.
@@ -141,6 +145,8 @@ class Report:
     def summary(self) -> str:
         """One line, for logs."""
         place = f" in graph {self.graph}" if self.graph else ""
+        if NOTHING_YET in self.messages:
+            return NOTHING_YET
         if not self.sites:
             return f"no attention sites{place}"
         counts = []
@@ -190,8 +196,8 @@ class Report:
             for label, value in rows_of(group):
                 rows.add_row(label, Text(value))
             parts += [head, Padding(rows, (0, 0, 0, 2))]
-        if self.messages:
-            parts.append(Text("\n" + "\n".join(f"note: {message}" for message in self.messages)))
+        if notes := [f"note: {message}" for message in self.messages if message != NOTHING_YET]:
+            parts.append(Text("\n" + "\n".join(notes)))
         slow = [f"{p.name} {p.seconds:.2f}" for p in self.passes if p.seconds >= _SHOWN_SECONDS]
         if slow:
             parts.append(Text(f"\nseconds: {', '.join(slow)}"))

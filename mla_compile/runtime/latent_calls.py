@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 
 from mla_compile.core.program import Append, Call, Inputs, Program
-from mla_compile.errors import MlaCompileWarning
+from mla_compile.errors import warn
 from mla_compile.passes.cache.rewrite import LatentCache
 from mla_compile.runtime.appending import length_marker
 from mla_compile.runtime.folds import weight_reader
@@ -105,11 +104,7 @@ def with_rows(
 
     def _otherwise(why: str) -> Call:
         # A warning and not a log line: the call is right, and as slow as without this package.
-        warnings.warn(
-            f"the original graph runs in this call, because its cache is {why}; start with an empty cache",
-            MlaCompileWarning,
-            stacklevel=3,
-        )
+        warn(f"the original graph runs in this call, because its cache is {why}; start with an empty cache")
         return otherwise
 
     def around(*inputs: Any) -> Any:

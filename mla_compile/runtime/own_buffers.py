@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch import fx, nn
 from mla_compile.core.modules import shallow
 from mla_compile.core.places import Link, Place, at_path, item, only_here, paths_of, tensors_of
 from mla_compile.core.program import Call, Inputs, Program
-from mla_compile.errors import InputError, MlaCompileWarning
+from mla_compile.errors import InputError, warn
 from mla_compile.passes.cache.recipe import Recipe
 from mla_compile.runtime.latent import LatentTensor
 
@@ -194,11 +193,9 @@ class OwnBuffers:
         try:
             made = {place: self._kept[place].empty(plain, x, shared) for place, x in fit.items()}
         except torch.OutOfMemoryError as error:  # the buffers that the original still holds may be what is in the way
-            warnings.warn(
+            warn(
                 f"buffers of K and V stay as they are, because there is no memory for their rows ({error}); drop the "
-                "original model before the first call of the optimized one",
-                MlaCompileWarning,
-                stacklevel=4,
+                "original model before the first call of the optimized one"
             )
             self._kept, made = {}, {}
         for place, rows in made.items():

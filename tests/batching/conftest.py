@@ -13,16 +13,17 @@ from tests.support import models
 
 
 @functools.cache
-def serving(name: str, **options: Any) -> tuple[Any, Any]:
+def serving(name: str, layers: int | None = None, **options: Any) -> tuple[Any, Any]:
     """A tiny model, and what ``continuous_batching`` makes of it, without compiled code."""
     # With tied embeddings a tiny random model says the last token again, whatever its attention does.
-    model = models.build(name, tie_word_embeddings=False)
+    model = models.build(name, tie_word_embeddings=False, **({"num_hidden_layers": layers} if layers else {}))
     return model, mla_compile.continuous_batching(model, codegen="eager", **options)
 
 
 @pytest.fixture(scope="session")
 def served() -> tuple[Any, Any]:
-    return serving("deepseek_v3")
+    """One layer, whose weights are folded."""
+    return serving("deepseek_v3", layers=1, fold="always", verify=False)
 
 
 @pytest.fixture(autouse=True)

@@ -87,12 +87,12 @@ class TestMemory:
     def test_a_pool_takes_what_it_says(self, served):
         _, fast = served
         graphs = fast.mla_batching.steps
-        assert fast.mla_batching.bytes_of_token == 2 * (64 + 16) * 4
+        assert fast.mla_batching.bytes_of_token == (64 + 16) * 4
         cache = _cache(graphs, fast, pages(16, 10))
-        assert sum(pool.numel() * pool.element_size() for pool in cache.pools) == (10 + 2) * 16 * 640
+        assert sum(pool.numel() * pool.element_size() for pool in cache.pools) == (10 + 2) * 16 * 320
         assert (cache.num_blocks, cache.room()) == (10, 160)
-        # Rows of both layers, and K and V of one: H=4 N+R=48 V=24.
-        assert graphs.bytes_to_read_token() == 640 + 4 * (48 + 24) * 4
+        # Rows of the layer, and its K and V: H=4 N+R=48 V=24.
+        assert graphs.bytes_to_read_token() == 320 + 4 * (48 + 24) * 4
 
     def test_blocks_fill_the_budget(self, served):
         """Twice the memory that is allowed, twice the blocks; never more than is allowed."""
@@ -108,7 +108,7 @@ class TestMemory:
     def test_no_room_is_an_error_that_says_what_to_set(self, served):
         _, fast = served
         config = pages(blocks=None, max_memory_percent=1e-9, max_batch_tokens=16)
-        with pytest.raises(InputError, match=r"no room for a block of 16 tokens \(10240 bytes\).*set num_blocks"):
+        with pytest.raises(InputError, match=r"no room for a block of 16 tokens \(5120 bytes\).*set num_blocks"):
             _cache(fast.mla_batching.steps, fast, config)
 
     def test_blocks_go_to_the_host_and_back(self, served):

@@ -79,12 +79,16 @@ def test_rows_in_float8(made, monkeypatch):
 
 
 @pytest.mark.parametrize("fold", ["always", *also("combination", "never")])
-def test_weights_that_change_are_followed(made, fold):
+def test_weights_that_change_are_followed(request, made, fold):
     """In place they are read where they lie; one that moved is seen, and the step recorded anew."""
-    model = models.build("deepseek_v3", tie_word_embeddings=False, num_hidden_layers=1)
-    fast = mla_compile.continuous_batching(model, codegen="eager", fold=fold, verify=False)
+    if fold == "always":
+        _, fast = request.getfixturevalue("served")
+    else:
+        model = models.build("deepseek_v3", tie_word_embeddings=False, num_hidden_layers=1)
+        fast = mla_compile.continuous_batching(model, codegen="eager", fold=fold, verify=False)
     ids = prompts((9,))[0]
     attention = fast.model.layers[0].self_attn
+    expanding, out = attention.kv_b_proj.weight, attention.o_proj.weight
     assert bool(fast.mla_batching.steps._decode.folds) is (fold == "always")
 
     def answer(manager) -> list[int]:
@@ -95,16 +99,22 @@ def test_weights_that_change_are_followed(made, fold):
     def other(weight: torch.Tensor) -> torch.Tensor:
         return torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) * 0.3
 
-    with running(fast) as server, torch.no_grad():
-        assert answer(server) == alone(fast, ids)
-        count = len(made)
-        attention.kv_b_proj.weight.copy_(other(attention.kv_b_proj.weight))
-        changed = answer(server)
-        assert changed == alone(fast, ids)
-        assert len(made) == count, "what was changed in place needs no new recording"
-        attention.o_proj.weight.data = other(attention.o_proj.weight)
-        assert answer(server) == alone(fast, ids) != changed
-        assert len(made) > count
+    kept = expanding.detach().clone(), out.data
+    try:
+        with running(fast) as server, torch.no_grad():
+            assert answer(server) == alone(fast, ids)
+            count = len(made)
+            expanding.copy_(other(expanding))
+            changed = answer(server)
+            assert changed == alone(fast, ids)
+            assert len(made) == count, "what was changed in place needs no new recording"
+            out.data = other(out)
+            assert answer(server) == alone(fast, ids) != changed
+            assert len(made) > count
+    finally:
+        with torch.no_grad():
+            expanding.copy_(kept[0])
+        out.data = kept[1]
 
 
 @full("family")

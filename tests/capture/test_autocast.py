@@ -16,6 +16,7 @@ from mla_compile.capture.autocast import write_casts
 from mla_compile.capture.capture import from_dynamo, from_exported, from_graph_module
 from mla_compile.capture.emit import to_exported, to_graph_module, to_plain_graph_module
 from mla_compile.errors import CaptureError
+from tests.support.tiers import also
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float16)
@@ -92,10 +93,18 @@ def assert_equal(got: Any, want: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+def all_of_them(x: torch.Tensor, w: torch.Tensor) -> list[Any]:
+    return [function(x, w) for function in FUNCTIONS.values()]
+
+
+NAMES = ["all of them", *also("combination", *FUNCTIONS)]
+"""All functions in one graph, or each in a graph of its own."""
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_captured_graph_computes_what_autocast_does(name: str, dtype: torch.dtype) -> None:
-    function, emitted = FUNCTIONS[name], []
+    function, emitted = FUNCTIONS.get(name, all_of_them), []
     fast = compiled(function, emitted)
     with torch.no_grad():
         for enabled in (True, False):
@@ -105,14 +114,14 @@ def test_a_captured_graph_computes_what_autocast_does(name: str, dtype: torch.dt
 
 
 @pytest.mark.singly
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("within", [True, False])
 def test_programs_and_plain_graphs_too(name: str, dtype: torch.dtype, within: bool) -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor, w: torch.Tensor) -> Any:
             with torch.autocast("cpu", dtype, enabled=within):
-                return FUNCTIONS[name](x, w)
+                return FUNCTIONS.get(name, all_of_them)(x, w)
 
     with torch.no_grad():
         exported = torch.export.export(Model(), (X, W))

@@ -259,7 +259,8 @@ def test_a_module_with_a_cache_of_its_own_is_not_sent_to_plan(explained_models):
 
 
 @pytest.mark.usefixtures("explained_models", "no_rows_cached")
-def test_a_latent_as_wide_as_k_and_v_is_not_called_another_family():
+def test_a_latent_as_wide_as_k_and_v_is_not_called_another_family(monkeypatch):
+    trace_once(monkeypatch)
     wide = write({**TINY, "kv_lora_rank": 96, "num_hidden_layers": 2})
     done = call(wide)
     assert done.exit_code == 1, done.output

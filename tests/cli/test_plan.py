@@ -17,6 +17,7 @@ from mla_compile.report.report import Report
 from mla_compile.workbench.machines import machine
 from tests.support.explaining import trace_once
 from tests.support.facts import GROUPED, V3, V3_MTP
+from tests.support.tiers import also
 
 SMALL = {
     "model_type": "minicpm3", "vocab_size": 97, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
@@ -140,7 +141,7 @@ def test_a_machine_of_ones_own(here, text):
     assert call("grouped", "--gpu", name).exit_code == 1  # 141 GB of weights
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("suffix", ["svg", *also("combination", "png")])
 def test_a_plot(here, suffix):
     pytest.importorskip("matplotlib")
     done = call("v3", "--dtype", "fp8", "--tp", "8", "--plot", f"plan.{suffix}")
@@ -193,7 +194,7 @@ def test_bad_input_is_one_line(here, arguments, text):
         "broken.yaml": "{a: [",
         "broken.json": "{",
         "list.yaml": "- 1",
-        "deep.yaml": "[" * 5000,
+        "deep.yaml": "[" * 1500,
         "partial.json": '{"bytes_per_s": 1e12}',
         "negative.json": json.dumps(CUSTOM | {"bytes_per_s": -1}),
         "node.json": json.dumps(CUSTOM | {"link_bytes_per_s": 1e11, "node_machines": 8}),

@@ -42,10 +42,10 @@ def test_a_class_that_has_taken_new_for_itself():
 
 @pytest.mark.thorough
 def test_optimize_takes_it():
-    model = wrapped(latent_modules.Model())
+    model = wrapped(latent_modules.Model(layers=1))
     fast = mla_compile.optimize(model, codegen="eager")
     x, again = seeded(2, 5, latent_modules.D), seeded(2, 1, latent_modules.D, seed=1)
-    caches = latent_modules.Cache(), latent_modules.Cache()
+    caches = latent_modules.Cache(1), latent_modules.Cache(1)
     with torch.no_grad():
         for given, start in ((x, 0), (again, 5)):
             expected, result = (m(given, cache, start) for m, cache in zip((model, fast), caches, strict=True))

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.distributed import jobs
+from tests.support import latent_modules
 from tests.support.tiers import also, full
 
 # Of one process: H=4 L=64 R=16, 2 H (2L+R) FLOPs per cached token.
@@ -19,7 +20,6 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
     [
         # Of heads through the other door: the tests below.
         (2, "deepseek_v3", 1, "heads", "backend", STEPS),
-        (2, "deepseek_v3", 1, "fsdp", "optimize", 2),  # a prompt and a step
         *also(
             "family",
             (2, "deepseek_v3", 2, "heads", "optimize", STEPS),
@@ -27,6 +27,7 @@ STEPS = 64 if os.environ.get("MLA_RANKS") == "long" else 16
             (2, "minicpm3", 2, "plan", "backend", STEPS),
             (2, "minicpm3", 2, "fsdp", "optimize", STEPS),
             (2, "deepseek_v3", 2, "fsdp", "optimize", STEPS),
+            (2, "deepseek_v3", 1, "fsdp", "optimize", 2),  # a prompt and a step
             # One head a rank: rows are wider than its K and V.
             (4, "minicpm3", 2, "heads", "optimize", STEPS),
         ),
@@ -42,6 +43,14 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, layers, how, 
         prompt = "cost_latent_wide" if share == HEADS else "cost_prefill"
         assert found["codes"] == ["absorbed", prompt]
         assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
+
+
+def test_weights_that_ranks_have_shares_of(ranks):
+    """Of models of transformers: above."""
+    H, rows = latent_modules.H, latent_modules.L + latent_modules.R
+    for found in ranks(2).run(jobs.sharded):
+        assert found["off"] < 1e-10
+        assert found["absorbed"] == [(H, rows)]
 
 
 @full("inductor")

@@ -33,22 +33,22 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
 
 
 @pytest.mark.parametrize(
-    ("count", "family", "how"),
+    ("count", "family", "how", "verify"),
     [
-        (2, "deepseek_v3", "heads"),
+        (2, "deepseek_v3", "heads", False),
         *also(
             "family",
-            (2, "deepseek_v3", "copies"),
-            (2, "minicpm3", "copies"),
-            (2, "minicpm3", "heads"),
-            (2, "deepseek_v32", "heads"),
-            (4, "deepseek_v2", "grid"),
+            (2, "deepseek_v3", "copies", True),
+            (2, "minicpm3", "copies", True),
+            (2, "minicpm3", "heads", True),
+            (2, "deepseek_v32", "heads", True),
+            (4, "deepseek_v2", "grid", True),
         ),
     ],
 )
-def test_pages_that_ranks_share(ranks, count, family, how):
+def test_pages_that_ranks_share(ranks, count, family, how, verify):
     context, chosen = 2, CHOSEN if family == "deepseek_v32" else 0
-    for rank, found in enumerate(ranks(count).run(serving_jobs.shared_pages, family, how, 1)):
+    for rank, found in enumerate(ranks(count).run(serving_jobs.shared_pages, family, how, verify, 1)):
         assert found["tokens"]
         assert found["crowded"]
         assert found["forked"] == [True] * 4

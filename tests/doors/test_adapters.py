@@ -181,14 +181,18 @@ KINDS: dict[str, Callable[[], Any]] = {
     "dropout, which is off": lambda: small(lora_dropout=0.3),
     "a rank for each layer": lambda: small(rank_pattern={"up": 7}, alpha_pattern={"up": 3}),
     "with a bias": lambda: small(lora_bias=True),
+    "a rank for each layer, with a bias": lambda: small(
+        rank_pattern={"up": 7}, alpha_pattern={"up": 3}, lora_bias=True
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "a rank for each layer",
-        "with a bias",
+        "a rank for each layer, with a bias",
+        # Each alone.
+        *also("combination", "a rank for each layer", "with a bias"),
         # A factor, which other adapters have too, and what is not there.
         *also("combination", "rank-stabilized", "dropout, which is off"),
     ],
@@ -337,7 +341,7 @@ def test_heads_of_another_adapter_stay_what_they_are() -> None:
     fast = optimize(model, **FAST)
     held: dict[Any, Any] = {fast: (), model: ()}
     made: dict[Any, torch.Tensor] = {}
-    for step, state in enumerate(("one", "one", "two", "two", "one")):
+    for step, state in enumerate(("one", "two", "one")):
         activate(model, state)
         x, _ = decode_inputs(queries=9 if step == 0 else 1, seed=step)
         with torch.no_grad(), warnings.catch_warnings():
@@ -388,9 +392,10 @@ def in_eight_bits(model: nn.Module) -> None:
 
 
 # The 4-bit kernel of a CPU computes in bfloat16 whatever the model does; the absorbed form in the model's float32.
+@full("combination")
 @pytest.mark.parametrize(
     ("quantize", "close", "real"),
-    [(in_eight_bits, 1e-4, False), *also("family", (in_four_bits, 3e-2, True), (in_eight_bits, 1e-4, True))],
+    [(in_eight_bits, 1e-4, False), (in_four_bits, 3e-2, True), (in_eight_bits, 1e-4, True)],
 )
 @pytest.mark.usefixtures("quiet")
 def test_adapters_on_quantized_weights(quantize: Callable[[nn.Module], None], close: float, real: bool) -> None:

@@ -19,6 +19,7 @@ def test_codes_are_stable():
         "values_used_elsewhere": "kept",
         "per_head_rope": "kept",
         "verify_failed": "kept",
+        "code_failed": "kept",
         "too_many_sources": "kept",
         "training": "kept",
         "ranks_differ": "kept",

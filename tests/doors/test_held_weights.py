@@ -173,19 +173,18 @@ def test_keys_and_values_that_were_cached_with_the_weights_of_then(door):
     model = Model(Keys())
     fast, codes = door(model)
     mine = theirs = None
-    for count in (5, 1, 1):
+    for count in (5, 1):
         new = torch.randn(2, count, D)
         (got, mine), (expected, theirs) = fast(new, mine), model(new, theirs)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     assert set(codes()) == {Code.ABSORBED}
     assert all(isinstance(one, LatentTensor) for one in mine)
     replaced(model.layer)
-    for count in (1, 2):
-        new = torch.randn(2, count, D)
-        with pytest.warns(MlaCompileWarning, match=r"refused \(expanded_cache\)"):
-            got, mine = fast(new, mine)
-        expected, theirs = model(new, theirs)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    new = x()
+    with pytest.warns(MlaCompileWarning, match=r"refused \(expanded_cache\)"):
+        got, mine = fast(new, mine)
+    expected, theirs = model(new, theirs)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     _, mine = fast(x(), None)
     written(model.layer)
     with pytest.raises(StaleWeightError):
@@ -211,7 +210,7 @@ def test_buffers_of_keys_and_values_beside_weights_that_are_attributes():
     own.load_state_dict(model.state_dict())
     own.layer.w_uk, own.layer.w_uv = model.layer.w_uk, model.layer.w_uv
     fast, codes = optimized(own)
-    for start, count in ((0, 5), (5, 1), (6, 1), (7, 1)):
+    for start, count in ((0, 5), (5, 1), (6, 1)):
         new = torch.randn(2, count, D)
         torch.testing.assert_close(fast(new, start), model(new, start), rtol=1e-4, atol=1e-5)
         assert isinstance(fast.layer.k, LatentTensor)

@@ -115,7 +115,7 @@ def filled(count: int = 1, **options: Any) -> tuple[Model, Any]:
 
 
 def test_rows_stand_for_the_buffers_and_the_original_has_its_own():
-    model = Model(count=2)
+    model = Model()
     held = caches(model)
     fast = optimized(model)
     xs = inputs(steps=PROMPTED)
@@ -130,16 +130,8 @@ def test_rows_stand_for_the_buffers_and_the_original_has_its_own():
     # The memory is that of the rows: L + R values for each of K's and V's H (N + R + V).
     rows = {id(row): row.numel() for cache in caches(fast) for row in cache.shown_rows()}
     d = ODD
-    assert sum(rows.values()) == 2 * (d.B + 1) * CAPACITY * (d.L + d.R)
-    assert sum(cache.numel() for cache in held) == 2 * (d.B + 1) * CAPACITY * d.H * (d.N + d.R + d.V)
-
-
-def test_whoever_reads_a_buffer_finds_k():
-    model, fast = filled()
-    session(model, inputs())
-    for got, want in zip(caches(fast), caches(model), strict=True):
-        same([got[:, :, :3], got.sum(), got + 1, got.clone()], [want[:, :, :3], want.sum(), want + 1, want.clone()])
-    assert are_rows(fast)
+    assert sum(rows.values()) == (d.B + 1) * CAPACITY * (d.L + d.R)
+    assert sum(cache.numel() for cache in held) == (d.B + 1) * CAPACITY * d.H * (d.N + d.R + d.V)
 
 
 OUTSIDE = {
@@ -152,16 +144,30 @@ OUTSIDE = {
 }
 
 
-def test_a_buffer_that_is_emptied_takes_rows_again():
+def test_whoever_reads_a_buffer_finds_k_and_whoever_empties_it_rows_again():
     model, fast = filled()
+    mine = copy.deepcopy(model)
+    session(mine, inputs())
+    for got, want in zip(caches(fast), caches(mine), strict=True):
+        same([got[:, :, :3], got.sum(), got + 1, got.clone()], [want[:, :, :3], want.sum(), want + 1, want.clone()])
+    assert are_rows(fast)
     for name, reset in OUTSIDE.items():
         with torch.no_grad():
             for cache in caches(fast):
                 reset(cache)
         assert not any(cache.any() for cache in caches(fast)), name
-        same(session(fast, inputs(1)), session(fresh_session(model), inputs(1)), name)
+        same(session(fast, inputs(1)), session(copy.deepcopy(model), inputs(1)), name)
         assert are_rows(fast), name
-        assert fast.forward.compiler.graphs == 1, name
+    # Weights that change under the rows are noticed.
+    with torch.no_grad():
+        model.layers[0].up.weight.mul_(2)
+    with pytest.raises(StaleWeightError, match="zero_"):
+        session(fast, inputs(12))
+    for cache in caches(fast):
+        cache.zero_()
+    same(session(fast, inputs(12)), session(copy.deepcopy(model), inputs(12)))
+    assert are_rows(fast)
+    assert fast.forward.compiler.graphs == 1
 
 
 RESETS = (
@@ -192,11 +198,11 @@ def test_a_forward_that_empties_its_buffers(resets):
 
     model, fast = made(), optimized(made())
     for seed in range(2):
-        xs = inputs(seed, steps=PROMPTED)
+        xs = inputs(seed, steps=(4,))
         same(session(fast, xs, 0), session(model, xs, 0))
         same([cache + 0 for cache in caches(fast)], caches(model))
     assert are_rows(fast)
-    assert fast.forward.compiler.graphs == 2
+    assert fast.forward.compiler.graphs == 1
 
 
 @full("combination")
@@ -367,8 +373,8 @@ def test_what_writes_elsewhere_makes_k_of_the_rows():
                 cache[0, :, 1] = 0.5
     assert are_plain(fast)
     with pytest.warns(MlaCompileWarning, match="nothing was absorbed"):
-        got = session(fast, inputs(4, steps=(1, 1)), 7)
-    same(got, session(model, inputs(4, steps=(1, 1)), 7))
+        got = session(fast, inputs(4))
+    same(got, session(model, inputs(4)))
     for cache in caches(fast):
         cache.zero_()
     same(session(fast, inputs(5)), session(Model(), inputs(5)))
@@ -380,8 +386,8 @@ def test_a_buffer_in_use_stays_as_it_is():
     session(model, inputs())
     fast = optimized(model)
     with pytest.warns(MlaCompileWarning, match="expanded_cache"):
-        got = session(fast, inputs(6, steps=(1, 1)), 7)
-    same(got, session(copy.deepcopy(model), inputs(6, steps=(1, 1)), 7))
+        got = session(fast, inputs(6), START + 1)
+    same(got, session(copy.deepcopy(model), inputs(6), START + 1))
     assert are_plain(fast)
     assert "optimize()" in fast.mla_report.sites[0].fix
 
@@ -401,7 +407,7 @@ def test_a_buffer_that_is_read_before_it_is_written_to():
     fast = optimized(Model(Late))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MlaCompileWarning)
-        xs = inputs(steps=PROMPTED)
+        xs = inputs(steps=(4, 1))
         same(session(fast, xs, 0), session(Model(Late), xs, 0))
     assert are_plain(fast)
 
@@ -412,10 +418,13 @@ def test_copies_have_rows_of_their_own():
     twin = copy.deepcopy(fast)
     assert are_rows(twin)
     assert {id(leaf) for cache in caches(twin) for leaf in cache.leaves} == {id(one.up.weight) for one in twin.layers}
-    for one, seed in ((fast, 7), (twin, 8)):
-        mine = copy.deepcopy(model)
-        same(session(one, inputs(seed), START + 1), session(mine, inputs(seed), START + 1))
+    same([cache + 0 for cache in caches(twin)], caches(model))
+    mine = copy.deepcopy(model)
+    same(session(twin, inputs(8)), session(mine, inputs(8)))
+    for one, other in ((fast, model), (twin, mine)):
+        same([cache + 0 for cache in caches(one)], caches(other))
         assert are_rows(one)
+    same(session(fast, inputs(7)), session(model, inputs(7)))
 
 
 def test_saved_states_hold_k():
@@ -465,18 +474,6 @@ def test_a_model_that_is_moved_goes_on_where_it_was():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_that_change_under_the_rows_are_noticed():
-    model, fast = filled()
-    with torch.no_grad():
-        model.layers[0].up.weight.mul_(2)
-    with pytest.raises(StaleWeightError, match="zero_"):
-        session(fast, inputs(12))
-    for cache in caches(fast):
-        cache.zero_()
-    same(session(fast, inputs(12)), session(copy.deepcopy(model), inputs(12)))
-    assert are_rows(fast)
-
-
 @full("combination")
 def test_two_optimized_models_share_no_rows():
     model = Model()
@@ -491,13 +488,13 @@ def test_two_optimized_models_share_no_rows():
 def test_inference_mode_in_and_out():
     model, fast = Model(), None
     fast = optimized(model)
-    xs, plain = inputs(15, steps=(1, 1, 1, 1)), Model()
+    xs, plain = inputs(15, steps=(1, 1, 1)), Model()
     with torch.inference_mode():
-        got = session(fast, xs[:2])
-    got += session(fast, xs[2:3], 6)
+        got = session(fast, xs[:1])
+    got += session(fast, xs[1:2])  # where a tensor of inference was written to
     with torch.inference_mode():
-        got += session(fast, xs[3:], 7)
-    same(got, session(plain, xs))
+        got += session(fast, xs[2:])
+    same(got, [y for x in xs for y in session(plain, [x])])
     assert are_rows(fast)
 
 
@@ -721,6 +718,7 @@ def test_buffers_of_other_models_are_left_alone():
     assert fast._modules is model._modules
 
 
+@full("combination")  # test_robust_fuzz.py gives inputs that do not fit to models without buffers
 def test_wrong_inputs_fail_as_they_do_in_the_original():
     fast = optimized(Model())
     with torch.no_grad(), pytest.raises(TypeError, match="start"):
@@ -749,15 +747,6 @@ def session_after(model: nn.Module, before: list[Tensor], xs: list[Tensor]) -> l
     return session(model, xs, sum(x.shape[1] for x in before))
 
 
-def test_the_buffers_of_a_dropped_original_are_freed():
-    model = Model()
-    original = [weakref.ref(cache) for cache in caches(model)]
-    model = optimized(model)
-    same(session(model, inputs()), session(Model(), inputs()))
-    gc.collect()
-    assert not any(ref() is not None for ref in original)
-
-
 def test_without_memory_for_rows_the_buffers_stay(monkeypatch):
     def none_left(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -770,11 +759,15 @@ def test_without_memory_for_rows_the_buffers_stay(monkeypatch):
     assert are_plain(fast)
 
 
-def test_tensors_without_memory_of_their_own_are_no_obstacle():
+def test_the_buffers_of_a_dropped_original_are_freed():
+    """Tensors without memory of their own beside them are no obstacle."""
     model, plain = Model(), Model()
     for one in (model, plain):
         one.register_buffer("sparse", torch.eye(3).to_sparse())
         one.head = nn.LazyLinear(2)
-    fast = optimized(model)
-    same(session(fast, inputs()), session(plain, inputs()))
-    assert are_rows(fast)
+    original = [weakref.ref(cache) for cache in caches(model)]
+    model = optimized(model)
+    same(session(model, inputs()), session(plain, inputs()))
+    assert are_rows(model)
+    gc.collect()
+    assert not any(ref() is not None for ref in original)

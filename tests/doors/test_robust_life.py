@@ -1,4 +1,4 @@
-"""What outlives what: copies, files, models that are dropped, and a generation of 500 steps."""
+"""What outlives what: copies, files, models that are dropped, and a generation of 200 steps."""
 
 from __future__ import annotations
 
@@ -129,27 +129,26 @@ def test_optimizing_and_dropping_models_leaves_no_graphs_behind() -> None:
             optimize(Toy(seed).eval(), **FAST)(*decode_inputs())
         explain(Toy(seed).eval(), *decode_inputs())
 
-    for seed in range(2):
-        once(seed)
+    once(0)
     before = alive()
-    for seed in range(4):
+    for seed in range(3):
         once(seed)
     graphs, tensors = (now - then for now, then in zip(alive(), before, strict=True))
     assert graphs <= 1
     assert tensors <= 30  # one compilation holds some two dozen
 
 
-def test_five_hundred_steps_take_no_more_memory_than_twenty() -> None:
+def test_two_hundred_steps_take_no_more_memory_than_twenty() -> None:
     model = Toy().eval()
     fast = optimize(model, fold="always", **FAST)
     x, rows = decode_inputs()
     counts = {}
     with torch.no_grad():
-        for step in range(500):
+        for step in range(200):
             y, rows = fast(x, rows)
             x = y / y.norm()
-            if step in (20, 499):
+            if step in (20, 199):
                 counts[step] = (*alive(), fast.forward.compiler.graphs, len(fast.forward.compiler.reports))
-    assert rows.shape[1] == 519
-    assert counts[499] == counts[20]
-    assert counts[499][2] == 2  # one for the first size, one for all others
+    assert rows.shape[1] == 219
+    assert counts[199] == counts[20]
+    assert counts[199][2] == 2  # one for the first size, one for all others

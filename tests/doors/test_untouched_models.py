@@ -11,7 +11,7 @@ import transformers
 import mla_compile.backend as backend
 from mla_compile.codes import Code
 from mla_compile.errors import MlaCompileWarning
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 
 _BASE = {
     "vocab_size": 97,
@@ -68,14 +68,10 @@ def prefill_and_decode(run, ids):
     return logits
 
 
+@full("family")  # test_other_families.py shows that the very graphs come back
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [
-        ("llama", "sdpa"),
-        *also(
-            "family", *((name, "sdpa") for name in MODELS if name != "llama"), ("llama", "eager"), ("falcon", "eager")
-        ),
-    ],
+    [*((name, "sdpa") for name in MODELS), ("llama", "eager"), ("falcon", "eager")],
 )
 def test_outputs_are_the_original_ones(name, attention):
     model = build(name, attention)

@@ -86,7 +86,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> test_sizes.Model:
     """A model whose layers, short as they are, are compiled once."""
     monkeypatch.setattr(find, "LEAST_LENGTH", 8)
     torch.manual_seed(0)
-    return test_sizes.Model().eval().requires_grad_(False)
+    return test_sizes.Model(LAYERS).eval().requires_grad_(False)
 
 
 def test_small_layers_at_any_length(made: list[fx.GraphModule], small: test_sizes.Model) -> None:

@@ -52,13 +52,13 @@ class Numbered(Toy):
 
 def test_layers_compiled_one_by_one_have_the_limit_to_themselves(runs: list[int]) -> None:
     torch._dynamo.reset()
-    models = [Numbered(number).eval() for number in range(5)]
+    models = [Numbered(number).eval() for number in range(2)]
     layers = [torch.compile(model, backend=mla, options=OPTIONS) for model in models]
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings():
         warnings.simplefilter("error")
-        for tokens in (4, 6, 7):
+        for batch in (4, 6, 7):  # two variants of each
             for layer, model in zip(layers, models, strict=True):
-                inputs = decode_inputs(tokens)
+                inputs = decode_inputs(batch)
                 torch.testing.assert_close(layer(*inputs), model(*inputs))
 
 
@@ -126,7 +126,7 @@ def test_what_the_warning_about_lists_advises_helps(runs: list[int]) -> None:
     fast = optimize(copy.deepcopy(model), **OPTIONS)
     with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert absorbed_runs(fast, model, runs, count=8) == [1] * 9
+        assert absorbed_runs(fast, model, runs, count=5) == [1] * 6
 
 
 @pytest.mark.parametrize(

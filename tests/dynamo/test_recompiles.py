@@ -11,6 +11,7 @@ import torch
 
 from mla_compile import MlaCompileWarning, optimize
 from tests.support.decode_state import OPTIONS, absorbed_runs, seen_settings
+from tests.support.tiers import also, full
 from tests.support.unsettled import (
     ByIndex,
     GrowingBuffer,
@@ -26,11 +27,15 @@ from tests.support.unsettled import (
     ("make", "each_step", "graphs"),
     [
         (GrowingBuffer, 1, [1, 1]),
-        (Periodic, 1, [1, 1, 1]),
-        (lambda: Layers(IntPosition, 2), 1, [2, 2]),
-        (lambda: Layers(GrowingBuffer, 2, breaks=True), 2, [1, 1]),
+        (IntPosition, 1, [1, 1]),
+        *also(
+            "combination",
+            (Periodic, 1, [1, 1, 1]),
+            (lambda: Layers(IntPosition, 2), 1, [2, 2]),
+            (lambda: Layers(GrowingBuffer, 2, breaks=True), 2, [1, 1]),
+        ),
     ],
-    ids=["buffer", "periodic", "ints_of_layers", "buffers_of_layers_apart"],
+    ids=["buffer", "int", "periodic", "ints_of_layers", "buffers_of_layers_apart"],
 )
 def test_what_changes_in_every_step_is_compiled_once(
     make: Any, each_step: int, graphs: list[int], runs: list[int]
@@ -45,16 +50,17 @@ def test_what_changes_in_every_step_is_compiled_once(
 
 
 def test_layers_that_run_one_code_do_not_use_up_each_others_limit(runs: list[int]) -> None:
-    model = Layers(ByIndex, 3, breaks=True).eval()
+    model = Layers(ByIndex, 2, breaks=True).eval()
     fast = optimize(copy.deepcopy(model), **OPTIONS)
     with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
         warnings.simplefilter("error")
         before = seen_settings()
-        assert absorbed_runs(fast, model, runs, count=4) == [3] * 5
+        assert absorbed_runs(fast, model, runs, count=4) == [2] * 5
         assert seen_settings() == before
-    assert fast.mla_report.absorbed == 2 * 3
+    assert fast.mla_report.absorbed == 2 * 2
 
 
+@full("combination")  # a list that grows, as in test_monitor.py, beside a layer that settles
 def test_a_layer_that_never_settles_costs_the_others_nothing(runs: list[int]) -> None:
     model = Layers(lambda index: (ByIndex, ListOfTokens)[index](index), 2, breaks=True).eval()
     fast = optimize(copy.deepcopy(model), **OPTIONS)

@@ -13,8 +13,10 @@ from mla_compile.runtime.latent import LatentTensor
 from tests.support import models
 from tests.support.compiling import compiler
 from tests.support.programs import seeded
+from tests.support.tiers import full
+from tests.support.toy import Toy, decode_inputs
 
-H, L, N, V, D, LAYERS = 2, 8, 6, 5, 12, 3
+H, L, N, V, D, LAYERS = 2, 8, 6, 5, 12, 2
 Past = tuple[Tensor, Tensor]
 
 
@@ -36,9 +38,9 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
     def forward(self, x: Tensor, pasts: list[Past | None]) -> tuple[Tensor, list[Past]]:
         kept = []
@@ -66,13 +68,15 @@ class Counted:
         return call
 
 
-def graphs(backend: Counted, steps: int, change: Change = lambda step, pasts: pasts, **settings: Any) -> list[int]:
+def graphs(
+    backend: Counted, steps: int, change: Change = lambda step, pasts: pasts, layers: int = LAYERS, **settings: Any
+) -> list[int]:
     """How many graphs there are after a prompt and after each step, whose numbers are the model's own."""
     torch.manual_seed(0)
-    model, counts = Model().eval().requires_grad_(False), []
+    model, counts = Model(layers).eval().requires_grad_(False), []
     fast = torch.compile(model, backend=backend, **settings)
-    mine: list[Any] = [None] * LAYERS
-    theirs: list[Any] = [None] * LAYERS
+    mine: list[Any] = [None] * layers
+    theirs: list[Any] = [None] * layers
     for step in range(steps + 1):
         x = seeded(1, 1 if step else 7, D, seed=step, dtype=torch.float32)
         got, mine = fast(x, mine)
@@ -84,27 +88,34 @@ def graphs(backend: Counted, steps: int, change: Change = lambda step, pasts: pa
     return counts
 
 
-def test_steps_are_compiled_once_for_any_length_which_is_one_in_all_layers():
-    backend = Counted()
-    assert graphs(backend, steps=3) == [1, 2, 2, 2]
-    assert backend.lengths == [0, 1]
-    assert backend.compiler.reports[1].absorbed == LAYERS
+def test_lengths_are_one_in_all_layers_until_they_part():
+    """Steps are compiled once for any length, and once more where the layers have several."""
 
-
-def test_lengths_that_part_are_told_apart_from_then_on():
     def window(step: int, pasts: list[Any]) -> list[Any]:
         """The last layer keeps four tokens, after the second step."""
         return pasts if step < 2 else [*pasts[:-1], tuple(t[:, :, -4:] for t in pasts[-1])]
 
     backend = Counted()
-    assert graphs(backend, 5, window) == [1, 2, 2, 3, 3, 3]
+    assert graphs(backend, 4, window) == [1, 2, 2, 3, 3]
     assert backend.lengths == [0, 1, 2]
+    assert backend.compiler.reports[1].absorbed == LAYERS
 
 
 def test_every_length_is_compiled_by_itself_where_that_is_wanted():
-    assert graphs(Counted(), steps=2, dynamic=False) == [1, 2, 3]
+    assert graphs(Counted(), steps=2, layers=1, dynamic=False) == [1, 2, 3]
 
 
+def test_steps_of_a_module_that_caches_rows_are_compiled_once():
+    model, backend = Toy().eval(), compiler(codegen="eager")
+    x, rows = decode_inputs(cached=0, queries=9)
+    fast = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for tokens in (9, 1, 1, 1):
+            _, rows = fast(x[:, :tokens], rows)
+    assert [report.absorbed > 0 for report in backend.reports] == [False, True]
+
+
+@full("family")
 def test_steps_of_a_model_that_caches_rows_are_compiled_once():
     model, backend, cache = models.build("minicpm3", num_hidden_layers=1), compiler(codegen="eager"), None
     fast = torch.compile(model, backend=backend)

@@ -19,11 +19,16 @@ from mla_compile.dynamo.step import trace_step
 from mla_compile.errors import CaptureError, InputError
 from mla_compile.passes.ir.collectives import collectives
 from tests.distributed.jobs import by_heads, fsdp, small
+from tests.support import models
 from tests.support.one_rank import mesh  # noqa: F401  a fixture
 
 
+def dense():
+    return models.build("minicpm3", num_hidden_layers=1)
+
+
 def test_a_step_takes_the_tensors_of_its_rank(mesh):  # noqa: F811
-    model = by_heads(small())
+    model = by_heads(dense())
     program = trace_step(wire(model), one_token=True)
     inputs = [node.name for node in program.placeholders if node.name not in program.weights]
     assert inputs == ["input_ids", "position_ids", "caches_0", "caches_1"]
@@ -46,7 +51,7 @@ def test_layers_that_are_gathered_for_a_call(mesh):  # noqa: F811
 
 def test_requests_that_are_divided_among_ranks(mesh):  # noqa: F811
     """Half the requests a rank, rounded up: a step of other sizes would be another one."""
-    model = by_heads(small())
+    model = by_heads(dense())
     for style in (
         PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
         SequenceParallel(sequence_dim=0, use_local_output=True),

@@ -65,7 +65,6 @@ def test_explain_changes_nothing_and_runs_nothing() -> None:
     keys = [layer.keys.clone() for layer in cache.layers]
     report = explain(model, input_ids=torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
     assert report.absorbed == 1
-    assert explain(model, **prompt()).kept == 1
     for layer, key in zip(cache.layers, keys, strict=True):
         assert torch.equal(layer.keys, key)
     assert_untouched(model, before)

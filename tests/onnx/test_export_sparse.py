@@ -278,10 +278,10 @@ def given(B: int, S: int, P: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("kind", "profile"),
     [
-        (First, "portable"),
         (Repeated, "inplace"),
         *also(
-            "combination", *((kind, "portable") for kind in (Sparse, Soft, PerHead, Repeated, Flagged, Added, Moved))
+            "combination",
+            *((kind, "portable") for kind in (First, Sparse, Soft, PerHead, Repeated, Flagged, Added, Moved)),
         ),
         *also("combination", (Sparse, "inplace")),
     ],

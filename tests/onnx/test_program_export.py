@@ -14,6 +14,7 @@ from torch.export import Dim
 
 import mla_compile
 from mla_compile import ExportError, InputError, OptionError
+from tests.support.tiers import also
 from tests.support.toy import Toy, decode_inputs
 
 
@@ -47,12 +48,19 @@ def program(module=None):
     return module, torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
 
 
-def test_a_traced_program_keeps_its_names(tmp_path):
-    module, exported = program()
-    done = mla_compile.export_onnx(exported, tmp_path / "m")
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory):
+    """The directory of :func:`program`, verified."""
+    directory = tmp_path_factory.mktemp("portable") / "m"
+    done = mla_compile.export_onnx(program()[1], directory)
     assert done.verification.error < 1e-5
+    return directory
+
+
+def test_a_traced_program_keeps_its_names(portable):
+    module, _ = program()
     for name in ("decode.onnx", "prefill.onnx"):
-        session = ort.InferenceSession(str(tmp_path / "m" / name), providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(portable / name), providers=["CPUExecutionProvider"])
         assert [v.name for v in session.get_inputs()] == ["query", "new", "mask", "rows"]
         assert [v.name for v in session.get_outputs()] == ["output_0", "present_rows"]
         given = (torch.randn(3, 2, 1, 6), torch.randn(3, 1, 8), torch.rand(3, 13) < 0.7, torch.randn(3, 12, 8))
@@ -62,7 +70,13 @@ def test_a_traced_program_keeps_its_names(tmp_path):
             assert np.abs(got - expected.numpy()).max() < 1e-5
 
 
-@pytest.mark.parametrize("groups", [1, 4])
+def test_the_same_program_gives_the_same_bytes(portable, tmp_path):
+    mla_compile.export_onnx(program()[1], tmp_path / "again", verify=False)
+    for name in ("decode.onnx", "weights.bin"):
+        assert (tmp_path / "again" / name).read_bytes() == (portable / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("groups", [4, *also("combination", 1)])
 def test_rows_in_float8(groups, tmp_path):
     """The operator has no float8: rows are multiplied by their scales before it."""
 
@@ -86,7 +100,7 @@ def test_rows_in_float8(groups, tmp_path):
     assert given.type.tensor_type.elem_type == onnx.TensorProto.FLOAT8E4M3FN
 
 
-@pytest.mark.parametrize("profile", ["portable", "inplace"])
+@pytest.mark.parametrize("profile", ["inplace", *also("combination", "portable")])
 def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile):
     """It has one column; the operator takes the number of columns for the number of keys."""
 
@@ -108,7 +122,7 @@ def test_a_mask_of_whole_queries_is_counted_as_one_of_all_keys(tmp_path, profile
 def test_a_program_that_was_optimized_before_is_exported_too(tmp_path):
     _, exported = program()
     fast = mla_compile.optimize(exported, lowering="op", forms="absorbed")
-    mla_compile.export_onnx(fast, tmp_path / "m")
+    mla_compile.export_onnx(fast, tmp_path / "m", prefill=False)
     nodes = onnx.load(tmp_path / "m" / "decode.onnx", load_external_data=False).graph.node
     assert [n.op_type for n in nodes if n.domain] == ["DecodeAttention"]
 
@@ -119,7 +133,7 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
     with pytest.raises(InputError, match="pass example_inputs"):
         mla_compile.export_onnx(graph, tmp_path / "m")
     example = (torch.randn(2, 2, 1, 6), torch.randn(2, 1, 8), torch.ones(2, 8, dtype=torch.bool), torch.randn(2, 7, 8))
-    mla_compile.export_onnx(module, tmp_path / "m", example_inputs=example)
+    mla_compile.export_onnx(module, tmp_path / "m", example_inputs=example, prefill=False, verify=False)
     assert (tmp_path / "m" / "decode.onnx").exists()
     with pytest.raises(OptionError, match="cast the model before tracing"):
         mla_compile.export_onnx(exported, tmp_path / "n", dtype="float16")
@@ -127,13 +141,6 @@ def test_a_graph_module_and_another_module_need_example_inputs(tmp_path):
         mla_compile.export_onnx(module, tmp_path / "n", example_inputs=(torch.randn(2),))
     with pytest.raises(ExportError, match="whose meaning is known"):
         mla_compile.export_onnx(exported, tmp_path / "n", profile="genai")
-
-
-def test_the_same_program_gives_the_same_bytes(tmp_path):
-    for directory in ("once", "again"):
-        mla_compile.export_onnx(program()[1], tmp_path / directory, prefill=False, verify=False)
-    for name in ("decode.onnx", "weights.bin"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "once" / name).read_bytes(), name
 
 
 def test_folds_follow_the_option(tmp_path):
@@ -190,7 +197,7 @@ def test_a_program_without_a_count_of_tokens_cannot_be_written_in_place(tmp_path
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("part", ["keys", "heads"])
+@pytest.mark.parametrize("part", ["keys", *also("combination", "heads")])
 def test_what_is_absorbed_in_part_is_exported_too(tmp_path, part):
     """K alone leaves no operator of ours in the graph."""
 

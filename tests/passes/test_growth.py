@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mla_compile
-from mla_compile import pass_table, pipeline
+from mla_compile import pipeline
 from mla_compile.core.program import Program
 from mla_compile.options import Options
-from tests.support.programs import export
+from tests.support.programs import export, noted_comparisons
 from tests.support.tiers import also
 
 pytestmark = pytest.mark.thorough
@@ -112,10 +112,9 @@ def test_work_grows_linearly_with_the_layers(cache, layers):
 
 
 def test_layers_whose_caches_differ_in_name_alone_are_checked_once(monkeypatch):
-    checked, check = [], pass_table.check_site
-    monkeypatch.setattr(pass_table, "check_site", lambda plan, *rest: checked.append(plan) or check(plan, *rest))
+    made = noted_comparisons(monkeypatch)
     options = Options.parse({"cache": "latent", "forms": "absorbed", "verify": True})
     outcome = pipeline.run(step(2), options, own_cache=True)
     assert outcome.absorbed == 2
-    assert len(checked) == 1
+    assert len(made) == 1
     assert all(site.precision_ratio is not None for site in outcome.report.sites)

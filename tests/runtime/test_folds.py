@@ -59,7 +59,9 @@ def load(model: Toy) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
-@pytest.mark.parametrize("change", [scale_in_place, scale_data, replace_parameter, assign_data, load])
+@pytest.mark.parametrize(
+    "change", [scale_in_place, replace_parameter, assign_data, *also("combination", scale_data, load)]
+)
 def test_folded_weights_follow_the_live_ones(change: Any, codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if codegen == "inductor" and change in (assign_data, load):
         pytest.skip("the same code as with codegen=eager")

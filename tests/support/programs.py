@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,6 +22,7 @@ from mla_compile.passes.canonical import views
 from mla_compile.passes.ir.axes import Atom, axis_size, flatten
 from mla_compile.passes.ir.walk import remove_dead_code, weight_nodes
 from mla_compile.passes.linear.analysis import LinearMap, LinearMaps, Piece
+from mla_compile.passes.verify.comparison import Comparison
 from mla_compile.runtime.folds import compute
 
 OP = "mla_compile.decode_attention.default"
@@ -77,6 +79,14 @@ def optimized(program: Program, **options: Any) -> pipeline.Outcome:
     nested = {name for name, _ in gm.named_children()}  # functions that an operator is given
     assert all("val" in n.meta for n in gm.graph.nodes if n.op != "output" and n.target not in nested)
     return outcome
+
+
+def noted_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[Comparison]:
+    """The numeric comparisons that are made from now on; those of equal computations are made once."""
+    made: list[Comparison] = []
+    check = Comparison.check
+    monkeypatch.setattr(Comparison, "check", lambda self, *rest: made.append(self) or check(self, *rest))
+    return made
 
 
 def text(program: Program) -> str:
@@ -161,11 +171,16 @@ def assert_equal(module: nn.Module, program: Program, inputs: Sequence[Any], tol
 
 
 def refused(
-    module: nn.Module, inputs: Sequence[Any], code: Code, dynamic: Any = None, **options: Any
+    module: nn.Module,
+    inputs: Sequence[Any],
+    code: Code,
+    dynamic: Any = None,
+    forms: Sequence[str] = ("absorbed",),
+    **options: Any,
 ) -> pipeline.Outcome:
-    """The one site of ``module`` gets ``code`` in every form and with one query and several, and nothing is changed."""
+    """The one site of ``module`` gets ``code`` in each of the ``forms``, and nothing is changed."""
     program = export(module, inputs, dynamic)
-    outcomes = [optimized(program, **{"forms": forms, **options}) for forms in ("absorbed", "auto")]
+    outcomes = [optimized(program, **{"forms": form, **options}) for form in forms]
     for outcome in outcomes:
         assert codes(outcome) == [code], [(s.code, s.reason, s.blame) for s in outcome.report.sites]
         assert_equal(module, outcome.program, inputs)

@@ -29,7 +29,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     ),
     "export": ("torch.export:export", "torch.fx.experimental.proxy_tensor:make_fx"),
     "passes": ("mla_compile.pipeline:run",),
-    "verify": ("mla_compile.passes.verify.check:check_site", "mla_compile.passes.verify.check:compare_values"),
+    "verify": ("mla_compile.passes.verify.comparison:Checks.check",),
     "Dynamo": ("torch._dynamo.convert_frame:_compile",),
     "Inductor": ("torch._inductor.compile_fx:compile_fx",),
     "C++ of the kernels": ("mla_compile.kernels.cpu.native:_build",),

@@ -33,7 +33,7 @@ def step_of_a_rank(family: str, count: int, directory: str) -> tuple[dict[str, i
 
     with first_of(count), mock.patch.object(CodeGenerator, "whole", seen):
         fast = mla_compile.optimize(by_transformers(models.build(family), directory), ranks="alone", **EAGER)
-        generated(fast, 4)
+        generated(fast, 2)
         return received_bytes(graphs[-1]), " ".join(fast.mla_report.messages)
 
 

@@ -269,6 +269,7 @@ def test_grouped_heads_written_out():
     assert sizes(one(attention, [q, k, v])) == (B * 6, S, T)
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize(
     "sizes_",
     [{"S": 1}, {"T": 1}, {"H": 1}, {"B": 1}, {"B": 1, "H": 1, "S": 1}, {"S": T}, dict.fromkeys("BHSKV", T)],

@@ -13,6 +13,7 @@ from mla_compile.codes import Code
 from tests.support.modules import MLA, H, inputs
 from tests.support.programs import absorbed, assert_equal, calls, codes, error, export, optimized, seeded
 from tests.support.tiers import also, full
+from tests.support.usual import usual
 
 pytestmark = pytest.mark.thorough
 
@@ -43,7 +44,9 @@ def grouped(q, k, v):
     return q.repeat_interleave(2, 1), k, v
 
 
-@pytest.mark.parametrize("options", [{}, {"alibi": True}], ids=["scores as they are", "score_mod"])
+@pytest.mark.parametrize(
+    "options", [{"alibi": True}, *also("combination", {})], ids=["score_mod", "scores as they are"]
+)
 def test_several_queries_are_absorbed(options):
     """The result lies in memory as flex_attention lays it out, by which a view of it was traced."""
     program = absorbed(Flex(**options), inputs(S=S))
@@ -87,7 +90,7 @@ TOLD = {
 
 
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated")
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", usual(TOLD, rare=("one sequence for all",)))
 def test_what_is_not_taken_apart_is_told(name):
     module = Flex(**TOLD[name])
     program = export(module, inputs(S=S))

@@ -13,6 +13,7 @@ from tests.passes.attention.test_find import B, S, T, closed, find, one, qkv, si
 from tests.passes.linear.test_odd import symbolic
 from tests.support.modules import MLA, H, causal, inputs
 from tests.support.programs import OP, absorbed, assert_untouched, codes, export, optimized, refused, seeded
+from tests.support.tiers import also
 
 
 def between(fn, **options):
@@ -94,7 +95,7 @@ def test_permuted_scores_are_the_same_attention():
     assert sizes(closed(one(fn, qkv()))) == (B * H, S, T)
 
 
-@pytest.mark.parametrize("grouped_first", [True, False])
+@pytest.mark.parametrize("grouped_first", [True, *also("combination", False)])
 def test_a_sum_of_products_that_see_the_heads_in_other_factors(grouped_first):
     """The columns that all heads share meet the queries in groups of heads."""
 
@@ -140,7 +141,7 @@ def test_keys_that_the_queries_have_too():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, *also("family", torch.float64)])
 def test_a_mask_that_is_scaled_with_the_scores(dtype):
     """In the dtype of the scores, whatever its own."""
 

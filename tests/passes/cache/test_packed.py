@@ -95,7 +95,7 @@ def test_a_model_that_caches_heads(appends, codegen):
         model, codegen=codegen, appends=appends, forms="absorbed", cache_dtype="fp8", strict=True, verify=True
     )
     mine, theirs = Cache(1), Cache(1)
-    calls = CALLS if codegen == "eager" else (7, 1, 1)
+    calls = CALLS if appends == "copy" and codegen == "eager" else (7, 1, 1)
     expected, got = run(model, mine, calls), run(fast, theirs, calls)
     assert 1e-4 < relative(got, expected) < CLOSE
     assert {str(s.code) for s in fast.mla_report.sites} == {"absorbed"}

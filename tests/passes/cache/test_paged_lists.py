@@ -20,7 +20,7 @@ from mla_compile.core.program import Program
 from mla_compile.passes.cache.page_rows import rows_of_pages
 from mla_compile.passes.cache.pages import Unpaged, find_pages, read_batch_from, step_over_pages
 from mla_compile.passes.ir.sizes import holds
-from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, alone, op, written
+from tests.passes.cache.test_pages import CACHES, PAGE, L, Model, R, alone, op, some, written
 from tests.support.programs import seeded
 
 pytestmark = pytest.mark.thorough
@@ -78,7 +78,7 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("attend", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("attend", some(CHOICES, "plain", "a mask that hides nothing", "in float64"))
 def test_each_request_chooses_among_its_own_rows(attend):
     """With fewer, as many, and more rows than are chosen, in pages whose other rows are NaN."""
     program, model = step(attend)
@@ -120,8 +120,13 @@ NEAR_MISSES = {
     "keys that are read": (choosing(after=lambda o, chosen, s, r: o + r.sum()), "the rows of r_past are also read by"),
 }  # fmt: skip
 
+RARE = (
+    "the newest row is hidden", "all of them, in order", "a list that is read", "keys that are read",
+)  # fmt: skip
+"""Of which others show the reason."""
 
-@pytest.mark.parametrize(("attend", "told"), NEAR_MISSES.values(), ids=NEAR_MISSES)
+
+@pytest.mark.parametrize(("attend", "told"), some(NEAR_MISSES, *RARE))
 def test_near_misses(attend, told):
     program, _ = step(attend)
     before = str(program.gm.graph)

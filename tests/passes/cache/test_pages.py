@@ -27,6 +27,7 @@ from mla_compile.passes.cache.pages import (
     step_over_pages,
 )
 from tests.support.programs import seeded
+from tests.support.tiers import full
 
 pytestmark = pytest.mark.thorough
 
@@ -52,6 +53,13 @@ class Model(nn.Module):
 
 def op(q: torch.Tensor, c: torch.Tensor, r: torch.Tensor | None, **more: Any) -> torch.Tensor:
     return ops.decode_attention(q, c, r, scale=0.3, **more)[0]
+
+
+def some(table: dict[str, Any], *rare: str) -> list[Any]:
+    """Its cases, of which the full tier alone tries the ``rare`` ones."""
+    rows = {name: case if isinstance(case, tuple) else (case,) for name, case in table.items()}
+    marks = {name: full("combination") if name in rare else () for name in table}
+    return [pytest.param(*rows[name], id=name, marks=marks[name]) for name in table]
 
 
 def plain(q: Any, c: Any, r: Any, c_past: Any, r_past: Any) -> Any:
@@ -237,7 +245,11 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize(("attend", "told"), NEAR_MISSES.values(), ids=NEAR_MISSES)
+RARE = ("lengths of the model's own", "rows that are changed before", "rows that leave the cache")
+"""Of which others show the reason."""
+
+
+@pytest.mark.parametrize(("attend", "told"), some(NEAR_MISSES, *RARE))
 def test_near_misses(attend: Step, told: str):
     program, _ = step(attend)
     before = str(program.gm.graph)
@@ -247,6 +259,7 @@ def test_near_misses(attend: Step, told: str):
     assert str(program.gm.graph) == before
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("packed", [False, True], ids=["values", "float8"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_share_write_each_row_once(packed, ranks, monkeypatch):

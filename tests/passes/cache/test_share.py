@@ -56,6 +56,7 @@ def written(made: list[Program], buffer: torch.Tensor, *given: torch.Tensor) -> 
     return found[:, :T]
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("write", [copied, put])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("case", AT)

@@ -8,6 +8,7 @@ import torch
 from mla_compile.passes.canonical.products import split_products
 from tests.support.modules import MLA, inputs, padded
 from tests.support.programs import absorbed, calls, seeded, trace
+from tests.support.tiers import also
 
 
 def fused(q, k, v, mask, **factors):
@@ -70,7 +71,7 @@ class Fused(MLA):
 
 @pytest.mark.singly
 @pytest.mark.parametrize("S", [3, 1])
-@pytest.mark.parametrize("core", [plain_bias, factors, unread_bias, capped, summed_values])
+@pytest.mark.parametrize("core", [factors, capped, summed_values, *also("combination", plain_bias, unread_bias)])
 def test_products_with_a_sum_are_absorbed(core, S):
     absorbed(Fused(core), [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])
 

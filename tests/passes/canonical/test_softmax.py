@@ -12,6 +12,7 @@ from mla_compile.codes import Code
 from mla_compile.passes.canonical.softmax import write_softmax
 from tests.support.modules import MLA, WRITTEN_OUT, H, N, V, bmm, exponentials, heads_last, inputs, matmul, padded
 from tests.support.programs import absorbed, calls, codes, export, optimized, refused, run, seeded
+from tests.support.tiers import also
 
 
 class Written(MLA):
@@ -92,7 +93,7 @@ def test_cores_in_other_words_are_absorbed(core, S, bias):
     absorbed(module, [*inputs(S=S), padded(2, S, 7) | torch.eye(S, 7, dtype=torch.bool)])
 
 
-@pytest.mark.parametrize("core", [matmul, heads_last, bmm, exponentials, divided_last])
+@pytest.mark.parametrize("core", [bmm, divided_last, *also("combination", matmul, heads_last, exponentials)])
 def test_a_single_cached_token(core):
     """The weights are all 1, in every spelling."""
     absorbed(Written(core), [*inputs(T=1), padded(2, 1, 1) | True])
@@ -235,7 +236,8 @@ def another_place(q, k, v, mask, scale):
 
 
 @pytest.mark.parametrize(
-    "core", [weights_used_besides, sums_of_another_axis, sums_of_others, sums_and_one, another_place]
+    "core",
+    [weights_used_besides, sums_of_others, another_place, *also("combination", sums_of_another_axis, sums_and_one)],
 )
 def test_what_only_looks_divided_after_the_product_keeps_its_exponentials(core):
     """The products are rewritten one by one, and the exponentials stay; S = H, so that places can be mixed up."""

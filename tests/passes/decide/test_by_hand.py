@@ -157,7 +157,7 @@ FEW = (
 @pytest.mark.parametrize("S", [3, 1])
 @pytest.mark.parametrize(
     "name",
-    usual(SPELLINGS, FEW),
+    usual(SPELLINGS, ("heads first", "fused, the keys as values", "fused, cut apart", "copied to heads in parts")),
 )
 def test_it_is_said_to_be_absorbed(name, S):
     program = export(ByHand(SPELLINGS[name]), step(S))
@@ -172,7 +172,9 @@ def test_it_is_said_to_be_absorbed(name, S):
 @pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("name", ["einsum", "heads first", "fused", "fused, expanded", "copied to heads"])
+@pytest.mark.parametrize(
+    "name", ["einsum", "fused", *also("combination", "heads first", "fused, expanded", "copied to heads")]
+)
 def test_rows_that_are_not_cached(name, norm, S):
     class Prompt(ByHand):
         def rows(self, x, past):

@@ -13,6 +13,7 @@ from mla_compile.runtime.latent import LatentTensor
 from tests.support import latent_modules
 from tests.support.modules import MLA, D, H, N, V
 from tests.support.programs import assert_equal, codes, export, optimized, refused, seeded
+from tests.support.tiers import also
 
 pytestmark = pytest.mark.thorough
 
@@ -42,8 +43,8 @@ def given(S, L, R, T=9):
 
 
 @pytest.mark.singly
-@pytest.mark.parametrize("kind", [Cached, Normed, Buffered])
-@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Cached, Buffered, *also("combination", Normed)])
+@pytest.mark.parametrize("heads", [1, 2, *also("combination", 3)])
 def test_few_heads_on_wide_rows(kind, heads):
     L, R = 2 * heads * (N + V), 4
     module, data = kind(H=heads, L=L), given(1, L, R)
@@ -75,9 +76,9 @@ def test_rows_that_come_in_whole_may_be_anything():
 def test_a_cache_of_k_and_v_does_not_grow(monkeypatch):
     """Legal, and rows would be wider than the K and V in their place."""
     monkeypatch.setattr(latent_modules, "L", latent_modules.H * 12)
-    model = latent_modules.Model()
-    fast, cache = mla_compile.optimize(model, codegen="eager"), latent_modules.Cache()
-    for start, count in ((0, 5), (5, 1), (6, 1)):
+    model = latent_modules.Model(layers=1)
+    fast, cache = mla_compile.optimize(model, codegen="eager"), latent_modules.Cache(1)
+    for start, count in ((0, 5), (5, 1)):
         x = seeded(2, count, latent_modules.D, seed=start)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", mla_compile.MlaCompileWarning)  # that nothing was absorbed

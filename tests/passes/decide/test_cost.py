@@ -244,6 +244,7 @@ def test_fold_pays_at_any_width_when_the_input_is_narrower_than_the_head():
     assert _bytes_saved(Dims(H=2, L=10**6, R=0, N=8, V=8, Q=8, D=16), "query") > 0
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("dims", [*REAL, pytest.param(ODD, id="odd"), pytest.param(NO_ROPE, id="no-rope")])
 @pytest.mark.parametrize("T", [1, 2, 17, 512, 8192, 163_840])
 def test_the_gain_of_absorbing_is_that_of_the_flops(dims, T):

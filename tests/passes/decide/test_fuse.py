@@ -12,10 +12,9 @@ from mla_compile import backend
 from mla_compile.codes import Code
 from mla_compile.kernels.cpu import native
 from mla_compile.passes.decide import fuse
-from mla_compile.passes.verify.check import check_site
-from tests.passes.decide.test_by_hand import FEW, PAST, SCALE, SPELLINGS, B, ByHand, D, fused, step
+from tests.passes.decide.test_by_hand import PAST, SCALE, SPELLINGS, B, ByHand, D, fused, step
 from tests.support.modules import H, L, R
-from tests.support.programs import OP, export, optimized, run, seeded
+from tests.support.programs import OP, export, noted_comparisons, optimized, run, seeded
 from tests.support.tiers import also
 from tests.support.usual import usual
 
@@ -62,7 +61,7 @@ OTHERS = {
     "name",
     usual(
         sorted(SPELLINGS.keys() - {"copied to heads in parts"}),
-        sorted(SPELLINGS.keys() - {*FEW, "fused, repeated", "fused, grouped"} | {"einsum", "fused", *OTHERS}),
+        sorted({"einsum", "heads among the queries", "fused, causal", "copied to heads", *OTHERS}),
     ),
 )
 def test_every_spelling_is_one_operator_over_a_latent_and_rotary_rows(name, S):
@@ -120,12 +119,9 @@ class TwoEnds(ByHand):
 
 
 def test_each_end_is_checked_by_itself(monkeypatch):
-    from mla_compile import pass_table
-
-    checked = []
-    monkeypatch.setattr(pass_table, "check_site", lambda *a: checked.append(a) or check_site(*a))
+    made = noted_comparisons(monkeypatch)
     done = optimized(export(TwoEnds().eval(), step()), lowering="op", verify=True)
-    assert (done.fused, len(checked)) == (2, 2)
+    assert (done.fused, len(made)) == (2, 2)
     with torch.no_grad():
         want, got = TwoEnds().eval()(*step())[0], run(done.program, *step())[0]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -164,7 +160,7 @@ def masked(q, q_rope, rows, kind):
 
 @pytest.mark.singly
 @pytest.mark.parametrize("S", [4, 1])
-@pytest.mark.parametrize("kind", ["causal", "padded", "added", "none seen", "softmax of none"])
+@pytest.mark.parametrize("kind", ["padded", "added", "softmax of none", *also("combination", "causal", "none seen")])
 def test_masks(kind, S):
     module = ByHand(lambda *operands: masked(*operands, kind)).eval()
     call = step(S)
@@ -267,7 +263,7 @@ def test_a_check_that_fails_leaves_it_as_it_is(monkeypatch):
     assert [site.code for site in done.report.sites] == [Code.VERIFY_FAILED]
 
 
-@pytest.mark.parametrize("door", ["optimize", "backend"])
+@pytest.mark.parametrize("door", ["optimize", *also("combination", "backend")])
 def test_steps_of_a_growing_cache(door):
     module = ByHand(SPELLINGS["einsum"]).eval()
     options = {"codegen": "eager", "strict": True}
@@ -276,7 +272,7 @@ def test_steps_of_a_growing_cache(door):
     )  # fmt: skip
     past = own = seeded(B, PAST, L + R)
     with torch.no_grad():
-        for i in range(5):
+        for i in range(3):
             x: Tensor = seeded(B, 1, D, seed=i)
             got, past = compiled(x, past)
             want, own = module(x, own)

@@ -12,6 +12,7 @@ from torch import nn
 
 import mla_compile.backend as backend
 from mla_compile.codes import CODES, Code
+from mla_compile.errors import MlaCompileWarning
 from tests.support.modules import MLA, H, L, N, R, V, causal, inputs
 from tests.support.programs import (
     assert_computed_as_before,
@@ -75,7 +76,8 @@ def test_rope_on_the_part_without_rotation_only():
 
 
 def test_rope_on_both_keys_and_values():
-    refused(spoiled(lambda k, v: (rotate(k), rotate(v)), V=6), inputs(), Code.POSITION_DEPENDENT)
+    module = spoiled(lambda k, v: (rotate(k), rotate(v)), V=6)
+    refused(module, inputs(), Code.POSITION_DEPENDENT, forms=("absorbed", "auto"))
 
 
 def test_rope_with_positions_from_the_caller():
@@ -201,7 +203,7 @@ MIXING = {
 def test_tokens_mixed_between_latent_and_keys(name):
     module = spoiled(lambda k, v: (MIXING[name](k), v))
     program = export(module, inputs())
-    for forms in ("auto", "absorbed"):
+    for forms in ("auto", "absorbed") if name == "conv" else ("absorbed",):
         outcome = optimized(program, forms=forms)
         (site,) = outcome.report.sites
         assert site.parts == ("values",)
@@ -367,7 +369,7 @@ def test_mha_gqa_and_mqa(kv_heads, rope):
     module = Heads(kv_heads, rope)
     x = seeded(2, 5, 24)
     old = [seeded(2, kv_heads, 9, 6, seed=1), seeded(2, kv_heads, 9, 6, seed=2)]
-    for data in ([x], [x[:, :1], *old]):
+    for data in ([x], [x[:, :1], *old]) if kv_heads == 2 else ([x[:, :1], *old],):
         program = export(module, data)
         outcome = optimized(program)
         (site,) = outcome.report.sites
@@ -423,7 +425,8 @@ def test_training_mode():
     data = [d.requires_grad_() for d in inputs(S=2)]
     before = len(backend.reports())
     compiled = torch.compile(module, backend=backend.mla, options={"codegen": "eager"})
-    compiled(*data).square().sum().backward()
+    with pytest.warns(MlaCompileWarning, match="gradients are enabled"):
+        compiled(*data).square().sum().backward()
     grads = [d.grad.clone() for d in data] + [p.grad.clone() for p in module.parameters()]
     assert len(backend.reports()) == before
     for t in (*data, *module.parameters()):

@@ -64,7 +64,19 @@ MAPS = {
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize(
     "name",
-    usual(MAPS, rare=("sigmoid, a triangle", "relu", "squared relu, a power", "gelu", "softplus", "elu")),
+    usual(
+        MAPS,
+        (
+            "sigmoid of biased scores",
+            "sigmoid of masked scores",
+            "relu, normalized",
+            "squared relu",
+            "a clamp",
+            "silu",
+            "tanh",
+            "a square",
+        ),
+    ),
 )
 def test_the_function_is_named(name, S):
     function, fn = MAPS[name]
@@ -122,8 +134,8 @@ class Other(MLA):
 
 @pytest.mark.singly
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("up", ["joint", "two", "param", "einsum", "lora"])
-@pytest.mark.parametrize("name", CORES_WITHOUT)
+@pytest.mark.parametrize("up", ["joint", "einsum", *also("combination", "two", "param", "lora")])
+@pytest.mark.parametrize("name", usual(CORES_WITHOUT, ("einsum", "bmm", "the values first")))
 def test_however_it_is_written(name, up, bias):
     assert codes(optimized(export(Other(CORES_WITHOUT[name], up=up, bias=bias), inputs(S=3)))) == [Code.NOT_SOFTMAX]
 

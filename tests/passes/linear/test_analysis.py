@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import random
@@ -26,9 +27,9 @@ aten = torch.ops.aten
 B, T, L, H, N = 2, 5, 8, 3, 4
 
 
-def check(fn, inputs, weights, *, sources=1, projected=True):
+def check(fn, inputs, weights, *, sources=1, projected=True, program=None):
     """The map of ``fn`` reaches the inputs and nothing else, and evaluates to what ``fn`` returns."""
-    program = trace(fn, inputs, weights)
+    program = program or trace(fn, inputs, weights)
     lmap = linear_map(program)
     # Tensors of which not all heads are written yet have no map, and need none.
     assert {name for name in found_reasons if not name.startswith("select_scatter")} == set()
@@ -302,16 +303,23 @@ LINEAR = {
 }
 
 
+@functools.cache
+def traced(name):
+    """The program of a rule, of which both tests here make the canonical one."""
+    fn, weights = LINEAR[name]
+    return trace(fn, [z()], weights)
+
+
 @pytest.mark.parametrize("name", LINEAR)
 def test_rule(name):
     fn, weights = LINEAR[name]
-    check(fn, [z()], weights)
+    check(fn, [z()], weights, program=traced(name))
 
 
 def test_every_rule_is_tested():
     used = set()
-    for fn, weights in LINEAR.values():
-        for node in canonical(trace(fn, [z()], weights)).nodes:
+    for name in LINEAR:
+        for node in canonical(traced(name)).nodes:
             how = decode(node)
             used.add(packet(node) if how is None else type(how))
     # Names that never reach a functional graph, and what ends a walk or is only captured from modules.
@@ -895,7 +903,7 @@ def _random_chain(rng):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", [0, 1, 2, *also("draws", *range(3, 10))])
+@pytest.mark.parametrize("block", [0, *also("draws", *range(1, 10))])
 def test_random_chains_are_what_their_maps_say(block):
     rng = random.Random(block)
     reached = 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mla_compile.codes import Code
 from tests.support.quantized import H, L, N, V, error, exact, optimized
+from tests.support.tiers import also
 
 pytest.importorskip("torch.ao.quantization.fx._decomposed")
 ops = torch.ops.quantized_decomposed
@@ -43,7 +44,7 @@ def per_tensor(x: Tensor) -> Tensor:
     return ops.dequantize_per_tensor.tensor(q, scale, zero, -128, 127, torch.int8)
 
 
-@pytest.mark.parametrize("how", [per_token, symmetric_per_token, per_tensor])
+@pytest.mark.parametrize("how", [per_token, per_tensor, *also("combination", symmetric_per_token)])
 def test_rows_by_operators_of_torch(how):
     layer = Layer(how)
     fast, after, before = optimized(layer, verify=True)
@@ -98,13 +99,11 @@ def a_scale_computed_from_the_rows(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "how",
     [
-        other_zeros_in_a_symmetric_range,
         other_zeros_taken_off,
         a_guard_that_rows_reach,
-        a_scale_computed_from_the_rows,
-        another_zero_point,
         scales_of_another_tensor,
         fewer_steps_than_it_was_chosen_for,
+        *also("combination", other_zeros_in_a_symmetric_range, a_scale_computed_from_the_rows, another_zero_point),
     ],
 )
 def test_what_does_not_fit_keeps_its_rounding(how):

@@ -50,7 +50,8 @@ TORCHAO = {
 @pytest.mark.singly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "config", usual(TORCHAO, rare=("Int8WeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"))
+    "config",
+    usual(TORCHAO, rare=("Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")),
 )
 def test_torchao(config, dtype):
     quantization = pytest.importorskip("torchao.quantization")
@@ -177,7 +178,7 @@ class BlockFloat8(nn.Module):
 
 @pytest.mark.singly
 @pytest.mark.parametrize("kind", [torch.float32, torch.float8_e8m0fnu])
-@pytest.mark.parametrize("dequantize", ["auto", "once", "step"])
+@pytest.mark.parametrize("dequantize", ["once", "step", *also("combination", "auto")])
 def test_float8_blocks(block_product, dequantize, kind):
     layer = BlockFloat8(block_product, kind=kind)
     absorbed(layer, layer.dense(), rounds=True, dequantize=dequantize)

@@ -38,7 +38,7 @@ def test_once_and_in_every_step_are_the_same(codegen):
     assert error(results["once"], results["step"].double()) < 0.01
 
 
-@pytest.mark.parametrize("change", ["in place", "replaced", "loaded", "data"])
+@pytest.mark.parametrize("change", ["in place", "replaced", *also("combination", "loaded", "data")])
 def test_changes_of_the_weights_are_followed(change):
     torch.manual_seed(0)
     layer = Int8(dequantized)

@@ -9,6 +9,7 @@ from torch.export import Dim
 
 from mla_compile.passes.decide.fold_sides import output_projection
 from tests.support.programs import assert_equal, calls, export, optimized, trace
+from tests.support.tiers import also
 
 pytestmark = pytest.mark.thorough
 
@@ -63,6 +64,7 @@ def folded(module, given, **options):
     return outcome
 
 
+@pytest.mark.singly
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("lowering", ["op", "aten"])
@@ -148,7 +150,7 @@ class Flat(Projected):
         return linear(out.transpose(1, 2).reshape(B * S, -1), self.w_o).view(B, S, -1)
 
 
-@pytest.mark.parametrize("S", [1, 3])
+@pytest.mark.parametrize("S", [3, *also("combination", 1)])
 def test_tokens_in_one_axis_fold_too(S):
     module = Flat()
     outcome = folded(module, module.inputs(S=S))
@@ -157,12 +159,13 @@ def test_tokens_in_one_axis_fold_too(S):
     assert_equal(module, outcome.program, module.inputs(S=S))
 
 
-def test_any_number_of_tokens_in_one_axis():
+@pytest.mark.parametrize("batch", [False, *also("combination", True)])
+def test_any_number_of_tokens_in_one_axis(batch):
     """Their numbers can be read off the output, not off the queries."""
     module, B, S = Flat(), Dim("B", min=2, max=64), Dim("S", min=2, max=64)
-    program = export(module, module.inputs(S=3), ({0: B, 1: S}, {0: B}, {0: B}))
+    program = export(module, module.inputs(S=3), ({0: B, 1: S}, {0: B}, {0: B}) if batch else ({1: S}, {}, {}))
     outcome = optimized(program, fold="always", forms="absorbed")
-    for given in (module.inputs(S=3), module.inputs(B=3, S=5)):
+    for given in (module.inputs(S=3), module.inputs(B=3 if batch else 2, S=5)):
         assert_equal(module, outcome.program, given)
 
 

@@ -16,6 +16,8 @@ from mla_compile.errors import VerificationError
 from mla_compile.passes.attention.indexer import Indexer
 from mla_compile.passes.rewrite.index import index_scores
 from tests.support.programs import codes, error, export, optimized, run, seeded, trace
+from tests.support.tiers import also
+from tests.support.usual import usual
 
 pytestmark = pytest.mark.thorough
 
@@ -120,7 +122,13 @@ WAYS: dict[str, Scores] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WAYS)
+SELDOM = (
+    "einsum, keys first", "the sum keeps its axis", "a scale of the query", "a scale after the relu",
+    "weights that are scaled", "clamped by another name", "a bias on top", "permuted",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", usual(WAYS, rare=SELDOM))
 def test_the_scores_are_one_operator(name: str):
     graph = rewritten(WAYS[name])
     (node,) = calls(graph)
@@ -151,7 +159,8 @@ def beside_float64(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     return half(q.double(), k.double(), w.double())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.singly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, *also("family", torch.float16)], ids=str)
 @pytest.mark.parametrize("scores", [half, in_float32])
 def test_sums_are_in_float32_of_the_dtype_that_is_kept(scores: Scores, dtype: torch.dtype):
     inputs, weights = tensors(dtype)
@@ -257,15 +266,18 @@ class Step(torch.nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
 
 
-def test_symbolic_sizes():
-    """Batch and context, and what the report says of the scores."""
+@pytest.mark.parametrize("batches", [False, *also("combination", True)])
+def test_symbolic_sizes(batches):
+    """Context and perhaps batch, and what the report says of the scores."""
     batch, tokens = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("tokens", min=5, max=4096)
-    dynamic = ({0: batch}, {0: batch, 1: tokens}, {0: batch}, {0: batch, 1: tokens}, {0: batch})
+    some = {0: batch} if batches else {}
+    dynamic = (some, {**some, 1: tokens}, some, {**some, 1: tokens}, some)
     inputs, _ = tensors()
     program = export(Step(), inputs, dynamic)
     outcome = optimized(program, forms="absorbed", lowering="op", verify=True, strict=True)
     assert len(calls(outcome.program.gm.graph)) == 1
-    longer = [seeded(5, H, S, N), seeded(5, 700, L), seeded(5, S, J, D), seeded(5, 700, D), seeded(5, S, J)]
+    n = 5 if batches else B
+    longer = [seeded(n, H, S, N), seeded(n, 700, L), seeded(n, S, J, D), seeded(n, 700, D), seeded(n, S, J)]
     for given in (inputs, longer):
         with torch.no_grad():
             want = Step()(*given)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mla_compile
 from mla_compile.kernels.cpu import native
 from mla_compile.passes.rewrite import packed_rows
+from tests.support.tiers import also
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 D, H, N, R, V, L, G = 20, 3, 6, 4, 5, 32, 4
@@ -131,9 +132,10 @@ def check(model: nn.Module, given: tuple[Tensor, ...], exact: Tensor) -> None:
 @pytest.mark.parametrize(
     ("dequantize", "in_place"),
     [
-        *((d, 1) for d in (unflattened, cast_last, repeated, expanded, in_the_models_dtype, of_the_row)),
-        (of_the_row_over_groups, 1),
-        *((d, 0) for d in (across_groups, tiled, of_columns, of_tokens_alone, in_another_order, in_float64)),
+        *((d, 1) for d in (repeated, in_the_models_dtype, of_the_row_over_groups)),
+        *((d, 0) for d in (across_groups, of_tokens_alone)),
+        *also("combination", *((d, 1) for d in (unflattened, cast_last, expanded, of_the_row))),
+        *also("combination", *((d, 0) for d in (tiled, of_columns, in_another_order, in_float64))),
     ],
     ids=lambda d: getattr(d, "__name__", str(d)),
 )
@@ -146,7 +148,7 @@ def test_spellings(dequantize: Callable[..., Tensor], in_place: int, dtype: torc
     assert read == [in_place]
 
 
-@pytest.mark.parametrize(("groups", "in_place"), [(3, 1), (8, 0)])
+@pytest.mark.parametrize(("groups", "in_place"), [(8, 0), *also("combination", (3, 1))])
 def test_groups_of_a_power_of_two_columns(groups: int, in_place: int, read: list[int]):
     """Others the operator does not take: 24 columns in groups of 8, and of 3."""
 

@@ -19,6 +19,7 @@ from mla_compile.options import Options
 from mla_compile.passes.ir.walk import first_equals
 from mla_compile.passes.rewrite.schedule import share_schedules
 from tests.support.programs import OP
+from tests.support.tiers import also
 from tests.support.toy import D, L, R, Toy
 
 SCHEDULE = "mla_compile.decode_schedule.default"
@@ -222,7 +223,7 @@ def test_a_model_on_a_gpu_gets_one_schedule():
     assert {record.name: record.changes for record in outcome.report.passes}["schedule"] == 1
 
 
-@pytest.mark.parametrize(("device", "lowering"), [("cpu", "op"), ("cuda", "aten")])
+@pytest.mark.parametrize(("device", "lowering"), [("cuda", "aten"), *also("combination", ("cpu", "op"))])
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
 def test_no_schedule_on_a_cpu_and_none_in_plain_aten(device: str, lowering: str):
     outcome = rewritten(device, lowering)

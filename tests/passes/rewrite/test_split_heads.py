@@ -32,7 +32,7 @@ from tests.support.programs import (
     refused,
     seeded,
 )
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 
 pytestmark = pytest.mark.thorough
 
@@ -78,7 +78,7 @@ def split(module, given, dynamic=None, kept=Code.GRAPH_BREAK, parts=(LATENT,), *
     return outcome.program, site
 
 
-@pytest.mark.parametrize("core", ["sdpa", "heads_last", *also("combination", "matmul")])
+@pytest.mark.parametrize("core", ["heads_last", *also("combination", "sdpa", "matmul")])
 def test_heads_of_a_latent_beside_others(core):
     program, _ = split(SomeHeads(core=core, bias=True), [*data(S=3), padded(2, 3, 7)])
     assert no_expansion(program, H, 7, N)
@@ -148,7 +148,7 @@ def test_heads_merged_with_the_batch_stay_whole():
     refused(SomeHeads(core="bmm"), [*data(S=3), causal(3, 7)], Code.HEAD_DEPENDENT_LATENT)
 
 
-@pytest.mark.parametrize(("core", "E"), [("sdpa", 2), ("heads_last", 4)])
+@pytest.mark.parametrize(("core", "E"), [("heads_last", 4), *also("combination", ("sdpa", 2))])
 def test_sizes_that_are_all_equal(core, E):
     module = SomeHeads(more=E, H=E, L=E, N=E, R=E, V=E, core=core)
     given = [seeded(E, E, modules.D, seed=1), seeded(E, E, E, seed=2), seeded(E, E, E, seed=3)]
@@ -156,6 +156,13 @@ def test_sizes_that_are_all_equal(core, E):
     absorbed(module, given)
 
 
+def test_a_symbolic_context():
+    module = FlatColumns()
+    program = absorbed(module, data(2, 3, 9), ({}, {1: DYN}, {1: DYN}, {2: DYN}, {2: DYN}))
+    assert_equal(module, program, data(2, 3, 5))
+
+
+@full("combination")
 def test_everything_symbolic_and_each_call_picks():
     dynamic = ({0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 1: DYN}, {0: DYN, 2: DYN}, {0: DYN, 2: DYN})
     module = FlatColumns()
@@ -163,7 +170,10 @@ def test_everything_symbolic_and_each_call_picks():
     for B, S, T in ((1, 1, 5), (3, 4, 4), (2, 2, 11)):
         assert_equal(module, outcome.program, data(B, S, T))
     assert codes(outcome) == [Code.ABSORBED]
-    assert [v.dims.H for v in outcome.variants] == [H]
+    (variant,) = outcome.variants
+    assert variant.dims.H == H
+    assert variant.S != variant.T
+    assert not isinstance(variant.S, int)
     assert_equal(module, outcome.base, data(3, 4, 4))
 
 
@@ -216,7 +226,7 @@ class Grouped(SomeHeads):
         return super().attend(q, k, v, mask)
 
 
-@pytest.mark.parametrize("how", ["gqa", "interleave", *also("combination", "expand")])
+@pytest.mark.parametrize("how", ["interleave", *also("combination", "gqa", "expand")])
 def test_query_heads_that_share_heads_of_keys(how):
     program = export(Grouped(how), data(S=3))
     outcome = optimized(program, forms="absorbed")

@@ -104,7 +104,7 @@ def test_less_precision_than_the_original_is_found(monkeypatch):
 
 
 def test_a_context_too_long_for_a_float64_run_is_said(monkeypatch):
-    monkeypatch.setattr("mla_compile.passes.verify.check.BUDGET_BYTES", 1)
+    monkeypatch.setattr("mla_compile.passes.verify.sites.BUDGET_BYTES", 1)
     _, outcome = verified(MLA(core="matmul").float(), inputs(dtype=torch.float32))
     (site,) = outcome.report.sites
     assert site.code is Code.ABSORBED

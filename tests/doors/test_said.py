@@ -1,0 +1,89 @@
+"""Doors that do nothing, or not yet, say so, once and at the user's line."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+from torch._inductor.exc import InductorError
+
+import mla_compile
+from mla_compile import backend
+from mla_compile.codes import Code
+from mla_compile.errors import MlaCompileWarning
+from tests.support.toy import Toy, decode_inputs
+
+
+def said(call):
+    """The messages of our warnings during ``call()``, all of which point to this file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    ours = [w for w in caught if issubclass(w.category, MlaCompileWarning)]
+    assert all(w.filename == __file__ for w in ours), [w.filename for w in ours]
+    return [str(w.message) for w in ours]
+
+
+def through_optimize(module):
+    return mla_compile.optimize(module, codegen="eager")
+
+
+def through_backend(module):
+    return torch.compile(module, backend="mla", options={"codegen": "eager"})
+
+
+@pytest.mark.parametrize("door", [through_optimize, through_backend])
+def test_gradients_that_are_enabled(door):
+    module, given = Toy().eval(), decode_inputs(queries=1)
+    fast = door(module)
+    (message,) = said(lambda: fast(*given))
+    assert message.startswith("gradients are enabled")
+    assert "inference_mode" in message
+    assert said(lambda: fast(*given)) == []
+    with torch.inference_mode():
+        assert said(lambda: fast(*given)) == []
+
+
+def test_a_report_before_the_first_call_and_after_one_without_attention():
+    fast = mla_compile.optimize(Toy().eval(), codegen="eager")
+    assert "nothing was compiled yet" in str(fast.mla_report)
+    assert "no attention" not in str(fast.mla_report)
+    assert str(fast.mla_report).count("nothing was compiled yet") == 1
+    with torch.no_grad():
+        fast(*decode_inputs(queries=1))
+        assert fast.mla_report.absorbed == 1
+        plain = mla_compile.optimize(torch.nn.Linear(3, 4).eval(), codegen="eager")
+        plain(torch.randn(2, 3))
+    assert plain.mla_report.summary() == "no attention sites"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_inductor_fails_with_a_graph_that_was_rewritten(strict, monkeypatch):
+    compile_graph, failed = compile_fx.compile_fx, []
+
+    def fails(gm, *how, **more):
+        if any("mla_compile" in str(node.target) for node in gm.graph.nodes):
+            failed.append(gm)
+            raise InductorError(AssertionError("a layout that nobody expected"), None)
+        return compile_graph(gm, *how, **more)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fails)
+    module, given = Toy().eval(), decode_inputs(queries=1)
+    with torch.no_grad():
+        want = module(*given)
+        fast = mla_compile.optimize(module, strict=strict)
+        if strict:
+            with pytest.raises(Exception, match="a layout that nobody expected"):
+                fast(*given)
+            return
+        (message,) = said(lambda: torch.testing.assert_close(fast(*given), want))
+    assert "a layout that nobody expected" in message
+    assert failed
+    (site,) = fast.mla_report.sites
+    assert (site.verdict, site.code) == ("kept", Code.CODE_FAILED)
+
+
+def test_the_names_of_the_backend_are_there_at_once():
+    assert backend.reports is mla_compile.backend.reports
