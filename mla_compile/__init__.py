@@ -30,6 +30,7 @@ from mla_compile.errors import (
 from mla_compile.version import __version__
 
 if TYPE_CHECKING:
+    from mla_compile import backend
     from mla_compile.api import explain, migrate_cache, optimize
     from mla_compile.batching.door import continuous_batching
     from mla_compile.core.records import SiteReport
@@ -51,6 +52,7 @@ __all__ = [
     "SiteReport",
     "WeightError",
     "__version__",
+    "backend",
     "continuous_batching",
     "explain",
     "export_onnx",
@@ -75,6 +77,7 @@ __getattr__, __dir__ = lazy(
         "Options": "mla_compile.options",
         "Report": "mla_compile.report.report",
         "SiteReport": "mla_compile.core.records",
+        "backend": "mla_compile.backend",
         "continuous_batching": "mla_compile.batching.door",
         "explain": "mla_compile.api",
         "export_onnx": "mla_compile.onnx.export",

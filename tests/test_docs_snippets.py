@@ -11,6 +11,7 @@ import mla_compile
 from mla_compile import pass_table
 from mla_compile.codes import CODES, Code, section
 from mla_compile.passes.linear.rules import RULES
+from tests.support.tiers import full
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -34,6 +35,7 @@ def test_every_code_has_a_section():
 
 
 # One test: sections share names, and most of the time would go into starting Dynamo once per test process.
+@full("command")  # each code has its tests in passes/
 @pytest.mark.filterwarnings("ignore:gradients are enabled")
 @pytest.mark.filterwarnings("ignore:a graph with attention is compiled in its original form")
 def test_refusals(capsys, monkeypatch):

@@ -24,7 +24,7 @@ from tests.support.tiers import also
 
 CASES = int(os.environ.get("MLA_PROPERTY_CASES", "60"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 10  # tests that share the cases between them, of which the default tier runs one
+PARTS = 15  # tests that share the cases between them, of which the default tier runs one
 
 # Largest error relative to the largest value. Below float64 a rewrite may not be much worse than eager is.
 EXACT = 1e-9

@@ -24,7 +24,7 @@ from tests.test_property import compare, narrow
 
 CASES = int(os.environ.get("MLA_PROPERTY_OWN", "8"))
 SEED = int(os.environ.get("MLA_PROPERTY_SEED", "0"))
-PARTS = 4
+PARTS = 8
 
 
 @pytest.mark.parametrize("part", [0, *also("draws", *range(1, PARTS))])

@@ -9,16 +9,17 @@ from typing import Any
 
 
 def lazy(package: str, owners: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package; ``owners`` maps each name to the module that defines it."""
+    """``__getattr__`` and ``__dir__`` of a package; ``owners`` maps each name to the module that has it, or is it."""
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> Any:
         if name not in owners:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        namespace[name] = getattr(import_module(owners[name]), name)
+        owner = import_module(owners[name])
+        namespace[name] = owner if owner.__name__ == f"{package}.{name}" else getattr(owner, name)
         return namespace[name]
 
     def names() -> list[str]:
-        return sorted({*namespace, *owners})
+        return sorted({*namespace.get("__all__", namespace), *owners})
 
     return get, names

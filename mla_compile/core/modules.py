@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -68,11 +69,9 @@ def models_within(root: nn.Module) -> list[nn.Module]:
 
 def _has_layers(module: nn.Module) -> bool:
     # FSDP2 puts a class of its own over a module's, and knows the module by its identity.
-    if isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__:
+    if isinstance(module, NOT_COPIED) or type(module).__new__ is not object.__new__ or is_parametrized(module):
         return False
-    # An adapter holds its factors in containers, too. They are no layers, and the adapter is told to switch by itself.
-    return any(
-        any(any(layer.children()) for layer in one.children())
-        for one in module.modules()
-        if isinstance(one, CONTAINERS)
-    )
+    # An adapter holds its factors in containers, too, and a parametrized module its parametrizations: no layers.
+    containers = (one for one in module.modules() if isinstance(one, CONTAINERS))
+    layers = (one for container in containers for one in container.children())
+    return any(any(one.children()) and not isinstance(one, ParametrizationList) for one in layers)

@@ -34,7 +34,7 @@ NOTHING_YET = "nothing was compiled yet: call the model, or its generate(), unde
 """The message of a report before the first call."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What became of every attention site of a graph, or of several graphs put together by ``merged``.
 
@@ -175,6 +175,9 @@ class Report:
 
     def __str__(self) -> str:
         return self.text()
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.summary()}>"
 
     def __rich__(self) -> RenderableType:
         # rich is imported when a report is shown, so that compiling a graph does not pay for it.

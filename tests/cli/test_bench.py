@@ -16,7 +16,7 @@ from mla_compile.cli.app import app
 from mla_compile.models import config_file
 from mla_compile.models.survey import survey_config
 from mla_compile.workbench import bench
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 
 CONFIG = {
     "model_type": "minicpm3", "vocab_size": 997, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
@@ -76,6 +76,7 @@ def call(*arguments: str):
     return CliRunner(env={"COLUMNS": "140", "NO_COLOR": "1"}).invoke(app, ["bench", *arguments])
 
 
+@full("command")
 def test_figures_of_a_config(here):
     done = call(".", "--contexts", "200,150", *ROW, "--json")
     assert done.exit_code == 0, done.output

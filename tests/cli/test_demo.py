@@ -18,6 +18,7 @@ from mla_compile.errors import MlaCompileError
 from mla_compile.report.report import Report
 from mla_compile.workbench import demo
 from mla_compile.workbench.demo import Agreement, Outcome, Settings, Timing
+from tests.support.tiers import full
 
 
 def _cli(*arguments: str) -> Result:
@@ -46,6 +47,7 @@ def test_tokens_that_differ_fail_the_command(monkeypatch: pytest.MonkeyPatch):
     assert "tokens differ from step 2 of 2, and rounding does not explain it" in result.stdout
 
 
+@full("command")  # .ci/run types it
 def test_the_demo_absorbs_every_layer_and_keeps_the_tokens(monkeypatch: pytest.MonkeyPatch):
     """With graphs that run as they are, and the model in place of Inductor's: CI runs the command itself."""
     monkeypatch.setattr(mla_compile, "optimize", functools.partial(mla_compile.optimize, codegen="eager"))

@@ -62,6 +62,7 @@ def test_the_tokens_of_one_process(ranks, count, family, layers, how, steps, all
     assert sum(owned) == BATCH * ROWS * tokens * count // context
 
 
+@full("family")  # than the growing cache above
 @pytest.mark.parametrize(
     ("family", "layers", "how", "heads"),
     [("deepseek_v3", 1, "heads", 2), *also("family", ("deepseek_v3", 2, "copies", 4), ("minicpm3", 2, "heads", 2))],

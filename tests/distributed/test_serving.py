@@ -32,6 +32,7 @@ def test_the_tokens_of_one_process(ranks, tmp_path, family, how, verify):
         assert found["fails"]["on none"] == [True, True, unknown]
 
 
+@full("family")  # tests/passes/cache/test_share.py shares pages in one process
 @pytest.mark.parametrize(
     ("count", "family", "how", "verify"),
     [

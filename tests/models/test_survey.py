@@ -53,6 +53,7 @@ def test_code_that_looks_at_values_unless_it_is_traced(explained_models):
     assert [(layer.key_heads, layer.values, layer.count) for layer in model.cached] == [(4, 96, 2)]
 
 
+@full("family")
 def test_a_sparse_attention_says_how_many_keys_it_chooses_however_many_that_are(explained_models):
     """100 keys are more than the trace has at first. Two of three layers have an indexer: of 2 heads, 24 wide."""
     family = SPARSE["glm_moe_dsa"]

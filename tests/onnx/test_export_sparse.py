@@ -96,6 +96,7 @@ ONE_LAYER = ("IndexScores", "ListedAttention")
 THREE_LAYERS = (*ONE_LAYER, "ListedAttention", *ONE_LAYER)  # the second has the list of the first
 
 
+@full("family")
 @pytest.mark.parametrize(
     ("family", "core", "profile", "kinds"),
     [

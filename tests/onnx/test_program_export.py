@@ -14,7 +14,7 @@ from torch.export import Dim
 
 import mla_compile
 from mla_compile import ExportError, InputError, OptionError
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 from tests.support.toy import Toy, decode_inputs
 
 
@@ -70,6 +70,7 @@ def test_a_traced_program_keeps_its_names(portable):
             assert np.abs(got - expected.numpy()).max() < 1e-5
 
 
+@full("draws")
 def test_the_same_program_gives_the_same_bytes(portable, tmp_path):
     mla_compile.export_onnx(program()[1], tmp_path / "again", verify=False)
     for name in ("decode.onnx", "weights.bin"):

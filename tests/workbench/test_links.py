@@ -17,7 +17,7 @@ from mla_compile.workbench.request import Request
 from tests.distributed.jobs import EAGER, by_transformers, generated, saved
 from tests.support import models
 from tests.support.one_rank import first_of
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 
 USERS, VALUE = 2, 4  # generated() has two sequences; float32
 
@@ -38,6 +38,7 @@ def step_of_a_rank(family: str, count: int, directory: str) -> tuple[dict[str, i
 
 
 # Dynamo of torch 2.13 makes an object of an autograd function of DTensors.
+@full("family")  # the plans above count it by formula
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
