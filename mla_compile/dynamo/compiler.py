@@ -38,6 +38,7 @@ from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, w
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
+from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.report.report import Report
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
@@ -134,7 +135,8 @@ class Compiler:
         done = self._rewrite(gm, inputs, latents, shared, sharing) if self._is_ours(gm, inputs) else None
         handled = done is not None and bool(done.changed or done.outcome.program.appends or shared)
         if done is not None and handled and not self.explain_only:
-            rewritten = self._assembled(gm, inputs, done, alone=sharing is None)
+            alone = sharing is None and not any(map(is_collective, done.captured.gm.graph.nodes))
+            rewritten = self._assembled(gm, inputs, done, alone=alone)
             if rewritten is not None:
                 return rewritten if not latents or done.outcome.base.cache is not None else expanding(rewritten, gm)
             done = None
@@ -253,7 +255,7 @@ class Compiler:
     def _assembled(self, gm: fx.GraphModule, example_inputs: Inputs, done: _Rewritten, *, alone: bool) -> Call | None:
         """The rewritten graph, compiled; ``None`` where Inductor fails with it, after saying so.
 
-        ``alone``: no other rank takes part, which would go on with rows that this one does not have.
+        ``alone``: no other rank takes part, which would go on with a form, or with rows, that this one does not have.
         """
         try:
             return self._assemble(gm, example_inputs, done)

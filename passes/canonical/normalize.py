@@ -109,6 +109,8 @@ def _write_all_axes(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     """Gives what is written the axes of size 1 at its front, which ``k[:, :, at] = x`` drops for a batch of one."""
     base, indices, x, *accumulate = args_of(node)
     at = [k for k, index in enumerate(indices) if index is not None]
+    if any(val(indices[k]).dtype in (torch.bool, torch.uint8) for k in at):
+        return  # a mask says how many rows are written by its values, not by its shape
     chosen = [shape(indices[k]) for k in at]
     if at != [*range(at[0], at[0] + len(at))] or len({len(sizes) for sizes in chosen}) > 1:
         return

@@ -29,19 +29,23 @@ def symbols(nodes: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
 
 def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
     found: dict[sympy.Symbol, int] = {}
-    env = None
+    environments: dict[int, Any] = {}
     for dim in dims:
         if isinstance(dim, int):
             continue
-        env = dim.node.shape_env
+        env = environments.setdefault(id(dim.node.shape_env), dim.node.shape_env)
         seen = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # torch < 2.13
         expr = sympy.sympify(size(dim))
         # Those it was written in too: an axis may have been read before a guard replaced them.
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
-    for symbol, instead in {} if env is None else env.replacements.items():
-        if instead.free_symbols <= found.keys():
-            found.setdefault(symbol, int(instead.subs(found)))
+    for env in environments.values():
+        known = -1
+        while known < len(found):  # what replaces a symbol may itself be replaced
+            known = len(found)
+            for symbol, instead in env.replacements.items():
+                if symbol not in found and instead.free_symbols <= found.keys():
+                    found[symbol] = int(instead.subs(found))
     return found
 
 

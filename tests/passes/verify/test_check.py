@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mla_compile import pass_table, pipeline
 from mla_compile.codes import Code
@@ -11,6 +13,7 @@ from mla_compile.errors import VerificationError
 from mla_compile.options import Options
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
+from mla_compile.passes.verify.evaluate import of_sizes
 from tests.support.modules import MLA, inputs
 from tests.support.programs import assert_equal, assert_untouched, export
 
@@ -133,6 +136,14 @@ def test_sizes_that_are_symbolic_stay_so():
     symbolic = [d for shape in shapes for d in shape if isinstance(d, torch.SymInt)]
     assert len(symbolic) == 6
     assert all(not d.node.expr.is_number for d in symbolic)
+
+
+def test_symbols_that_others_replace_are_known_in_any_order():
+    env = ShapeEnv()
+    x = FakeTensorMode(shape_env=env).from_tensor(torch.ones(5, 7, 9), static_shapes=False)
+    a, b, c = (dim.node.expr for dim in x.shape)
+    env.replacements = {c: b + 2, b: a + 2}
+    assert of_sizes([x.shape[0]]) == {a: 5, b: 7, c: 9}
 
 
 @pytest.mark.parametrize("narrow", [lambda s: s.float().softmax(-1), lambda s: s.softmax(-1, dtype=torch.float32)])
