@@ -8,11 +8,14 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import is_fake
 
 from mla_compile.passes.ir.collectives import is_collective
 from mla_compile.passes.ir.graph import ORIGIN, args_of, is_tensor
 from mla_compile.passes.ir.sizes import Size, size
 from mla_compile.passes.ir.stand_in import original_of
+
+_FEW = 64  # numbers of a constant are compared; larger ones are alike where they are one object
 
 
 class Computations:
@@ -62,11 +65,11 @@ class Computations:
         return node.name if self._is_drawn(node) else node
 
     def _is_drawn(self, node: fx.Node) -> bool:
-        outside = node.op in ("placeholder", "get_attr") or node.name in self._weights
+        outside = node.op == "placeholder" or node.name in self._weights
         return outside or (is_collective(node) and is_tensor(node))
 
     def _is_leaf(self, node: fx.Node) -> bool:
-        if node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
+        if node.op == "get_attr" or node.meta.get(ORIGIN) in self._boundary or self._is_drawn(node):
             return True
         value = node.meta.get("val")
         # As it is evaluated: such a number is not computed. What counts tokens may go back to the first layer.
@@ -90,11 +93,16 @@ class Computations:
         return node.target, self._told(args_of(node)), self._told(node.kwargs), known, stands_for
 
     def _held(self, node: fx.Node) -> Hashable:
-        """A function, by its text; a weight is any of its kind."""
-        held: Any = node.graph.owning_module if node.op == "get_attr" else None
-        for name in str(node.target).split(".") if held is not None else ():
+        """A function by its text, a constant by its numbers; a weight is any of its kind."""
+        if node.op != "get_attr" or node.name in self._weights:
+            return None
+        held: Any = node.graph.owning_module
+        for name in str(node.target).split("."):
             held = getattr(held, name, None)
-        return str(held.graph) if isinstance(held, fx.GraphModule) else None
+        if isinstance(held, fx.GraphModule):
+            return str(held.graph)
+        small = isinstance(held, torch.Tensor) and not is_fake(held) and not held.is_meta and held.numel() <= _FEW
+        return repr(held.tolist()) if small else id(held)
 
     def _known(self, value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
