@@ -1,4 +1,4 @@
-"""Whether a graph of Dynamo's could have an attention without a softmax in it: a look at names, before any capture."""
+"""Whether a graph of Dynamo's could have an attention, with a softmax or not: a look at names, before any capture."""
 
 from __future__ import annotations
 
@@ -13,6 +13,33 @@ _MAPS = (
 )  # fmt: skip
 _REACH = 24
 """Operators between two products: scales, masks, casts and a function of the scores."""
+
+
+def has_attention(gm: fx.GraphModule) -> bool:
+    """Whether a graph (or one nested in it) calls something that could be the core of an attention. Cheap."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.op == "call_module":
+                name = type(module.get_submodule(node.target)).__name__
+            else:
+                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+            known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention", "attn"))
+            if node.op.startswith("call_") and (known or _takes_three_tensors(node.target)):
+                return True
+        if joined_by_a_function(module.graph):
+            return True
+    return False
+
+
+def _takes_three_tensors(target: object) -> bool:
+    """Whether an operator of a library begins with three tensors, which could be queries, keys and values."""
+    packet = getattr(target, "overloadpacket", target)
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or packet._qualified_op_name.startswith(("aten::", "prim")):
+        return False
+    schemas = (getattr(packet, name)._schema for name in packet.overloads())
+    return any(len(s.arguments) > 2 and all(str(a.type) == "Tensor" for a in s.arguments[:3]) for s in schemas)
 
 
 def joined_by_a_function(graph: fx.Graph) -> bool:

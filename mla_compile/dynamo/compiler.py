@@ -27,7 +27,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
-from mla_compile.dynamo.candidates import joined_by_a_function
+from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
@@ -345,33 +345,6 @@ def _as_sizes_say(value: Any) -> Any:
         return value
     now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
     return now
-
-
-def has_attention(gm: fx.GraphModule) -> bool:
-    """Whether a graph (or one nested in it) calls something that could be the core of an attention. Cheap."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            if node.op == "call_module":
-                name = type(module.get_submodule(node.target)).__name__
-            else:
-                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-            known = name == "exp" or any(word in name.lower() for word in ("softmax", "attention", "attn"))
-            if node.op.startswith("call_") and (known or _takes_three_tensors(node.target)):
-                return True
-        if joined_by_a_function(module.graph):
-            return True
-    return False
-
-
-def _takes_three_tensors(target: object) -> bool:
-    """Whether an operator of a library begins with three tensors, which could be queries, keys and values."""
-    packet = getattr(target, "overloadpacket", target)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or packet._qualified_op_name.startswith(("aten::", "prim")):
-        return False
-    schemas = (getattr(packet, name)._schema for name in packet.overloads())
-    return any(len(s.arguments) > 2 and all(str(a.type) == "Tensor" for a in s.arguments[:3]) for s in schemas)
 
 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:

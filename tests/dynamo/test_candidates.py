@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mla_compile.dynamo.candidates import joined_by_a_function
-from mla_compile.dynamo.compiler import has_attention
+from mla_compile.dynamo.candidates import has_attention, joined_by_a_function
 
 
 def seen(fn: Callable[..., Any], *inputs: torch.Tensor) -> list[torch.fx.GraphModule]:

@@ -15,7 +15,8 @@ from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from mla_compile import pipeline
 from mla_compile.backend import mla, reports
-from mla_compile.dynamo.compiler import Compiler, has_attention
+from mla_compile.dynamo.candidates import has_attention
+from mla_compile.dynamo.compiler import Compiler
 from mla_compile.errors import MlaCompileWarning, WeightError
 from mla_compile.options import Options
 from mla_compile.runtime import folds
