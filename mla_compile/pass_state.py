@@ -14,14 +14,15 @@ from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program
-from mla_compile.core.records import PassRecord
+from mla_compile.core.records import PassRecord, SiteReport
 from mla_compile.options import Options
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.report.draw import Sketch
-from mla_compile.passes.report.heads import names_of, reports_of, shown
+from mla_compile.passes.report.heads import attentions, reports_of, shown
+from mla_compile.passes.report.held import Held, held
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.records import Absorbed, Folded
 from mla_compile.passes.rewrite.split_heads import SplitSite
@@ -116,6 +117,7 @@ class State:
         self.sketch: Sketch | None = None
         self.rewritten: list[Absorbed] = []
         self.fused: list[Absorbed] = []
+        self.held: dict[str, Held] = {}
         self.checks: dict[str, Check] = {}
         self.folded: dict[str, list[Folded]] = {}
         self.records: list[PassRecord] = []
@@ -153,14 +155,21 @@ class State:
         """Goes on with a copy that a pass has rewritten, because more of it is absorbed."""
         self.program, self._analysis, self.verdicts, self.splits = analysis.program, analysis, verdicts, splits
 
+    def note_caches(self) -> None:
+        """Notes what the caches of attentions hold, as long as these read what the graph is given."""
+        for name, group in attentions(self.verdicts, self.splits).items():
+            plans = [v.plan for v in group if v.plan is not None and v.absorb and v.plan.keys and v.plan.vals]
+            found = held(plans, self.base.cache) if len(plans) == len(group) else None
+            if found is not None:
+                self.held[name] = found
+
     def outcome(self, name: str, before: tuple[PassRecord, ...]) -> Outcome:
         """What came of the program; ``before``: what was done to it before the passes."""
         self.program.gm.recompile()
         reports = reports_of(self.verdicts, self.splits, self.checks, self.folded)
         reports += [unfollowed_report(i, *found) for i, found in enumerate(self.lost, start=len(reports))]
-        sites = (*names_of(self.verdicts, self.splits), *(node.name for node, _ in self.lost))
-        told = zip(reports, map(self.head_notes.get, sites), strict=True)
-        reports = [r if note is None else replace(r, notes=(*r.notes, note)) for r, note in told]
+        sites = (*attentions(self.verdicts, self.splits), *(node.name for node, _ in self.lost))
+        reports = [self._noted(r, site) for r, site in zip(reports, sites, strict=True)]
         if self.sketch is not None:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
@@ -185,6 +194,14 @@ class State:
             self.program, report, absorbed, variants, self.base, sites, self.by_heads, self.expanded, self.warnings,
             len(self.fused),
         )  # fmt: skip
+
+    def _noted(self, report: SiteReport, name: str) -> SiteReport:
+        """The report on an attention with what is known of it by name."""
+        note, kept = self.head_notes.get(name), self.held.get(name)
+        notes = report.notes if note is None else (*report.notes, note)
+        if kept is None:
+            return replace(report, notes=notes)
+        return replace(report, notes=notes, values_held_before=kept.before, values_held_after=kept.after)
 
     def _drawings(self) -> list[SiteDrawing]:
         assert self.sketch is not None

@@ -132,6 +132,7 @@ def _absorb(state: State) -> int:
     ]
     if state.program.sharing is not None:  # while attentions read the rows that are returned, and not what they are of
         state.shared = begun_rows(state.program, state.verdicts)
+    state.note_caches()
     # Before the first rewrite: what is drawn as "before" has to be there.
     if state.draw:
         state.sketch = Sketch(copy_graph(state.graph), {n.name for n in state.analysis.weights})

@@ -142,7 +142,7 @@ class StepGraphs:
 
     def bytes_to_read_token(self) -> int:
         """What one token takes that a piece of a prompt follows: its rows of all layers, and K and V of the largest."""
-        sizes = [site.cache_values_expanded for site in self.report.sites if site.cache_values_expanded]
+        sizes = [site.values_read_before for site in self.report.sites if site.values_read_before]
         rows = sum(rows.width * rows.dtype.itemsize for rows in self.rows)
         return rows + max(sizes, default=0) * self.lm.dtype.itemsize
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mla_compile.cli import values
 from mla_compile.cli.bench import bench
-from mla_compile.cli.common import EXIT_CODES, NEGATIVE, AsJson, ending, out, print_json, progress
+from mla_compile.cli.common import EXIT_CODES, NEGATIVE, AsJson, ending, out, print_json, progress, say, show_table
 from mla_compile.cli.explain import explain
 from mla_compile.cli.export import export
 from mla_compile.cli.plan import plan
@@ -86,14 +86,17 @@ def _show(outcome: demo_.Outcome) -> None:
     _show_agreement(outcome.agreement)
     if outcome.precision_ratio is not None:
         out.print(f"precision: error against float64 at most {outcome.precision_ratio:.3g} times the original's")
-    before, after = outcome.cache_bytes
-    if after:
-        out.print(
-            f"cache per token, all layers: {before:,} bytes as K and V of every head, "
-            f"{after:,} bytes as latent rows ({before / after:.1f} times less)"
+    if outcome.held is not None:
+        before, after = outcome.held
+        say(f"the cache holds {after:,.0f} bytes per token, all layers; that of the original {before:,.0f}, measured")
+    read, reads = outcome.read_bytes
+    if reads:
+        say(
+            f"attention reads {reads:,} bytes of rows per cached token in a step, all layers; that of the original "
+            f"{read:,} bytes of K and V, which it makes of those rows in every step ({read / reads:.1f} times more)"
         )
     out.print()
-    out.print(_timing_table(outcome))
+    show_table(_timing_table(outcome))
 
 
 def _show_agreement(agreement: demo_.Agreement) -> None:
@@ -113,13 +116,14 @@ def _timing_table(outcome: demo_.Outcome) -> Table:
     table = Table(title=f"one decode step, milliseconds (median of {outcome.settings.rounds} interleaved rounds)")
     for name in ("context", "eager", "Inductor", "mla_compile", "vs eager", "vs Inductor"):
         table.add_column(name, justify="right", no_wrap=True)
+    names = "eager", "inductor", "mla"
     for t in outcome.timings:
-        times = [f"{ms:.2f}" for ms in (t.eager_ms, t.inductor_ms, t.mla_ms)]
-        table.add_row(f"{t.context:,}", *times, f"{t.eager_ms / t.mla_ms:.1f}x", f"{t.inductor_ms / t.mla_ms:.1f}x")
+        eager, inductor, mla = (t.times[name].median for name in names)
+        times = [f"{ms:.2f}" for ms in (eager, inductor, mla)]
+        table.add_row(f"{t.context:,}", *times, f"{eager / mla:.1f}x", f"{inductor / mla:.1f}x")
     first, last = outcome.timings[0], outcome.timings[-1]
     if last.context > first.context:
-        span = (last.context - first.context) / 1000
-        slopes = [(getattr(last, name) - getattr(first, name)) / span for name in ("eager_ms", "inductor_ms", "mla_ms")]
+        slopes = [first.per_1000(last, name) for name in names]
         table.add_section()
-        table.add_row("per 1,000 more", *(f"{slope:.2f}" for slope in slopes), "", "")
+        table.add_row("per 1,000 more", *("within the spread" if s is None else f"{s:.2f}" for s in slopes), "", "")
     return table

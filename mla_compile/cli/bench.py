@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from mla_compile.cli import values
-from mla_compile.cli.common import INTERRUPTED, AsJson, ending, err, failed, out, print_json, progress, say
+from mla_compile.cli.common import INTERRUPTED, AsJson, ending, err, failed, print_json, progress, say, show_table
 from mla_compile.core.dims import Dims
 from mla_compile.errors import InputError
 from mla_compile.models import config_file
@@ -134,6 +134,6 @@ def _show(run: Bench) -> None:
         shown = [f"{t.median:.3g} [{t.p10:.3g}-{t.p90:.3g}]" if (t := times.get(v)) else "too large" for v in VARIANTS]
         gains = [f"{faster[v]:.3g}x" if v in faster else "" for v in ("eager", "inductor")]
         table.add_row(f"{row.context:,}", *shown, *gains, str(row.rounds))
-    out.print(table)
+    show_table(table)
     if any(row.too_large for row in rows):
         say("too large: expanded keys and values would not fit in the free memory; only mla was run there")

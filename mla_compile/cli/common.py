@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from mla_compile.errors import ExportError, MlaCompileError, NothingToCompareError, TargetError, VerificationError
 
@@ -94,6 +96,23 @@ def say(*lines: str) -> None:
     """Lines on stdout as they are."""
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
+
+
+def show_table(table: Table) -> None:
+    """A table on stdout with every digit: as wide as it is in a file or a pipe, row by row on a narrow terminal."""
+    needed = Measurement.get(out, out.options.update(max_width=10_000), table).maximum
+    if needed <= out.width:
+        out.print(table)
+    elif not out.is_terminal:
+        Console(file=out.file, width=needed, highlight=False).print(table)
+    else:
+        if table.title:
+            out.print(table.title, style="italic")
+        for cells in zip(*(column.cells for column in table.columns), strict=True):
+            for column, cell in zip(table.columns, cells, strict=True):
+                if cell:
+                    out.print(f"{column.header}: {cell}" if column.header else str(cell))
+            out.print()
 
 
 def say_aside(*lines: str) -> None:

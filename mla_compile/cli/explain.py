@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from mla_compile.cli import values
-from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside
+from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say, say_aside, show_table
 from mla_compile.core.quantities import BYTES, amount, gigabytes, scaled, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
@@ -89,11 +89,11 @@ def _show(result: Explained, report: Report) -> None:
     out.print(report)
     out.print()
     if result.cache:
-        out.print(_cache_table(result))
+        show_table(_cache_table(result))
     if own := model.own_cache():
         say(own)
     if result.costs:
-        out.print(_cost_table(result))
+        show_table(_cost_table(result))
     for choice in result.choices:
         say(*_choice_lines(choice))
     if model.stored:

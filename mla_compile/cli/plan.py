@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from mla_compile.cli import values
-from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, out, print_json, say
+from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, print_json, say, show_table
 from mla_compile.core.quantities import gigabytes, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
@@ -155,7 +155,7 @@ def _show(result: Plan) -> None:
     _fits(table, request, rows)
     _step(table, request, rows)
     _prompts(table, request, rows)
-    out.print(table)
+    show_table(table)
     if machine.source:
         say(f"figures of the machine: {machine.source}")
 

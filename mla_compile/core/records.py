@@ -70,8 +70,13 @@ class SiteReport:
         fix: what the user could change; ``None`` leaves the code's generic advice.
         blame: the node that prevents absorption.
         dims: the sizes, if they were found.
-        cache_values_expanded: values cached per token of this layer in the expanded form, H(N+R+V).
-        cache_values_latent: the same as rows, L+R.
+        values_read_before: values per context token that the attention reads as the model writes it: K and V of all
+            heads, H(N+R+V), which most models make anew in every call.
+        values_read_after: values per context token that the absorbed form reads: rows, L+R.
+        values_held_before: values per token that the model's own cache holds for this attention; ``None`` where the
+            graph shows no cache, as that of a first call.
+        values_held_after: values per token that the cache holds now.
+        graph: the name of the graph, in a report of several graphs.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add).
         decode_flops_after: the same in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
@@ -100,8 +105,10 @@ class SiteReport:
     fix: str | None = None
     blame: Location | None = None
     dims: Dims | None = None
-    cache_values_expanded: int | None = None
-    cache_values_latent: int | None = None
+    values_read_before: int | None = None
+    values_read_after: int | None = None
+    values_held_before: int | None = None
+    values_held_after: int | None = None
     decode_flops_before: int | None = None
     decode_flops_after: int | None = None
     decode_bytes_before: int | None = None
@@ -116,6 +123,7 @@ class SiteReport:
     parts: tuple[str, ...] = ()
     kept: tuple[KeptPart, ...] = ()
     notes: tuple[str, ...] = ()
+    graph: str = ""
     drawing: SiteDrawing | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

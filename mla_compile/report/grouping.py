@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,27 @@ class SiteGroup:
     def fold_error(self) -> float | None:
         """The worst measured rounding error of the group's folded weights."""
         return max((s.fold_error for s in self.sites if s.fold_error is not None), default=None)
+
+
+def of_each_attention(sites: Iterable[SiteReport]) -> list[SiteReport]:
+    """One site for each attention of the model, however many graphs have it: the one of which most figures are known.
+
+    Attentions of one module are told apart by their order in the graph.
+    """
+    count: Counter[tuple[str, str]] = Counter()
+    found: dict[tuple[str, int], SiteReport] = {}
+    for site in sites:
+        name = site.where.module or site.where.source or site.where.node
+        place = name, count[site.graph, name]
+        count[site.graph, name] += 1
+        if place not in found or _known(site) > _known(found[place]):
+            found[place] = site
+    return list(found.values())
+
+
+def _known(site: SiteReport) -> tuple[bool, bool, bool]:
+    figures = site.values_read_before is not None and site.values_read_after is not None
+    return site.verdict == "absorbed", figures, site.values_held_after is not None
 
 
 def grouped(sites: Iterable[SiteReport]) -> list[SiteGroup]:
@@ -85,7 +107,7 @@ def _anonymous(site: SiteReport) -> SiteReport:
     blame = None if site.blame is None else _unnumbered(site.blame)
     where = _unnumbered(site.where)
     kept = tuple(replace(k, blame=None if k.blame is None else _unnumbered(k.blame)) for k in site.kept)
-    return replace(site, index=0, where=where, blame=blame, kept=kept, precision_ratio=None, fold_error=None)
+    return replace(site, index=0, graph="", where=where, blame=blame, kept=kept, precision_ratio=None, fold_error=None)
 
 
 def _unnumbered(where: Location) -> Location:

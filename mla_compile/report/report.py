@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from mla_compile.codes import Verdict
 from mla_compile.core.records import VERDICTS, PassRecord, SiteReport
 from mla_compile.errors import InputError
-from mla_compile.report.grouping import grouped
+from mla_compile.report.grouping import grouped, of_each_attention
 from mla_compile.report.page.write import write_report
 from mla_compile.report.wording import WORDS, headline, rows_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SCHEMA = "mla_compile.report/1"
+SCHEMA = "mla_compile.report/2"
 """Written into every JSON report; the number grows when a reader of the old layout would misread the new one."""
 
 _SHOWN_SECONDS = 0.01
@@ -130,13 +130,13 @@ class Report:
     def merged(cls, reports: Iterable[Report]) -> Report:
         """One report of several graphs: sites renumbered in order, passes of one name added up, each message once."""
         several = list(reports)
-        sites = [site for report in several for site in report.sites]
+        sites = [(site, site.graph or report.graph) for report in several for site in report.sites]
         totals: dict[str, PassRecord] = {}
         for p in (p for report in several for p in report.passes):
             seen = totals.get(p.name, PassRecord(p.name, 0, 0.0))
             totals[p.name] = PassRecord(p.name, seen.changes + p.changes, seen.seconds + p.seconds)
         return cls(
-            sites=tuple(replace(site, index=i) for i, site in enumerate(sites)),
+            sites=tuple(replace(site, index=i, graph=graph) for i, (site, graph) in enumerate(sites)),
             graph=", ".join(dict.fromkeys(report.graph for report in several if report.graph)),
             passes=tuple(totals.values()),
             messages=tuple(dict.fromkeys(message for report in several for message in report.messages)),
@@ -144,7 +144,7 @@ class Report:
 
     def summary(self) -> str:
         """One line, for logs."""
-        place = f" in graph {self.graph}" if self.graph else ""
+        place = f" in graph{'s' * (', ' in self.graph)} {self.graph}" if self.graph else ""
         if NOTHING_YET in self.messages:
             return NOTHING_YET
         if not self.sites:
@@ -157,13 +157,23 @@ class Report:
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
                 counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
-        line = f"{len(self.sites)} {noun}{place}: {', '.join(counts)}"
-        saved = [site for site in self.sites if site.verdict == "absorbed" and _has_cache(site)]
-        if saved:
-            before = sum(site.cache_values_expanded or 0 for site in saved)
-            after = sum(site.cache_values_latent or 0 for site in saved)
-            line += f"; cache values per token {before:,} -> {after:,}"
+        attentions = len(of_each_attention(self.sites))
+        of = f" of {attentions} attention{'s' * (attentions > 1)}" if attentions < len(self.sites) else ""
+        line = f"{len(self.sites)} {noun}{of}{place}: {', '.join(counts)}"
+        line += "".join(f"; {what}" for what in self._figures())
         return line + (f"; capture and passes {self.seconds:.2f} s" if self.passes else "")
+
+    def _figures(self) -> list[str]:
+        """What the absorbed attentions of the model read and hold for each token, each counted once."""
+        each = [site for site in of_each_attention(self.sites) if site.verdict == "absorbed"]
+        read = [_pair(s.values_read_before, s.values_read_after) for s in each]
+        held = [_pair(s.values_held_before, s.values_held_after) for s in each]
+        said = [
+            ("attention reads {} -> {} values per context token", [pair for pair in read if pair]),
+            ("the cache holds {} -> {} per token", [pair for pair in held if pair]),
+        ]
+        totals = [(words, [sum(column) for column in zip(*pairs, strict=True)]) for words, pairs in said if pairs]
+        return [words.format(*(f"{total:,}" for total in both)) for words, both in totals]
 
     def text(self, width: int = 100) -> str:
         """The whole report as plain text, without colour."""
@@ -210,5 +220,5 @@ class Report:
         return sum(site.verdict == verdict for site in self.sites)
 
 
-def _has_cache(site: SiteReport) -> bool:
-    return site.cache_values_expanded is not None and site.cache_values_latent is not None
+def _pair(before: int | None, after: int | None) -> tuple[int, int] | None:
+    return None if before is None or after is None else (before, after)

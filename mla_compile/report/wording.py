@@ -42,7 +42,8 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
     for label, before, after, unit in (
-        ("cache", site.cache_values_expanded, site.cache_values_latent, "values per token"),
+        ("reads", site.values_read_before, site.values_read_after, "values per context token"),
+        ("cache holds", site.values_held_before, site.values_held_after, "values per token"),
         ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
         ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
     ):
@@ -79,5 +80,7 @@ def _change(before: int | None, after: int | None, unit: str, *, done: bool) -> 
         return f"{before:,} {unit}"
     if not done:
         return f"{before:,} {unit} (absorbed: {after:,})"
+    if before == after:
+        return f"{before:,} {unit}, as before"
     gain = f", {before / after:.3g} times less" if 0 < after < before else ""
     return f"{before:,} -> {after:,} {unit}{gain}"

@@ -22,6 +22,12 @@ from mla_compile.runtime.ranges import range_of
 aten = torch.ops.aten
 
 
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What tensors of a cache hold: of K and V that are kept as rows these rows, once where several share them."""
+    held = (row for t in tensors for row in (t._cell.rows if isinstance(t, LatentTensor) and t.recipe else (t,)))
+    return sum({(t.data_ptr(), t.shape): t.nbytes for t in held}.values())
+
+
 def _not_compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Keeps Dynamo away from what its guards call; later releases do so themselves, at no cost in each call."""
     return function if TorchVersion(torch.__version__) >= "2.13" else torch.compiler.disable(function)

@@ -8,9 +8,7 @@ are small enough for two CPU cores. Weights are seeded, so nothing is downloaded
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,11 +16,12 @@ import torch
 from torch import Tensor
 
 import mla_compile
-from mla_compile.core.cache_argument import cache_argument
-from mla_compile.core.measuring import available_bytes, require_compiler
+from mla_compile.core.cache_argument import cache_argument, cache_of
+from mla_compile.core.measuring import Times, available_bytes, in_turns, require_compiler, timed
 from mla_compile.core.quantities import gib
 from mla_compile.errors import InputError, NothingToCompareError
 from mla_compile.report.report import Report
+from mla_compile.runtime.latent import held_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -103,13 +102,25 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one decode step at one context length: medians of interleaved rounds."""
+    """One decode step at one context length, of ``eager``, ``inductor`` and ``mla`` in interleaved rounds."""
 
     context: int
-    eager_ms: float
-    inductor_ms: float
-    mla_ms: float
-    rounds: int
+    times: Mapping[str, Times]
+
+    def per_1000(self, last: Timing, variant: str) -> float | None:
+        """Milliseconds that 1,000 more cached tokens take up to ``last``; ``None`` where the spread hides it."""
+        a, b = self.times[variant], last.times[variant]
+        grown, spread = b.median - a.median, (b.high - b.low) / 2 + (a.high - a.low) / 2
+        return None if grown <= spread else 1000 * grown / (last.context - self.context)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a model generated: tokens [count], logits [count, vocabulary], and the bytes its cache held per token."""
+
+    tokens: Tensor
+    logits: Tensor
+    held: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,8 @@ class Outcome:
     """Everything that the demo found.
 
     ``report`` is about a decode step at the longest context. ``precision_ratio`` is the largest ratio of an absorbed
-    site's error to that of its original form, both against float64; ``None`` if none was checked.
+    site's error to that of its original form, both against float64; ``None`` if none was checked. ``held``: bytes per
+    token in the caches of the original and of the optimized model, measured after they have generated.
     """
 
     settings: Settings
@@ -125,24 +137,31 @@ class Outcome:
     agreement: Agreement
     timings: tuple[Timing, ...]
     precision_ratio: float | None = None
+    held: tuple[float, float] | None = None
 
     @property
-    def cache_bytes(self) -> tuple[int, int]:
-        """Bytes per cached token of all layers: K and V per head, and latent rows."""
+    def read_bytes(self) -> tuple[int, int]:
+        """Bytes that the attention of all layers reads per cached token: K and V of every head, and latent rows."""
         size = DTYPES[self.settings.dtype].itemsize
         absorbed = [site for site in self.report.sites if site.verdict == "absorbed"]
-        expanded = sum(site.cache_values_expanded or 0 for site in absorbed)
-        return size * expanded, size * sum(site.cache_values_latent or 0 for site in absorbed)
+        expanded = sum(site.values_read_before or 0 for site in absorbed)
+        return size * expanded, size * sum(site.values_read_after or 0 for site in absorbed)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        before, after = self.cache_bytes
+        kinds = {"held": self.held, "read": self.read_bytes}
         return {
             "settings": asdict(self.settings),
             "agreement": asdict(self.agreement) | {"ok": self.agreement.ok},
-            "cache_bytes_per_token": {"expanded": before, "latent": after},
+            "bytes_per_cached_token": {
+                kind: None if pair is None else dict(zip(("before", "after"), pair, strict=True))
+                for kind, pair in kinds.items()
+            },
             "precision_ratio": self.precision_ratio,
-            "timings": [asdict(timing) for timing in self.timings],
+            "timings": [
+                {"context": t.context, "ms": {name: asdict(times) for name, times in t.times.items()}}
+                for t in self.timings
+            ],
             "report": self.report.to_dict(),
         }
 
@@ -167,9 +186,10 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     optimized = mla_compile.optimize(model, progress=False)
     progress(f"generating {settings.tokens} tokens with the original")
     prompt = torch.randint(_CONFIG["vocab_size"], (1, settings.prompt), generator=torch.Generator().manual_seed(1))
-    original_tokens = generate(model, prompt, settings.tokens)
+    original = generate(model, prompt, settings.tokens)
     progress(f"compiling, and generating {settings.tokens} tokens with the optimized model")
-    agreement = compare(original_tokens, generate(optimized, prompt, settings.tokens), _TOLERANCE[settings.dtype])
+    decoded = generate(optimized, prompt, settings.tokens)
+    agreement = compare(original, decoded, _TOLERANCE[settings.dtype])
     precision_ratio = _precision(getattr(optimized, "mla_report", None))
     report = mla_compile.explain(model, **_decode_inputs(model, max(settings.contexts), settings.dtype))
     progress("compiling the original with Inductor")
@@ -180,7 +200,7 @@ def run(settings: Settings, progress: Callable[[str], None]) -> Outcome:
     for context in settings.contexts:
         progress(f"decoding at a context of {context:,} tokens")
         timings.append(measure(model, steps, context, settings))
-    return Outcome(settings, report, agreement, tuple(timings), precision_ratio)
+    return Outcome(settings, report, agreement, tuple(timings), precision_ratio, (original.held, decoded.held))
 
 
 def _check_memory(settings: Settings) -> None:
@@ -223,8 +243,8 @@ def build(settings: Settings) -> Any:
     return model.to(DTYPES[settings.dtype])
 
 
-def generate(model: Any, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The next ``count`` tokens [count] and their logits [count, vocabulary], greedily decoded."""
+def generate(model: Any, prompt: Tensor, count: int) -> Decoded:
+    """The next ``count`` tokens, greedily decoded."""
     out = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -233,12 +253,14 @@ def generate(model: Any, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return out.sequences[0, prompt.shape[1] :], torch.cat(out.logits).float()
+    cache = cache_of(out)
+    held = held_bytes(t for layer in cache.layers for t in (layer.keys, layer.values)) / cache.get_seq_length()
+    return Decoded(out.sequences[0, prompt.shape[1] :], torch.cat(out.logits).float(), held)
 
 
-def compare(original: tuple[Tensor, Tensor], optimized: tuple[Tensor, Tensor], tolerance: float) -> Agreement:
+def compare(original: Decoded, optimized: Decoded, tolerance: float) -> Agreement:
     """Compares two results of :func:`generate` up to the first token that differs; after it the inputs differ."""
-    (tokens, logits), (other_tokens, other_logits) = original, optimized
+    tokens, logits, other_tokens, other_logits = original.tokens, original.logits, optimized.tokens, optimized.logits
     different = (tokens != other_tokens).nonzero()
     first = int(different[0]) if len(different) else None
     same_input = slice(None if first is None else first + 1)
@@ -255,21 +277,19 @@ def measure(model: Any, steps: dict[str, Any], context: int, settings: Settings)
     """Times a decode step of each of ``steps`` in turn, ``settings.rounds`` times."""
     for step in steps.values():
         timed_step(model, step, context, settings.dtype)
-    rounds = [
-        {name: timed_step(model, step, context, settings.dtype) for name, step in steps.items()}
-        for _ in range(settings.rounds)
-    ]
-    median = {name: 1e3 * statistics.median(times[name] for times in rounds) for name in steps}
-    return Timing(context, median["eager"], median["inductor"], median["mla"], settings.rounds)
+
+    def one(step: Callable[..., Any]) -> Callable[[], float]:
+        return lambda: timed_step(model, step, context, settings.dtype)
+
+    seconds = in_turns({name: one(step) for name, step in steps.items()}, settings.rounds, math.inf)
+    return Timing(context, {name: Times.of(taken) for name, taken in seconds.items()})
 
 
 @torch.no_grad()
 def timed_step(model: Any, step: Callable[..., Any], context: int, dtype: str) -> float:
     """Seconds of one decode step whose cache holds ``context`` random rows; no prompt is run to fill it."""
     inputs = _decode_inputs(model, context, dtype)
-    start = time.perf_counter()
-    step(**inputs)
-    return time.perf_counter() - start
+    return timed(lambda: step(**inputs))
 
 
 def _decode_inputs(model: Any, context: int, dtype: str) -> dict[str, Any]:

@@ -32,13 +32,19 @@ def are_cached(rows: fx.Node) -> bool:
     Then the caller keeps the rows and not what they are expanded into, which is made anew in every call. A projection
     on the way makes other rows of them.
     """
+    return bool(pasts_of(rows))
+
+
+def pasts_of(rows: fx.Node) -> set[fx.Node]:
+    """The inputs and the state of the graph that hold what was there of ``rows`` before this call."""
 
     def same_rows(node: fx.Node) -> Iterable[fx.Node]:
         ends = packet(node) in CONTRACTIONS or _held(node)
         return () if ends else (n for n in node.all_input_nodes if is_tensor(n))
 
     start = whole_rows(rows)
-    return any(_comes_in(past) for node in reachable([start], same_rows, REACH) for past in _held(node))
+    found = (_input(past) for node in reachable([start], same_rows, REACH) for past in _held(node))
+    return {node for node in found if node is not None}
 
 
 def _held(node: fx.Node) -> Sequence[fx.Node]:
@@ -51,8 +57,8 @@ def _held(node: fx.Node) -> Sequence[fx.Node]:
     return ()
 
 
-def _comes_in(node: fx.Node) -> bool:
-    """Whether ``node`` shows an input of the graph, or state that it owns."""
+def _input(node: fx.Node) -> fx.Node | None:
+    """The input of the graph, or the state that it owns, which ``node`` shows; ``None`` if it shows neither."""
     while isinstance(how := decode(node), _VIEWS):
         node = how.x
-    return node.op in ("placeholder", "get_attr")
+    return node if node.op in ("placeholder", "get_attr") else None

@@ -65,26 +65,20 @@ def reports_of(
     return reports
 
 
-def names_of(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[str]:
-    """The attention of each report of :func:`reports_of`, by its name in the graph before it was split."""
+def attentions(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> dict[str, list[Verdict]]:
+    """For each report of :func:`reports_of` the name that its attention had before it was split, and its groups."""
     split_of = {g.node: s for s in splits for g in s.groups}
-    whole = (split_of.get(v.site.node) for v in verdicts)
-    names = (v.site.node.name if s is None else s.name for v, s in zip(verdicts, whole, strict=True))
-    return list(dict.fromkeys(names))
+    found: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        split = split_of.get(verdict.site.node)
+        found.setdefault(verdict.site.node.name if split is None else split.name, []).append(verdict)
+    return found
 
 
 def shown(verdicts: Sequence[Verdict], splits: Sequence[SplitSite]) -> list[Verdict]:
     """One verdict for each report of :func:`reports_of`: of a split attention that of the first group absorbed."""
-    by_node = {v.site.node: v for v in verdicts}
-    split_of = {g.node: s for s in splits for g in s.groups}
-    found: dict[object, Verdict] = {}
-    for verdict in verdicts:
-        split = split_of.get(verdict.site.node)
-        groups = [verdict] if split is None else [by_node[g.node] for g in split.groups]
-        found.setdefault(
-            verdict.site.node if split is None else split.name, next((v for v in groups if v.absorb), groups[0])
-        )
-    return list(found.values())
+    groups = attentions(verdicts, splits).values()
+    return [next((v for v in group if v.absorb), group[0]) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -150,8 +144,8 @@ def split_report(
         reason="; ".join(dict.fromkeys(r.reason for r in reports)),
         form=_same([r.form for r in reports]),
         dims=_dims([r.dims for r in reports]),
-        cache_values_expanded=total(lambda r: r.cache_values_expanded),
-        cache_values_latent=_rows(verdicts, split) if total(lambda r: r.cache_values_latent) else None,
+        values_read_before=total(lambda r: r.values_read_before),
+        values_read_after=_rows(verdicts, split) if total(lambda r: r.values_read_after) else None,
         decode_flops_before=total(lambda r: r.decode_flops_before),
         decode_flops_after=total(lambda r: r.decode_flops_after),
         decode_bytes_before=total(lambda r: r.decode_bytes_before),

@@ -68,8 +68,8 @@ def site_report(
         report,
         form=after,
         dims=dims,
-        cache_values_expanded=dims.expanded_values,
-        cache_values_latent=dims.latent_values,
+        values_read_before=dims.expanded_values,
+        values_read_after=dims.latent_values,
         decode_flops_before=cost.decode_flops(dims, "expanded"),
         decode_flops_after=cost.decode_flops(dims, grows),
         decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
@@ -126,7 +126,7 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
         return report
     # Rows of single heads are cached once for each of those heads.
     rows = sum(r.size * r.count for r in plan.rows)
-    return replace(report, cache_values_expanded=plan.dims.expanded_values, cache_values_latent=rows)
+    return replace(report, values_read_before=plan.dims.expanded_values, values_read_after=rows)
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:

@@ -103,7 +103,7 @@ def same_as_one_process(
         "tokens": torch.equal(ours, tokens),
         "logits": float((numbers - logits).abs().max() / logits.abs().max().clamp_min(1)),
         "codes": sorted({str(s.code) for s in sites}),
-        "absorbed": [(s.dims.H, s.decode_flops_after, s.cache_values_latent) for s in sites if s.verdict == "absorbed"],
+        "absorbed": [(s.dims.H, s.decode_flops_after, s.values_read_after) for s in sites if s.verdict == "absorbed"],
     }
 
 
@@ -120,7 +120,7 @@ def sharded(rank: int) -> dict[str, Any]:
         off.append(float((result - expected).abs().max()))
     return {
         "off": max(off),
-        "absorbed": [(s.dims.H, s.cache_values_latent) for s in fast.mla_report.sites if s.verdict == "absorbed"],
+        "absorbed": [(s.dims.H, s.values_read_after) for s in fast.mla_report.sites if s.verdict == "absorbed"],
     }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from mla_compile.codes import Code
 from mla_compile.core.records import Location, PassRecord
 from mla_compile.errors import InputError
 from mla_compile.report.report import SCHEMA, Report
@@ -21,7 +22,7 @@ from tests.support.reports import FILE, NOT_MLA, REFUSED, REPORT, absorbed
 
 TEXT = """\
 mla_compile: 5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not
-MLA; cache values per token 122,880 -> 1,728; capture and passes 0.75 s
+MLA; attention reads 122,880 -> 1,728 values per context token; capture and passes 0.75 s
 
 absorbed (chained)  model.layers.{0-2}.self_attn  (3 sites)
   source          deepseek_v3/modeling_deepseek_v3.py:77
@@ -29,7 +30,7 @@ absorbed (chained)  model.layers.{0-2}.self_attn  (3 sites)
   why             K and V are linear images of one latent (512 wide) and a rotary key all heads
                   share (64)
   dims            H=128 L=512 R=64 N=128 V=128 Q=1536 D=7168
-  cache           40,960 -> 576 values per token, 71.1 times less
+  reads           40,960 -> 576 values per context token, 71.1 times less
   decode          33,636,352 -> 278,528 FLOPs per context token, 121 times less
                   164,992 -> 1,152 bytes per context token, 143 times less
   absorbing pays  below 171 queries per call, in FLOPs on a long context
@@ -47,7 +48,7 @@ refused: position_dependent  model.layers.3.self_attn
                 unrotated
   see           docs/refusals.md#position_dependent
   dims          H=128 L=512 R=64 N=128 V=128 Q=1536 D=7168
-  cache         40,960 values per token (absorbed: 576)
+  reads         40,960 values per context token (absorbed: 576)
 
 not MLA  sdpa
   why  K is a graph input
@@ -104,7 +105,7 @@ def test_counts_and_summary():
     assert REPORT.seconds == 0.75
     assert REPORT.summary() == (
         "5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not MLA; "
-        "cache values per token 122,880 -> 1,728; capture and passes 0.75 s"
+        "attention reads 122,880 -> 1,728 values per context token; capture and passes 0.75 s"
     )
 
 
@@ -124,7 +125,7 @@ def test_json_round_trip():
 def test_json_schema():
     """Programs read these keys: adding one is fine, losing or renaming one needs a new schema."""
     record = json.loads(REPORT.to_json())
-    assert record["schema"] == SCHEMA == "mla_compile.report/1"
+    assert record["schema"] == SCHEMA == "mla_compile.report/2"
     assert sorted(record) == ["counts", "graph", "messages", "passes", "schema", "sites"]
     assert record["counts"] == {"absorbed": 3, "kept": 0, "refused": 1, "not_mla": 1}
     assert record["passes"][0] == {"name": "normalize", "changes": 12, "seconds": 0.25}
@@ -154,8 +155,10 @@ def test_json_schema():
             "code": "k = (k * cos) + (rotate(k) * sin)",
         },
         "dims": {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168},
-        "cache_values_expanded": 40960,
-        "cache_values_latent": 576,
+        "values_read_before": 40960,
+        "values_read_after": 576,
+        "values_held_before": None,
+        "values_held_after": None,
         "decode_flops_before": None,
         "decode_flops_after": None,
         "decode_bytes_before": None,
@@ -168,6 +171,7 @@ def test_json_schema():
         "choosing_bytes": None,
         "choosing_fused": None,
         "notes": [],
+        "graph": "",
     }
 
 
@@ -180,8 +184,8 @@ def test_json_is_strict_where_the_break_even_is_infinite():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "schema is None, expected 'mla_compile.report/1'"),
-        ({"schema": "mla_compile.report/2"}, "schema is 'mla_compile.report/2'"),
+        ({}, "schema is None, expected 'mla_compile.report/2'"),
+        ({"schema": "mla_compile.report/3"}, "schema is 'mla_compile.report/3'"),
         ({"schema": SCHEMA}, r"does not follow it: KeyError\('sites'\)"),
         ({**REPORT.to_dict(), "sites": [{"where": {}}]}, "does not follow it: TypeError"),
         ({**REPORT.to_dict(), "sites": [{**REFUSED.to_dict(), "code": "no_such"}]}, "'no_such' is not a valid Code"),
@@ -202,11 +206,24 @@ def test_merged():
     )
     both = Report.merged([REPORT, other])
     assert [site.index for site in both.sites] == [0, 1, 2, 3, 4, 5]
-    assert both.sites[5] == dataclasses.replace(absorbed(0), index=5)
+    assert both.sites[5] == dataclasses.replace(absorbed(0), index=5, graph="prefill")
     assert both.graph == "decode, prefill"
     assert both.passes == (PassRecord("normalize", 13, 0.75), PassRecord("absorb", 3, 0.5), PassRecord("fold", 2, 1.0))
     assert both.messages == REPORT.messages
     assert Report.merged([]) == Report(())
+
+
+def test_figures_are_those_of_the_model_however_many_graphs_have_an_attention():
+    """A layer is one layer in the graph of a prompt, of a step and of a longer step."""
+    kept = dataclasses.replace(absorbed(0), verdict="kept", code=Code.COST_PREFILL)
+    step = absorbed(0, values_held_before=40960, values_held_after=576)
+    graphs = [Report((site, NOT_MLA), graph=f"0/{i}") for i, site in enumerate((kept, absorbed(0), step))]
+    assert Report.merged(graphs).summary() == (
+        "6 attention sites of 2 attentions in graphs 0/0, 0/1, 0/2: 2 absorbed, 1 kept (cost_prefill), 3 not MLA; "
+        "attention reads 40,960 -> 576 values per context token; the cache holds 40,960 -> 576 per token"
+    )
+    two = Report((step, dataclasses.replace(step, index=1)), graph="0/0")  # two attentions of one module
+    assert "the cache holds 81,920 -> 1,152 per token" in two.summary()
 
 
 @pytest.mark.thorough

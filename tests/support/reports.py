@@ -29,8 +29,8 @@ def absorbed(layer: int, **changes: object) -> SiteReport:
         "code": "absorbed",
         "reason": "K and V are linear images of one latent (512 wide) and a rotary key all heads share (64)",
         "dims": V3,
-        "cache_values_expanded": 40960,
-        "cache_values_latent": 576,
+        "values_read_before": 40960,
+        "values_read_after": 576,
         "decode_flops_before": 33_636_352,
         "decode_flops_after": 278_528,
         "decode_bytes_before": 164_992,
@@ -51,8 +51,8 @@ REFUSED = SiteReport(
     reason="aten.mul with cos lies between the up-projection and the scores",
     blame=Location("mul_7", "aten.mul", "model.layers.3.self_attn", FILE, 52, "k = (k * cos) + (rotate(k) * sin)"),
     dims=V3,
-    cache_values_expanded=40960,
-    cache_values_latent=576,
+    values_read_before=40960,
+    values_read_after=576,
 )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mla_compile.errors import InputError
 from mla_compile.workbench import demo
-from mla_compile.workbench.demo import Settings
+from mla_compile.workbench.demo import Decoded, Settings
 
 
 def _logits(tokens: list[int], gap: float = 1.0) -> torch.Tensor:
@@ -19,9 +19,8 @@ def _logits(tokens: list[int], gap: float = 1.0) -> torch.Tensor:
 
 
 def test_equal_tokens_agree():
-    result = demo.compare(
-        (torch.tensor([1, 2, 3]), _logits([1, 2, 3])), (torch.tensor([1, 2, 3]), _logits([1, 2, 3])), 0.0
-    )
+    one, other = (Decoded(torch.tensor([1, 2, 3]), _logits([1, 2, 3])) for _ in range(2))
+    result = demo.compare(one, other, 0.0)
     assert result.ok
     assert result.first_difference is None
     assert result.logits_error == 0.0
@@ -30,14 +29,19 @@ def test_equal_tokens_agree():
 def test_equal_tokens_with_other_logits_do_not_agree():
     other = _logits([1, 2, 3])
     other[2] *= 1.01
-    result = demo.compare((torch.tensor([1, 2, 3]), _logits([1, 2, 3])), (torch.tensor([1, 2, 3]), other), 1e-3)
+    result = demo.compare(
+        Decoded(torch.tensor([1, 2, 3]), _logits([1, 2, 3])), Decoded(torch.tensor([1, 2, 3]), other), 1e-3
+    )
     assert not result.ok
     assert result.logits_error == pytest.approx(0.01, rel=1e-4)
 
 
 def test_a_different_token_is_a_difference():
     """The original prefers 2 by a whole unit; the other picks 7, with logits that differ by much less than that."""
-    original, other = (torch.tensor([1, 2]), _logits([1, 2])), (torch.tensor([1, 7]), _logits([1, 2]) + 1e-4)
+    original, other = (
+        Decoded(torch.tensor([1, 2]), _logits([1, 2])),
+        Decoded(torch.tensor([1, 7]), _logits([1, 2]) + 1e-4),
+    )
     result = demo.compare(original, other, 1e-3)
     assert result.first_difference == 1
     assert not result.tie
@@ -45,10 +49,10 @@ def test_a_different_token_is_a_difference():
 
 
 def test_a_tie_within_rounding_is_excused_and_nothing_after_it_is_compared():
-    original = (torch.tensor([1, 2, 3]), _logits([1, 2, 3], gap=1e-5))
-    other = (torch.tensor([1, 7, 5]), _logits([1, 7, 5]) * torch.tensor([[1.0], [1.0], [-9.0]]))
-    other[1][:2] = original[1][:2]
-    other[1][1, 7] += 2e-5
+    original = Decoded(torch.tensor([1, 2, 3]), _logits([1, 2, 3], gap=1e-5))
+    other = Decoded(torch.tensor([1, 7, 5]), _logits([1, 7, 5]) * torch.tensor([[1.0], [1.0], [-9.0]]))
+    other.logits[:2] = original.logits[:2]
+    other.logits[1, 7] += 2e-5
     result = demo.compare(original, other, 1e-3)
     assert result.first_difference == 1
     assert result.tie

@@ -159,8 +159,8 @@ def _in_part(model: Facts, absorbed: int) -> str:
 
 
 def _gain(model: Facts) -> str:
-    saved = [s for s in model.sites if s.verdict == "absorbed" and s.cache_values_latent]
-    before, after = (saved[0].cache_values_expanded, saved[0].cache_values_latent) if saved else (None, None)
+    saved = [s for s in model.sites if s.verdict == "absorbed" and s.values_read_after]
+    before, after = (saved[0].values_read_before, saved[0].values_read_after) if saved else (None, None)
     if before is None or after is None or before <= after:
         return ""
     return f": {after:,} values per token and layer are read instead of {before:,}, {before / after:.3g} times fewer"

@@ -382,7 +382,7 @@ def test_the_report_says_what_was_absorbed_and_what_stays():
     outcome = optimized(export(rotated(), inputs()))
     (site,) = outcome.report.sites
     assert (site.verdict, site.form, site.parts) == ("absorbed", "chained", ("values",))
-    assert site.cache_values_latent is None, "what K reads is not known"
+    assert site.values_read_after is None, "what K reads is not known"
     shown = outcome.report.text()
     assert "absorbed (chained, values only)" in shown
     assert "keys (position_dependent)" in shown
@@ -399,7 +399,7 @@ def test_the_report_on_rotary_keys_of_every_head():
     (site,) = optimized(export(PerHead(), per_head())).report.sites
     assert site.parts == ("keys", "values")
     assert [(k.part, k.code) for k in site.kept] == [("some columns of the keys", Code.PER_HEAD_ROPE)]
-    assert (site.cache_values_expanded, site.cache_values_latent) == (H * (N + R + V), L + H * R)
+    assert (site.values_read_before, site.values_read_after) == (H * (N + R + V), L + H * R)
 
 
 @pytest.mark.singly

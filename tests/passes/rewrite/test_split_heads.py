@@ -203,7 +203,7 @@ def test_groups_of_heads_with_latents_of_their_own(core):
     program, site = split(TwoLatents(core=core, bias=True), given, kept=None, parts=(FIRST, SECOND), lowering="op")
     assert calls(program).count(OP) == 2
     assert site.dims.H == 2 * H
-    assert (site.cache_values_expanded, site.cache_values_latent) == (2 * H * (N + R + V), 2 * L + R)
+    assert (site.values_read_before, site.values_read_after) == (2 * H * (N + R + V), 2 * L + R)
 
 
 class Grouped(SomeHeads):

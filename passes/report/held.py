@@ -1,0 +1,37 @@
+"""How many values a cache holds for each token of one attention, before the rewrite and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mla_compile.passes.cache.rewrite import LatentCache
+from mla_compile.passes.decide.cached import pasts_of
+from mla_compile.passes.decide.records import AbsorbPlan
+
+
+class Held(NamedTuple):
+    """Values per token of one attention that the model's own cache holds, and that the cache holds now."""
+
+    before: int
+    after: int
+
+
+def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> Held | None:
+    """What the cache of an attention holds; ``None`` where this graph does not show a cache of all its rows.
+
+    ``plans``: the one of the attention, or those of its groups of heads.
+
+    Most models keep their rows themselves, and nothing changes. Where the cache held K and V of each head, ``cache``
+    says which inputs are rows now, and how many values of the tensors they took the place of each token had.
+    """
+    every = {rows.node: rows for plan in plans for rows in plan.rows}
+    pasts = [pasts_of(node) for node in every]
+    if not all(pasts):
+        return None
+    # Rows of single heads are cached once for each of those heads.
+    after = sum(rows.size * rows.count for rows in every.values())
+    names = {node.name for nodes in pasts for node in nodes}
+    inputs = {} if cache is None else cache.inputs
+    replaced = [cache.recipes[name][0] for name, rows in inputs.items() if cache is not None and names & set(rows)]
+    return Held(sum(recipe.values for recipe in replaced) if replaced else after, after)
