@@ -82,7 +82,7 @@ class Outcome:
 _SHARED = "each of {ranks} ranks keeps its share of the rows of {count} cached tensors"
 _SENT = "; {count:,} of the bytes that a call receives are {what} of the others"
 _RECEIVED = "a call like the one that was traced receives {count:,} bytes from other ranks ({each})"
-_APPENDED = "new rows are written behind those of {count} cached tensors, which are no longer copied in every call"
+_APPENDED = "new rows are written behind those of {count} cached tensor{s}, with no copy of these in every call"
 
 
 class State:
@@ -174,7 +174,7 @@ class State:
             reports = [replace(r, drawing=drawn) for r, drawn in zip(reports, self._drawings(), strict=True)]
         variants = tuple(_site_cost(v) for v in self.chosen if v.by_call)
         appended = sum(one.input is not None and not one.shared for one in self.program.appends)
-        messages = (*self.messages, *((_APPENDED.format(count=appended),) if appended else ()))
+        messages = (*self.messages, *((_APPENDED.format(count=appended, s="s" * (appended != 1)),) if appended else ()))
         received = received_bytes(self.graph)
         if received:
             each = ", ".join(f"{name} {count:,}" for name, count in received.items())

@@ -15,6 +15,7 @@ from mla_compile.cli.common import NEGATIVE, AsJson, ending, err, print_json, sa
 from mla_compile.core.quantities import gigabytes, seconds
 from mla_compile.errors import InputError
 from mla_compile.models.survey import survey
+from mla_compile.report.facts import Facts
 from mla_compile.workbench import planning, step_formulas
 from mla_compile.workbench.layouts import LayoutPlan, attentions
 from mla_compile.workbench.machines import machine as machine_named
@@ -109,9 +110,23 @@ def plan(
             print_json(result.to_dict() | ({"formulas": texts} if texts else {}))
         else:
             _show(result)
+            if not result.fits:
+                say(_advice(model, result))
             say(*texts)
         if not result.fits:
             raise typer.Exit(NEGATIVE)
+
+
+def _advice(model: Facts, result: Plan) -> str:
+    """What to ask for where the users do not fit."""
+    request, most = result.request, max(row.most_users for row in result.layouts)
+    asked = f"{request.users:,} users of {request.context:,} tokens"
+    fewer = f"; at most {most:,} fit, so give --users {most}, or a shorter --context" if most else ""
+    least = planning.least_tp(model, result.machine, request)
+    if least is None:
+        return f"{asked} fit on no number of GPUs up to {planning.MOST_TP:,}{fewer or '; give a shorter --context'}"
+    fit = next(row for row in least.layouts if row.fits)
+    return f"{asked} fit from --tp {least.request.tp} on ({step_formulas.LABELS[fit.layout]}){fewer}"
 
 
 def formula_lines(result: Plan, latent: bool, chooses: bool) -> list[str]:
@@ -153,8 +168,9 @@ def _show(result: Plan) -> None:
         table.add_column(name, justify="right")
     rows = result.layouts
     _fits(table, request, rows)
-    _step(table, request, rows)
-    _prompts(table, request, rows)
+    if result.fits:  # no step and no prompt of what does not fit has a floor
+        _step(table, request, rows)
+        _prompts(table, request, rows)
     show_table(table)
     if machine.source:
         say(f"figures of the machine: {machine.source}")

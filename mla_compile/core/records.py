@@ -77,6 +77,7 @@ class SiteReport:
             graph shows no cache, as that of a first call.
         values_held_after: values per token that the cache holds now.
         graph: the name of the graph, in a report of several graphs.
+        stands_for: how many attentions of the model this one is traced for, all of which are like it.
         decode_flops_before: FLOPs of one decode step per context token (2 per multiply-add).
         decode_flops_after: the same in the absorbed form.
         decode_bytes_before: bytes moved by one decode step per context token.
@@ -124,6 +125,7 @@ class SiteReport:
     kept: tuple[KeptPart, ...] = ()
     notes: tuple[str, ...] = ()
     graph: str = ""
+    stands_for: int = 1
     drawing: SiteDrawing | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -139,14 +139,15 @@ def _assemble(
     weights: Weights,
     notes: tuple[str, ...],
 ) -> Survey:
-    copies = tuple(len(layers.stands_for(site.where.module)) for site in report.sites)
+    counted = (replace(s, stands_for=len(layers.stands_for(s.where.module))) for s in report.sites)
+    report = replace(report, sites=tuple(counted))
     widened = [site.dims and _with_widths(site.dims, model, site.where.module) for site in report.sites]
-    sites = latent_sites(zip(report.sites, widened, copies, strict=True))
+    sites = latent_sites(zip(report.sites, widened, strict=True))
     heads = first_int(text_config(model), ("num_attention_heads", "n_head"))
     width = next((s.dims.D for s in sites), None) or first_int(text_config(model), ("hidden_size", "n_embd"))
     family = family_of(report.sites) or _without_latent(cached, heads, report)
     facts = Facts(
-        type(model).__name__, family, report.sites, sites, cached, weights, heads, width, notes, copies, report.messages
+        type(model).__name__, family, report.sites, sites, cached, weights, heads, width, notes, report.messages
     )
     return Survey(facts, report)
 
@@ -168,7 +169,7 @@ def _drafting(
         return None
     at, last = f"{layers.path}.{layers.like[-1]}.", f"{layers.path}.{len(layers.like) - 1}."
     latent = latent_sites(
-        (site, _with_widths(site.dims, model, site.where.module), 1)
+        (replace(site, stands_for=1), _with_widths(site.dims, model, site.where.module))
         for site in facts.sites
         if site.dims and site.where.module.startswith(at)
     )
@@ -182,8 +183,7 @@ def _drafting(
         lookup=0,
         experts=sum(tensor.values for tensor in owned if tensor.expert),
     )
-    layer = replace(facts, sites=(), latent=latent, cached=cached, weights=weights, notes=(), copies=(),
-                    messages=())  # fmt: skip
+    layer = replace(facts, sites=(), latent=latent, cached=cached, weights=weights, notes=(), messages=())
     return Drafting(count, layer)
 
 

@@ -112,7 +112,7 @@ class Drafting:
 class Facts:
     """One model as ``explain`` and ``plan`` see it; query ``heads`` and model ``width`` may be unknown.
 
-    ``sites`` and ``messages`` are those of its report; ``copies``: how many attentions each of the sites stands for.
+    ``sites`` and ``messages`` are those of its report.
     ``stored``: the weights as a quantized checkpoint has them; ``None`` if nothing says that they are quantized.
     ``drafting``: ``None`` if the config names no layers that draft; ``weights`` and ``cached`` are without them.
     """
@@ -126,7 +126,6 @@ class Facts:
     heads: int | None = None
     width: int | None = None
     notes: tuple[str, ...] = ()
-    copies: tuple[int, ...] = ()
     messages: tuple[str, ...] = ()
     stored: StoredWeights | None = None
     drafting: Drafting | None = None
@@ -147,7 +146,7 @@ class Facts:
     @property
     def in_part(self) -> int:
         """Attentions absorbed in part or by groups of heads; how much those cache and compute is not known."""
-        return sum(copies for site, copies in zip(self.sites, self.copies, strict=False) if site.parts)
+        return sum(site.stands_for for site in self.sites if site.parts)
 
     @property
     def head_values(self) -> int:
@@ -162,17 +161,18 @@ class Facts:
 def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str) -> Facts:
     """What a report alone tells: its sites, once each; nothing about weights or about what a cache holds."""
     family = family_of(sites) or ("not MLA" if sites else "no attention")
-    latent = latent_sites((site, site.dims, 1) for site in sites)
-    return Facts(name, family, sites, latent, (), Weights(0), copies=(1,) * len(sites), messages=messages)
+    latent = latent_sites((site, site.dims) for site in sites)
+    return Facts(name, family, sites, latent, (), Weights(0), messages=messages)
 
 
-def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
-    """Sites of equal sizes counted together; given are each site, its sizes, and how many attentions it stands for."""
+def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[LatentSites, ...]:
+    """The attentions of equal sizes counted together; given are each site and its sizes."""
     counts: Counter[LatentSites] = Counter()
-    for site, dims, copies in found:
+    for site, dims in found:
         if dims is not None:
             chooses = site.choosing_flops or 0, site.choosing_bytes or 0
-            counts[LatentSites(dims, 0, site.verdict == "absorbed", not site.parts, site.chosen, *chooses)] += copies
+            kind = LatentSites(dims, 0, site.verdict == "absorbed", not site.parts, site.chosen, *chooses)
+            counts[kind] += site.stands_for
     return tuple(replace(sites, count=count) for sites, count in counts.items())
 
 

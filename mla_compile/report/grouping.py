@@ -107,7 +107,17 @@ def _anonymous(site: SiteReport) -> SiteReport:
     blame = None if site.blame is None else _unnumbered(site.blame)
     where = _unnumbered(site.where)
     kept = tuple(replace(k, blame=None if k.blame is None else _unnumbered(k.blame)) for k in site.kept)
-    return replace(site, index=0, graph="", where=where, blame=blame, kept=kept, precision_ratio=None, fold_error=None)
+    return replace(
+        site,
+        index=0,
+        graph="",
+        stands_for=1,
+        where=where,
+        blame=blame,
+        kept=kept,
+        precision_ratio=None,
+        fold_error=None,
+    )
 
 
 def _unnumbered(where: Location) -> Location:

@@ -157,8 +157,8 @@ class Report:
                 codes = ", ".join(dict.fromkeys(str(site.code) for site in sites))
                 counts.append(f"{len(sites)} {WORDS[verdict]}" + f" ({codes})" * (verdict in ("kept", "refused")))
         noun = "attention site" if len(self.sites) == 1 else "attention sites"
-        attentions = len(of_each_attention(self.sites))
-        of = f" of {attentions} attention{'s' * (attentions > 1)}" if attentions < len(self.sites) else ""
+        attentions = sum(site.stands_for for site in of_each_attention(self.sites))
+        of = f" of {attentions} attention{'s' * (attentions > 1)}" if attentions != len(self.sites) else ""
         line = f"{len(self.sites)} {noun}{of}{place}: {', '.join(counts)}"
         line += "".join(f"; {what}" for what in self._figures())
         return line + (f"; capture and passes {self.seconds:.2f} s" if self.passes else "")
@@ -166,14 +166,15 @@ class Report:
     def _figures(self) -> list[str]:
         """What the absorbed attentions of the model read and hold for each token, each counted once."""
         each = [site for site in of_each_attention(self.sites) if site.verdict == "absorbed"]
-        read = [_pair(s.values_read_before, s.values_read_after) for s in each]
-        held = [_pair(s.values_held_before, s.values_held_after) for s in each]
-        said = [
-            ("attention reads {} -> {} values per context token", [pair for pair in read if pair]),
-            ("the cache holds {} -> {} per token", [pair for pair in held if pair]),
-        ]
-        totals = [(words, [sum(column) for column in zip(*pairs, strict=True)]) for words, pairs in said if pairs]
-        return [words.format(*(f"{total:,}" for total in both)) for words, both in totals]
+        said = []
+        for words, before, after in (
+            ("attention reads {} -> {} values per key", "values_read_before", "values_read_after"),
+            ("the cache holds {} -> {} values per token", "values_held_before", "values_held_after"),
+        ):
+            known = [s for s in each if getattr(s, before) is not None and getattr(s, after) is not None]
+            totals = (sum(getattr(s, name) * s.stands_for for s in known) for name in (before, after))
+            said += [words.format(*(f"{total:,}" for total in totals))] if known else []
+        return said
 
     def text(self, width: int = 100) -> str:
         """The whole report as plain text, without colour."""
@@ -218,7 +219,3 @@ class Report:
 
     def _count(self, verdict: Verdict) -> int:
         return sum(site.verdict == verdict for site in self.sites)
-
-
-def _pair(before: int | None, after: int | None) -> tuple[int, int] | None:
-    return None if before is None or after is None else (before, after)

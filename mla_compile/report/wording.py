@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mla_compile.codes import CODES, Verdict, section
 from mla_compile.core.records import Location, SiteReport
+from mla_compile.passes.decide import cost
 from mla_compile.report.grouping import SiteGroup
 
 WORDS: dict[Verdict, str] = {"absorbed": "absorbed", "kept": "kept", "refused": "refused", "not_mla": "not MLA"}
@@ -42,14 +43,18 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
     if site.dims is not None:
         rows.append(("dims", str(site.dims)))
     for label, before, after, unit in (
-        ("reads", site.values_read_before, site.values_read_after, "values per context token"),
+        ("reads", site.values_read_before, site.values_read_after, "values per key"),
         ("cache holds", site.values_held_before, site.values_held_after, "values per token"),
         ("decode", site.decode_flops_before, site.decode_flops_after, "FLOPs per context token"),
         ("", site.decode_bytes_before, site.decode_bytes_after, "bytes per context token"),
     ):
-        rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
+        if site.chosen is not None and after == 0:  # what reads chosen keys alone costs the same for any context
+            rows.append((label, f"{before:,} {unit} before, now those of the chosen keys alone"))
+        else:
+            rows.append((label, _change(before, after, unit, done=site.verdict == "absorbed")))
     if site.chosen is not None:
-        rows.append(("sparse", f"{site.chosen:,} chosen keys of each query, at most, whatever the context"))
+        each = "" if site.dims is None else f", {cost.decode_flops(site.dims, 'chained'):,} FLOPs for each of them"
+        rows.append(("sparse", f"{site.chosen:,} chosen keys of each query, at most, whatever the context{each}"))
     if site.choosing_flops is not None:
         how = "all heads in one operator" if site.choosing_fused else "as the model writes it"
         rows.append(("choosing", f"{site.choosing_flops:,} FLOPs per context token, {how}"))

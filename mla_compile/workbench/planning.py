@@ -11,7 +11,7 @@ passes over one token.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mla_compile.core.quantities import amount
@@ -24,6 +24,8 @@ from mla_compile.workbench.request import AS_STORED, Request
 from mla_compile.workbench.step_formulas import Layout, by_user
 
 SCHEMA = "mla_compile.plan/1"
+MOST_TP = 1024
+"""The most GPUs that :func:`least_tp` tries."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,22 @@ def plan(model: Facts, machine: Machine, request: Request) -> Plan:
         notes.append(_drafted(model))
     rows = tuple(Case(layout, dcp, model, machine, request, stored).plan() for layout, dcp in layouts)
     return Plan(model.name, model.family, machine, request, rows, tuple(notes), stored)
+
+
+def least_tp(model: Facts, machine: Machine, request: Request) -> Plan | None:
+    """The plan on the fewest GPUs, a power of two, on which the users fit; ``None`` if they fit on none that is known.
+
+    ``request.dcp`` is left open: every layout that so many GPUs allow counts.
+    """
+    tp = 2 * request.tp
+    while tp <= MOST_TP and machine.link_bytes_per_s is not None:
+        if machine.nodes(tp) > 1 and machine.network_bytes_per_s is None:
+            return None
+        found = plan(model, machine, replace(request, tp=tp, dcp=1))
+        if found.fits:
+            return found
+        tp *= 2
+    return None
 
 
 def _stored(model: Facts, request: Request) -> StoredWeights | None:

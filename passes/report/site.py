@@ -58,7 +58,8 @@ def site_report(
     element = val(verdict.plan.latent.node).element_size()
     after: cost.ChosenForm = "expanded" if not verdict.absorb else "folded" if folded else "chained"
     listed = call_sizes(verdict.plan).chosen if verdict.absorb else None
-    grows: Form = after if listed is None else "sparse"
+    # What is kept expanded shows what absorbing it would cost.
+    compared: Form = "chained" if not verdict.absorb else after if listed is None else "sparse"
     chooses = choosing(verdict.plan) if verdict.absorb else None
     if chooses is not None and counted is not None:
         chooses = None if chooses.scores in counted else chooses  # a list that an attention before this one made
@@ -71,9 +72,9 @@ def site_report(
         values_read_before=dims.expanded_values,
         values_read_after=dims.latent_values,
         decode_flops_before=cost.decode_flops(dims, "expanded"),
-        decode_flops_after=cost.decode_flops(dims, grows),
+        decode_flops_after=cost.decode_flops(dims, compared),
         decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
-        decode_bytes_after=cost.decode_bytes(dims, grows, element),
+        decode_bytes_after=cost.decode_bytes(dims, compared, element),
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
         chosen=listed,

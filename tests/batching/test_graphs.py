@@ -88,6 +88,7 @@ class TestMemory:
         _, fast = served
         graphs = fast.mla_batching.steps
         assert fast.mla_batching.bytes_of_token == (64 + 16) * 4
+        assert "the cache holds 80 -> 80 values per token" in fast.mla_report.summary()
         cache = _cache(graphs, fast, pages(16, 10))
         assert sum(pool.numel() * pool.element_size() for pool in cache.pools) == (10 + 2) * 16 * 320
         assert (cache.num_blocks, cache.room()) == (10, 160)

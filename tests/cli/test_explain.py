@@ -48,6 +48,33 @@ def test_deepseek_v3(explained_models):
     assert absorbed["flops"][0] - 61 * 278_528 * 4096 == 2 * said["weights"]["active"]
 
 
+def test_all_outputs_show_the_same_figures(explained_models, tmp_path):
+    """What a layer reads and its cache holds, by the report, the page, the tables and the plan; sparse, so also keys."""
+    source = str(CONFIGS / "deepseek-v3.2.json")
+    page = tmp_path / "page.html"
+    done = call(source, "--json", "--html", str(page))
+    said = json.loads(done.stdout)
+    sites, (own,) = said["report"]["sites"], (row for row in said["cache"] if row["own"])
+    (held,) = {site["values_held_after"] for site in sites}
+    (read,) = {site["values_read_after"] for site in sites}
+    layers = sum(site["stands_for"] for site in sites)
+    assert (layers, held, read, own["values"]) == (61, 576, 576, 576)
+    assert own["bytes"] == [layers * held * 2 * T for T in said["contexts"]]
+    (cached,) = said["cached_by_its_code"]
+    assert (cached["count"], cached["values"] - cached["besides"]) == (layers, held)
+    assert "576 values are read per key and layer instead of 40,960, 71.1 times fewer" in page.read_text()
+    text = " ".join(call(source).output.split())
+    assert "2 attention sites of 61 attentions" in text
+    assert f"attention reads {61 * 40960:,} -> {61 * 576:,} values per key" in text
+    assert f"cache holds {61 * 576:,} -> {61 * 576:,} values per token" in text
+    assert "its own code caches 42,944 values per token (61 x (576 + 128))" in text
+    for shown in (text, page.read_text()):
+        assert "-> 0 " not in shown, "what reads chosen keys alone costs something"
+    plan = ("plan", source, "--context", "1k", "--users", "1", "--tp", "8", "--json")
+    row = json.loads(CliRunner().invoke(app, plan).stdout)["layouts"][0]
+    assert row["cache_bytes_per_user"] == 2 * 1024 * cached["count"] * cached["values"]
+
+
 def test_layers_that_are_not_traced_count_as_those_they_are_like(explained_models):
     """Five layers of two kinds, under a model type that transformers does not know, shown as text."""
     write(TINY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,19 @@ def test_a_request_as_text_and_as_json(here):
     assert said["schema"] == "mla_compile.plan/1"
     assert [row["fits"] for row in said["layouts"]] == [False] * 4
     assert all(math.isfinite(row["step_s"]) for row in said["layouts"])
+
+
+def test_what_does_not_fit_has_no_floors_but_a_number_of_gpus_on_which_it_fits(here):
+    done = call("v3", "--tp", "8", "--users", "32")
+    assert done.exit_code == 1
+    assert "floor of a decode step" not in done.output
+    assert "32 users of 131,072 tokens fit from --tp 16 on" in done.output
+    assert call("v3", "--tp", "16", "--users", "32").exit_code == 0
+    many = call("v3", "--tp", "16", "--users", "100000", "--context", "1m").output
+    assert "100,000 users of 1,048,576 tokens fit on no number of GPUs up to 1,024; at most " in many
+    (most,) = re.findall(r"give --users (\d+)", many)
+    assert call("v3", "--tp", "16", "--users", most, "--context", "1m").exit_code == 0
+    assert call("v3", "--tp", "16", "--users", str(int(most) + 1), "--context", "1m").exit_code == 1
 
 
 def test_drafts_and_prompts_as_text_and_as_json(here):

@@ -22,7 +22,7 @@ from tests.support.reports import FILE, NOT_MLA, REFUSED, REPORT, absorbed
 
 TEXT = """\
 mla_compile: 5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not
-MLA; attention reads 122,880 -> 1,728 values per context token; capture and passes 0.75 s
+MLA; attention reads 122,880 -> 1,728 values per key; capture and passes 0.75 s
 
 absorbed (chained)  model.layers.{0-2}.self_attn  (3 sites)
   source          deepseek_v3/modeling_deepseek_v3.py:77
@@ -30,7 +30,7 @@ absorbed (chained)  model.layers.{0-2}.self_attn  (3 sites)
   why             K and V are linear images of one latent (512 wide) and a rotary key all heads
                   share (64)
   dims            H=128 L=512 R=64 N=128 V=128 Q=1536 D=7168
-  reads           40,960 -> 576 values per context token, 71.1 times less
+  reads           40,960 -> 576 values per key, 71.1 times less
   decode          33,636,352 -> 278,528 FLOPs per context token, 121 times less
                   164,992 -> 1,152 bytes per context token, 143 times less
   absorbing pays  below 171 queries per call, in FLOPs on a long context
@@ -48,7 +48,7 @@ refused: position_dependent  model.layers.3.self_attn
                 unrotated
   see           docs/refusals.md#position_dependent
   dims          H=128 L=512 R=64 N=128 V=128 Q=1536 D=7168
-  reads         40,960 values per context token (absorbed: 576)
+  reads         40,960 values per key (absorbed: 576)
 
 not MLA  sdpa
   why  K is a graph input
@@ -105,7 +105,7 @@ def test_counts_and_summary():
     assert REPORT.seconds == 0.75
     assert REPORT.summary() == (
         "5 attention sites in graph decode: 3 absorbed, 1 refused (position_dependent), 1 not MLA; "
-        "attention reads 122,880 -> 1,728 values per context token; capture and passes 0.75 s"
+        "attention reads 122,880 -> 1,728 values per key; capture and passes 0.75 s"
     )
 
 
@@ -172,6 +172,7 @@ def test_json_schema():
         "choosing_fused": None,
         "notes": [],
         "graph": "",
+        "stands_for": 1,
     }
 
 
@@ -220,10 +221,10 @@ def test_figures_are_those_of_the_model_however_many_graphs_have_an_attention():
     graphs = [Report((site, NOT_MLA), graph=f"0/{i}") for i, site in enumerate((kept, absorbed(0), step))]
     assert Report.merged(graphs).summary() == (
         "6 attention sites of 2 attentions in graphs 0/0, 0/1, 0/2: 2 absorbed, 1 kept (cost_prefill), 3 not MLA; "
-        "attention reads 40,960 -> 576 values per context token; the cache holds 40,960 -> 576 per token"
+        "attention reads 40,960 -> 576 values per key; the cache holds 40,960 -> 576 values per token"
     )
     two = Report((step, dataclasses.replace(step, index=1)), graph="0/0")  # two attentions of one module
-    assert "the cache holds 81,920 -> 1,152 per token" in two.summary()
+    assert "the cache holds 81,920 -> 1,152 values per token" in two.summary()
 
 
 @pytest.mark.thorough

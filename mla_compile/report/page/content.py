@@ -129,8 +129,8 @@ def content(result: Explained, title: str) -> Content:
 
 def _verdict(model: Facts) -> tuple[Verdict, str]:
     counts = dict.fromkeys(WORDS, 0)
-    for site, copies in zip(model.sites, model.copies, strict=True):
-        counts[site.verdict] += copies
+    for site in model.sites:
+        counts[site.verdict] += site.stands_for
     total, absorbed = sum(counts.values()), counts["absorbed"]
     if not total:
         return "not_mla", "There is no attention in this model."
@@ -152,7 +152,7 @@ def _verdict(model: Facts) -> tuple[Verdict, str]:
 
 
 def _in_part(model: Facts, absorbed: int) -> str:
-    some = sum(n for site, n in zip(model.sites, model.copies, strict=True) if site.kept)
+    some = sum(site.stands_for for site in model.sites if site.kept)
     if not some:
         return ""
     return ", in part" if absorbed == 1 else f", {'all' if some == absorbed else some} of them in part"
@@ -163,7 +163,7 @@ def _gain(model: Facts) -> str:
     before, after = (saved[0].values_read_before, saved[0].values_read_after) if saved else (None, None)
     if before is None or after is None or before <= after:
         return ""
-    return f": {after:,} values per token and layer are read instead of {before:,}, {before / after:.3g} times fewer"
+    return f": {after:,} values are read per key and layer instead of {before:,}, {before / after:.3g} times fewer"
 
 
 def _advice(model: Facts) -> str:
@@ -190,7 +190,7 @@ def _facts(model: Facts, dtype: str) -> tuple[str, ...]:
 
 def _site(group: SiteGroup, model: Facts) -> SiteView:
     site = group.site
-    count = sum(model.copies[member.index] for member in group.sites)
+    count = sum(site.stands_for for site in group.sites)
     quoted = ("source", "because of")
     pictures: list[Picture] = []
     if site.drawing is not None:

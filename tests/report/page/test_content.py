@@ -151,7 +151,7 @@ def test_the_charts_hold_the_numbers_of_the_report(explained_tiny):
 @pytest.mark.thorough
 def test_layers_count_as_what_they_stand_for(explained_tiny):
     text = render(explained_tiny, "tiny")
-    assert "All 5 attentions are decoded in absorbed form: 26 values per token and layer" in text
+    assert "All 5 attentions are decoded in absorbed form: 26 values are read per key and layer" in text
     assert "\N{MULTIPLICATION SIGN} 5 attentions" in text
     assert "kv_b_proj.weight" in text
     assert "modeling_deepseek_v3.py" in text
