@@ -49,7 +49,7 @@ def test_deepseek_v3(explained_models):
 
 
 def test_all_outputs_show_the_same_figures(explained_models, tmp_path):
-    """What a layer reads and its cache holds, by the report, the page, the tables and the plan; sparse, so also keys."""
+    """What a layer reads and its cache holds, by the report, the page, the tables and the plan."""
     source = str(CONFIGS / "deepseek-v3.2.json")
     page = tmp_path / "page.html"
     done = call(source, "--json", "--html", str(page))
