@@ -53,9 +53,9 @@ def test_what_a_caller_keeps(what: str, before: int) -> None:
             _, cache = one(torch.randn(1, 1, 24), cache)
         held.append(held_bytes(cache) // (8 * 4))
     assert held == [before, L]
-    (site,) = (site for site in fast.mla_report.sites if site.values_held_after is not None)
-    assert [site.values_held_before, site.values_held_after] == held
-    assert (site.values_read_before, site.values_read_after) == (H * (N + V), L)
+    steps = [site for site in fast.mla_report.sites if site.values_held_after is not None]
+    assert {(site.values_held_before, site.values_held_after) for site in steps} == {tuple(held)}
+    assert {(site.values_read_before, site.values_read_after) for site in steps} == {(H * (N + V), L)}
     assert f"the cache holds {before} -> {L} values per token" in fast.mla_report.summary()
 
 
