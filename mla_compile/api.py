@@ -284,7 +284,7 @@ def _artifact(program: Program, options: Options) -> _Artifact:
             report = replace(outcome.report, messages=(*outcome.report.messages, _ONE_FORM))
         if program.autocast and isinstance(program.original, torch.export.ExportedProgram):
             report = replace(report, messages=(*report.messages, _CASTS))
-        tell(report)
+        tell(report, set())
         made = outcome.program
         change = None if made.cache is None else cache_change.of_program(made, made.weights)
         return _Artifact(made, report, folded_values(made), change)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import TYPE_CHECKING, Any
+
+from torch._guards import TracingContext
 
 from mla_compile.options import Options
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from mla_compile.report.report import Report
 
 _KEPT = 64
+_told: dict[CodeType | None, set[str]] = {}
+"""What was said of the graphs of each function that Dynamo compiles."""
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
 
@@ -32,6 +37,8 @@ def mla(
     from mla_compile.dynamo.compiler import Compiler  # on use: it brings all passes with it
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode)
+    traced = TracingContext.get_traced_code() if TracingContext.try_get() else None
+    compiler.told = _told.setdefault(traced[0] if traced else None, set())
     call = compiler(gm, example_inputs)
     _recent.extend(compiler.reports)
     return call

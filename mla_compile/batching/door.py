@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from typing import Any
 
@@ -25,6 +26,8 @@ from mla_compile.errors import (
 )
 from mla_compile.options import Options
 from mla_compile.report.report import Report
+
+logger = logging.getLogger(__name__)
 
 
 def continuous_batching(model: Any, **options: Any) -> Any:
@@ -64,12 +67,13 @@ def continuous_batching(model: Any, **options: Any) -> Any:
     fast = optimize(model, **options)
     try:
         graphs = _graphs(plain_copy(fast), parsed)
-    except NotMlaError as error:
-        return _as_before(model, str(error))
-    except (CaptureError, ExportError, InputError) as error:
-        if _has_latent_attention(model):
+    except (CaptureError, ExportError, InputError, NotMlaError) as error:
+        if not isinstance(error, NotMlaError) and _has_latent_attention(model):
             raise error if isinstance(error, CaptureError) else CaptureError(str(error)) from error
-        return _as_before(model, f"it could not be traced ({error}), and no latent attention was found in it")
+        # What a model without a latent cannot be traced for is of no interest to whoever serves it.
+        logger.debug("%s is served by transformers alone: %s", type(model).__name__, error)
+        warn(f"{type(model).__name__} has no latent attention to absorb: it runs as in transformers")
+        return model
     Batching(fast, parsed, graphs).install()
     return fast
 
@@ -197,8 +201,3 @@ def _has_latent_attention(model: Any) -> bool:
     except MlaCompileError:
         return shared_weight(model) is not None  # which may be impossible to copy, and then nobody can say
     return any(site.latent for site in report.sites)
-
-
-def _as_before(model: Any, why: str) -> Any:
-    warn(f"continuous batching runs as in transformers: {why}")
-    return model

@@ -102,6 +102,7 @@ class Compiler:
         self.recompiles = recompiles
         self.buffers = buffers
         self.compilations = Compilations("") if compilations is None else compilations
+        self.told: set[str] = set()
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -201,7 +202,7 @@ class Compiler:
         done = _Rewritten(program, outcome, folds)
         if self.explain_only:
             return done
-        tell(outcome.report)
+        tell(outcome.report, self.told)
         for text in outcome.warnings:
             warn(text)
         _trace(outcome.report)
@@ -358,12 +359,21 @@ def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:
     return len(tensors) < len(returned) or any(value.requires_grad for value in tensors)
 
 
-def tell(report: Report) -> None:
-    """One line about a graph at INFO, the whole report at DEBUG; a warning where it has attention, none absorbed."""
+def tell(report: Report, told: set[str]) -> None:
+    """One line about a graph at INFO, the whole report at DEBUG; a warning where it has attention, none absorbed.
+
+    ``told`` are the warnings of other graphs of the model, which are not repeated.
+    """
     logger.info("%s", report.summary())
     logger.debug("%s", report)
-    if report.sites and not report.absorbed and not _all_kept_by_choice(report):
-        warn(f"nothing was absorbed in a graph with attention: {report.summary()}")
+    if not report.sites or report.absorbed or _all_kept_by_choice(report):
+        return
+    message = f"nothing was absorbed in a graph with attention: {replace(report, graph='', passes=()).summary()}"
+    if all(site.verdict == "not_mla" for site in report.sites):
+        message = "this attention is MHA, GQA or MQA, not Multi-head Latent Attention: there is no latent to absorb"
+    if message not in told:
+        told.add(message)
+        warn(message)
 
 
 def _trace(report: Report) -> None:

@@ -49,6 +49,22 @@ def test_gradients_that_are_enabled(door):
         assert said(lambda: fast(*given)) == []
 
 
+class Plain(torch.nn.Linear):
+    """Attention of K and V per head, which no weight makes of fewer values."""
+
+    def forward(self, x):
+        heads = super().forward(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(*heads)
+
+
+@pytest.mark.parametrize("door", [through_optimize, through_backend])
+@torch.no_grad()
+def test_attention_without_a_latent_however_many_graphs_have_it(door):
+    fast = door(Plain(8, 3 * 4 * 8))
+    (message,) = said(lambda: [fast(torch.randn(1, tokens, 8)) for tokens in (5, 6, 1)])
+    assert message == "this attention is MHA, GQA or MQA, not Multi-head Latent Attention: there is no latent to absorb"
+
+
 def test_a_report_before_the_first_call_and_after_one_without_attention():
     fast = mla_compile.optimize(Toy().eval(), codegen="eager")
     assert "nothing was compiled yet" in str(fast.mla_report)
