@@ -13,7 +13,9 @@ nothing at import. Importing the package registers its ops, so that a saved grap
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_compile.core.lazy import lazy
@@ -62,7 +64,8 @@ __all__ = [
 ]
 
 try:
-    import_module("mla_compile.ops")  # registers them
+    if not (sys.argv[1:] == ["--version"] and Path(sys.argv[0]).name in ("mla-compile", "-m")):  # which needs no torch
+        import_module("mla_compile.ops")  # registers them
 except ModuleNotFoundError as error:
     if error.name != "mla_compile.kernels":
         raise

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
+from mla_compile.version import __version__
+
 
 def main() -> None:
     """Run a command; where a package is missing that every command needs, say so."""
+    if sys.argv[1:] == ["--version"]:  # without importing torch, and whatever is missing
+        sys.stdout.write(f"{__version__}\n")
+        return
     try:
         from mla_compile.cli.app import app
     except ModuleNotFoundError as error:

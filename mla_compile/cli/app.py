@@ -23,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     epilog=EXIT_CODES,
     pretty_exceptions_enable=False,  # bug reports need plain tracebacks
+    rich_markup_mode="markdown",  # paragraphs of a docstring are filled to the terminal's width
 )
 _MOST_CONTEXT = 2**27
 
@@ -50,11 +51,11 @@ def main(
 
 @app.command()
 def demo(
-    layers: Annotated[int, typer.Option(help="Decoder layers of the model.")] = 2,
+    layers: Annotated[int, typer.Option(metavar="N", help="Decoder layers of the model.")] = 2,
     contexts: Annotated[
-        str, typer.Option(help="Context lengths to time, separated by commas; k is 1,024.")
+        str, typer.Option(metavar="N,N,...", help="Context lengths to time, separated by commas; k is 1,024.")
     ] = "512,2048,8192",
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(demo_.DTYPES)}.")] = "float32",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help=f"One of {', '.join(demo_.DTYPES)}.")] = "float32",
     quick: Annotated[bool, typer.Option("--quick", help="One layer, short contexts, few rounds.")] = False,
     as_json: AsJson = False,
 ) -> None:

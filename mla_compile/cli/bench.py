@@ -28,17 +28,26 @@ def bench(
     ] = None,
     dims: Annotated[
         str | None,
-        typer.Option(help='Sizes instead of a config: "H=16 L=512 R=64 N=128 V=128 D=2048", Q where queries have one.'),
+        typer.Option(
+            metavar="SIZES",
+            help='Sizes instead of a config: "H=16 L=512 R=64 N=128 V=128 D=2048", Q where queries have one.',
+        ),
     ] = None,
-    contexts: Annotated[str, typer.Option(help="Cached tokens, separated by commas; k is 1,024.")] = "512,4k",
-    dtype: Annotated[str, typer.Option(help=f"Of weights and cache: {', '.join(DTYPES)}.")] = "bf16",
-    batch: Annotated[str, typer.Option(help="Sequences decoded together.")] = "1",
-    layers: Annotated[str, typer.Option(help="Layers of the model that are kept.")] = "1",
-    rounds: Annotated[str, typer.Option(help="At most so many rounds at each length.")] = "15",
-    seconds: Annotated[float, typer.Option(help="About so long at each length, and at least three rounds.")] = 20.0,
-    threads: Annotated[str | None, typer.Option(help="CPU threads; as torch chooses where left out.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    plot: Annotated[Path | None, typer.Option(help="Draw it: a .svg or .png file.")] = None,
+    contexts: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Cached tokens, separated by commas; k is 1,024.")
+    ] = "512,4k",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help=f"Of weights and cache: {', '.join(DTYPES)}.")] = "bf16",
+    batch: Annotated[str, typer.Option(metavar="N", help="Sequences decoded together.")] = "1",
+    layers: Annotated[str, typer.Option(metavar="N", help="Layers of the model that are kept.")] = "1",
+    rounds: Annotated[str, typer.Option(metavar="N", help="At most so many rounds at each length.")] = "15",
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="About so long at each length, and at least three rounds.")
+    ] = 20.0,
+    threads: Annotated[
+        str | None, typer.Option(metavar="N", help="CPU threads; as torch chooses where left out.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: a .svg or .png file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure decode steps on this machine: eager PyTorch, Inductor and mla, in turns in one process.

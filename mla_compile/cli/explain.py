@@ -31,7 +31,10 @@ def explain(
     ],
     dtype: Annotated[
         str | None,
-        typer.Option(help=f"Of weights and cache: {', '.join(BYTES)}. Left out: as the config stores them, else bf16."),
+        typer.Option(
+            metavar="DTYPE",
+            help=f"Of weights and cache: {', '.join(BYTES)}. Left out: as the config stores them, else bf16.",
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write it to this file, as one page.")] = None,
     as_json: AsJson = False,

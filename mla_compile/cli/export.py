@@ -25,12 +25,14 @@ def export(
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The directory to write.")],
-    profile: Annotated[str, typer.Option(help=f"One of {', '.join(PROFILES)}.")] = "portable",
+    profile: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(PROFILES)}.")] = "portable",
     prefill: Annotated[bool, typer.Option(help="Also a graph for prompts.")] = True,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the model's where left out.")] = None,
-    fold: Annotated[str, typer.Option(help="auto, never or always.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, float16 or bfloat16; the model's where left out.")
+    ] = None,
+    fold: Annotated[str, typer.Option(metavar="WHEN", help="auto, never or always.")] = "auto",
     sparse: Annotated[
-        str, typer.Option(help="auto, or never: all rows and a mask where an indexer chose keys.")
+        str, typer.Option(metavar="WHEN", help="auto, or never: all rows and a mask where an indexer chose keys.")
     ] = "auto",
     verify: Annotated[bool, typer.Option(help="Compare with the original before anything is written.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a directory that an export wrote.")] = False,

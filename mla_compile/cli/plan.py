@@ -31,34 +31,50 @@ def plan(
     source: Annotated[
         str, typer.Argument(metavar="MODEL", help="A config.json, a directory with one, or python:MODULE:FUNCTION.")
     ],
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, gb200, cpu, or a .yaml or .json file.")] = "h200",
-    context: Annotated[str, typer.Option(help="Tokens of context per user; k is 1,024.")] = "128k",
-    users: Annotated[str, typer.Option(help="Users decoded together.")] = "32",
+    gpu: Annotated[
+        str, typer.Option(metavar="GPU|FILE", help="h200, h100, a100, b200, gb200, cpu, or a .yaml or .json file.")
+    ] = "h200",
+    context: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens of context per user; k is 1,024.")] = "128k",
+    users: Annotated[str, typer.Option(metavar="N", help="Users decoded together.")] = "32",
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=f"Of the weights: {', '.join(WEIGHT_BYTES)}. Left out: as the config stores them, else bf16."
+            metavar="DTYPE",
+            help=f"Of the weights: {', '.join(WEIGHT_BYTES)}. Left out: as the config stores them, else bf16.",
         ),
     ] = None,
     cache_dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of the cache. Left out: that of the weights; of quantized ones, that in which they are used."
+            metavar="DTYPE",
+            help="Of the cache. Left out: that of the weights; of quantized ones, that in which they are used.",
         ),
     ] = None,
-    tp: Annotated[str, typer.Option(help="GPUs that share the model (tensor parallel).")] = "1",
-    dcp: Annotated[str, typer.Option(help="GPUs of them that share a context; all where left out.")] = "1",
-    draft_tokens: Annotated[str, typer.Option(help="Tokens drafted for a step, which verifies them (MTP).")] = "0",
+    tp: Annotated[str, typer.Option(metavar="N", help="GPUs that share the model (tensor parallel).")] = "1",
+    dcp: Annotated[str, typer.Option(metavar="N", help="GPUs of them that share a context; all where left out.")] = "1",
+    draft_tokens: Annotated[
+        str, typer.Option(metavar="N", help="Tokens drafted for a step, which verifies them (MTP).")
+    ] = "0",
     acceptance: Annotated[
-        float, typer.Option(help="How likely a drafted token is accepted if those before it are, 0 to 1.")
+        float,
+        typer.Option(metavar="SHARE", help="How likely a drafted token is accepted if those before it are, 0 to 1."),
     ] = Request.acceptance,
-    prompt: Annotated[str | None, typer.Option(help="Tokens of a prompt. Left out: all of the context.")] = None,
-    output: Annotated[
-        str | None, typer.Option(help="Tokens that answer a prompt: also count what both take, prompts and steps.")
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Tokens of a prompt. Left out: all of the context.")
     ] = None,
-    reserve: Annotated[float, typer.Option(help="Share of memory kept free for everything else.")] = 0.1,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS", help="Tokens that answer a prompt: also count what both take, prompts and steps."
+        ),
+    ] = None,
+    reserve: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of memory kept free for everything else.")
+    ] = 0.1,
     show_formulas: Annotated[bool, typer.Option("--formulas", help="Also print the formulas.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw it over context and users: a .svg or .png file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it over context and users: a .svg or .png file.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan serving: weights, cache per user, users that fit, floors of a step and of prompts, and what bounds them.

@@ -21,17 +21,24 @@ _MOST_TOKENS = 2**24
 
 def run(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A directory that `mla-compile export` wrote.")],
-    prompt_ids: Annotated[list[str], typer.Option(help="Token ids, such as 1,2,3; repeated for a batch.")],
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many new tokens for each prompt.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k most probable tokens; 0 from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the tokens that make up this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    prompt_ids: Annotated[
+        list[str], typer.Option(metavar="ID,ID,...", help="Token ids, such as 1,2,3; repeated for a batch.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most so many new tokens for each prompt.")] = 32,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the most probable token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", help="Draw from the k most probable tokens; 0 from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="SHARE", help="Draw from the tokens that make up this probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed gives the same tokens.")] = None,
     provider: Annotated[
-        list[str] | None, typer.Option(help="Execution provider, such as cuda or cpu; repeated in order of preference.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Execution provider, such as cuda or cpu; repeated in order of preference."),
     ] = None,
-    library: Annotated[str, typer.Option(help="Native library: a file, auto or none.")] = "auto",
-    verify_files: Annotated[bool, typer.Option(help="Compare the hash of every file first.")] = True,
+    library: Annotated[str, typer.Option(metavar="FILE", help="Native library: a file, auto or none.")] = "auto",
+    verify_files: Annotated[
+        bool, typer.Option(" /--no-verify-files", help="Do not compare the hash of every file first.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Generate token ids with an exported model.

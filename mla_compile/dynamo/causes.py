@@ -54,7 +54,7 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
         places: where each tensor is used, for guards that come without a stack.
         root: what the guard calls the model, where that is one of our own names.
     """
-    guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]).partition("  # ")[0].strip()
+    guard = _guard(reason)
     where = place(reason) or _commented(reason)
     if found := _SIZE.match(guard):
         name, axis, old, new = found.groups()
@@ -68,6 +68,25 @@ def cause(reason: str, places: Mapping[str, str], root: str | None = None) -> Ca
     else:
         kind, what = "other", f"the guard that failed is {_model(guard, root)}"
     return Cause(kind, what, where)
+
+
+def changed_source(reason: str) -> str | None:
+    """The int attribute or the tensor that failed the guard; ``None`` where it was anything else.
+
+    It is a regular expression for Dynamo's own name (``L['model'].layers[0].pos``), in whichever layer.
+    """
+    guard = _guard(reason)
+    found = _SIZE.match(guard) or _NUMBER.fullmatch(guard)
+    if found is None:
+        return None
+    name = re.sub(r"^(\w\w+|[^\WLG])(?=[.\[])", r"L['\1']", found["name"])
+    if not name.startswith("L[") or {",", " "} & set(name):
+        return None
+    return re.sub(r"(?<=\\\[)('?)\d+(?=\1\\\])", r"\1\\d+", re.escape(name)) + "$"
+
+
+def _guard(reason: str) -> str:
+    return re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]).partition("  # ")[0].strip()
 
 
 def of_layers(count: int) -> Cause:

@@ -33,6 +33,7 @@ from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
+from mla_compile.dynamo.settling import settle
 from mla_compile.dynamo.sizes import share_lengths
 from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
 from mla_compile.kernels.cpu import native
@@ -151,6 +152,7 @@ class Compiler:
         layers = watch_current_function(gm, example_inputs, attention=attention)
         if not attention:
             return False
+        settle()
         if layers > 1 and running() is None:
             guard_module(gm)
         if wants_gradients(gm, example_inputs):

@@ -69,12 +69,17 @@ def cubin(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     return made, known
 
 
+def is_kept(variant: Variant, cache: Path) -> bool:
+    """Whether the compiled kernel is in ``cache``."""
+    return all((cache / key(variant)).with_suffix(suffix).exists() for suffix in (".cubin", ".json"))
+
+
 def _cached(variant: Variant, cache: Path | None) -> tuple[Cubin, bool]:
     if cache is None:
         return _compiled(variant), False
     image = cache / f"{key(variant)}.cubin"
     about = image.with_suffix(".json")
-    if about.exists() and image.exists():
+    if is_kept(variant, cache):
         return Cubin(image=image.read_bytes(), **json.loads(about.read_text())), True
     made = _compiled(variant)
     cache.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def onnxruntime() -> Any:
     except ImportError:
         raise ModelFileError(
             'running an exported model needs onnxruntime, which is not installed: pip install "mla-compile[onnx]" '
-            "(for CUDA also: pip install onnxruntime-gpu)"
+            '(for CUDA: "mla-compile[onnx-gpu]")'
         ) from None
     return onnxruntime
 
@@ -70,7 +70,8 @@ def choose(ort: Any, wanted: Sequence[Provider] | None) -> list[tuple[str, dict[
         if name not in available:
             raise OptionError(
                 f"provider {name!r} is not in this onnxruntime {ort.__version__}{nearest(name, available)}; "
-                f"it has {', '.join(available)} (CUDA: pip install onnxruntime-gpu)"
+                f"it has {', '.join(available)} (for CUDA: pip uninstall onnxruntime, then "
+                'pip install "mla-compile[onnx-gpu]")'
             )
     return pairs
 

@@ -7,13 +7,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from mla_compile.codes import Verdict
 from mla_compile.core.records import VERDICTS, PassRecord, SiteReport
 from mla_compile.errors import InputError
 from mla_compile.report.grouping import grouped, of_each_attention
-from mla_compile.report.page.write import write_report
+from mla_compile.report.page.write import render_report, write_report
 from mla_compile.report.wording import WORDS, headline, rows_of
 
 if TYPE_CHECKING:
@@ -189,6 +190,11 @@ class Report:
 
     def __repr__(self) -> str:
         return f"<Report: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the page of :meth:`to_html`, in a frame that keeps its styles to itself."""
+        page = render_report(self.sites, self.messages)
+        return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 32em; border: 0"></iframe>'
 
     def __rich__(self) -> RenderableType:
         # rich is imported when a report is shown, so that compiling a graph does not pay for it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,24 @@ def test_the_command_line_answers_bad_values():
 def test_version_and_help():
     assert _cli("--version").stdout.strip() == mla_compile.__version__
     assert "demo" in _cli("--help").stdout
+    script = "import sys; sys.argv = ['mla-compile', '--version']; import mla_compile.__main__ as m; m.main(); "
+    done = subprocess.run(
+        [sys.executable, "-c", script + "print('torch' in sys.modules)"], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [mla_compile.__version__, "False"]
+
+
+@pytest.mark.parametrize("command", ["demo", "explain", "plan", "bench", "export", "run"])
+def test_help_fits_a_terminal_of_80_columns_and_shows_what_is_typed(command: str):
+    shown = (
+        CliRunner(env={"COLUMNS": "80", "NO_COLOR": "1", "TERMINAL_WIDTH": "80"})
+        .invoke(app, [command, "--help"])
+        .stdout
+    )
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    options = [line for line in shown.splitlines() if " --" in line and "MODEL" not in line]
+    assert not [line for line in options if any(word in line for word in ("<str>", "<int>", "<float>"))]
 
 
 def test_tokens_that_differ_fail_the_command(monkeypatch: pytest.MonkeyPatch):

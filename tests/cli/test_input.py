@@ -245,9 +245,7 @@ def test_every_command_has_json_and_says_its_exit_codes():
 def test_as_a_module(monkeypatch, capsys):
     """``python -m mla_compile`` is the command."""
     monkeypatch.setattr(sys, "argv", ["mla_compile", "--version"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("mla_compile", run_name="__main__")
-    assert not ended.value.code
+    runpy.run_module("mla_compile", run_name="__main__")
     assert capsys.readouterr().out.strip() == mla_compile.__version__
 
 

@@ -109,5 +109,9 @@ def test_what_is_seen_at_the_prompt():
     with torch.no_grad():
         fast(*decode_inputs(queries=1))
     assert repr(fast.mla_report) == f"<Report: {fast.mla_report.summary()}>"
+    page = fast.mla_report._repr_html_()
+    assert page.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert page.count('"') == 4, "nothing of the page ends the attribute"
+    assert "values are read per key and layer instead of" in page
     assert dir(mla_compile) == sorted(mla_compile.__all__)
     assert mla_compile.backend.reports is backend.reports

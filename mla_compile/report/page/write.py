@@ -24,16 +24,27 @@ def write_report(
     dtype: str = "bf16",
 ) -> None:
     """The page of a report by itself; see :meth:`mla_compile.Report.to_html`."""
+    target = checked(path)
+    _write(render_report(sites, messages, title=title, dtype=dtype), target)
+
+
+def render_report(
+    sites: tuple[SiteReport, ...], messages: tuple[str, ...], *, title: str = "", dtype: str = "bf16"
+) -> str:
+    """The page of a report as text."""
     if dtype not in BYTES:
         raise OptionError(f"dtype is {dtype!r}, expected one of {', '.join(BYTES)}{nearest(str(dtype), BYTES)}")
-    target = checked(path)
     facts = facts_of(sites, messages, "this model")
-    write_page(explained(facts, dtype, BYTES[dtype]), target, title or "Attention report")
+    return render(explained(facts, dtype, BYTES[dtype]), title or "Attention report")
 
 
 def write_page(result: Explained, path: Path, title: str = "") -> None:
     """Writes the page of an explained model; what was at ``path`` stays until the new page is complete."""
-    data = render(result, title).encode("utf-8", "replace")  # a lone surrogate has no place in a page
+    _write(render(result, title), path)
+
+
+def _write(page: str, path: Path) -> None:
+    data = page.encode("utf-8", "replace")  # a lone surrogate has no place in a page
     try:
         handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
         try:
