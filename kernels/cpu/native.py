@@ -38,6 +38,7 @@ import os
 import re
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mla_compile.core.trusted import distrust, is_whole, seal
 from mla_compile.kernels.call import DecodeCall, IndexCall
 
 log = logging.getLogger(__name__)
@@ -89,13 +91,12 @@ def _load_once() -> Library | None:
         log.info("native CPU kernel: switched off by MLA_COMPILE_NATIVE=0")
         return None
     try:
-        library = _build()
+        return library_of(_build())
     except Exception as error:  # noqa: BLE001 - a missing or broken compiler shows itself in many ways, none is fatal
         lines = str(error).strip().split("\n")
         reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
         return None
-    return library_of(library)
 
 
 def library_of(built: ctypes.CDLL) -> Library:
@@ -113,10 +114,36 @@ def load() -> Library | None:
         return _load_once()
 
 
+class _NotWholeError(Exception):
+    """The library at this path is not the one that was built."""
+
+
 def _build() -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache  # takes a second to import, and nothing else here needs it
 
-    library: ctypes.CDLL = CppCodeCache.load(source(), extra_flags=FLAGS)
+    begin = time.time()
+
+    class Checked(CppCodeCache):
+        """Inductor's cache, whose files are looked at before the dynamic linker runs them."""
+
+        cache = {}  # noqa: RUF012 - of this class and not of torch
+
+        @staticmethod
+        def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
+            why = distrust(path)
+            if why is not None:
+                raise PermissionError(f"{path} is not loaded, because {why}; TORCHINDUCTOR_CACHE_DIR names a folder")
+            if not is_whole(path):
+                if Path(path).stat().st_mtime < begin:
+                    raise _NotWholeError(path)
+                seal(path)  # built since then, by this process or by one that it waited for
+            return ctypes.CDLL(path)
+
+    try:
+        library: ctypes.CDLL = Checked.load(source(), extra_flags=FLAGS)
+    except _NotWholeError as error:  # whoever built it ended on the way
+        Path(str(error)).unlink(missing_ok=True)
+        library = Checked.load(source(), extra_flags=FLAGS)
     return library
 
 

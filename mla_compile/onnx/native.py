@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_compile.core.trusted import distrust
 from mla_compile.errors import ModelFileError
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.manifest import OP_VERSION
@@ -69,9 +70,13 @@ def find() -> Path | None:
 def inspect(path: str | Path) -> Library:
     """What a library holds. To find out, it is loaded into this process: only inspect files that you trust.
 
-    Raises :class:`ModelFileError` for a file that is missing, not a library, for another platform, or not one of ours.
+    Raises :class:`ModelFileError` for a file that is missing, not a library, for another platform, or not one of ours,
+    and for one that another user may have written.
     """
     path = Path(path).absolute()
+    why = distrust(path)
+    if why is not None:
+        raise ModelFileError(f"native library {path} is not loaded, because {why}; copy it to a folder of your own")
     _check_platform(path)
     try:
         loaded = ctypes.CDLL(str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -66,3 +67,38 @@ def test_the_native_kernel_can_be_switched_off(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_native_source_is_one_text():
     assert '#include "' not in cpu_native.source()
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_cached_library_is_built_again_where_it_is_cut_and_refused_where_others_write(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
+    """With a library of nothing but its entries, so that building takes no time."""
+    names = ("mla_decode_attention", "mla_index_scores", "mla_few_rows", "mla_features")
+    source = tmp_path / "small.cpp"
+    source.write_text("".join(f'extern "C" long {name}(const char*) {{ return 0; }}\n' for name in names))
+    monkeypatch.setattr(cpu_native, "SOURCE", source)
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+    def again() -> cpu_native.Library | None:
+        cpu_native._load_once.cache_clear()
+        return cpu_native.load()
+
+    assert again() is not None
+    (built,) = folder.rglob("*.main.so")
+    whole = built.read_bytes()
+    built.unlink()  # a loaded file that is cut would end this process, too
+    built.write_bytes(whole[:1000])
+    os.utime(built, (1, 1))
+    assert again() is not None
+    assert built.read_bytes() == whole
+    folder.chmod(0o777)
+    assert again() is None
+    (record,) = [r for r in caplog.records if r.name == cpu_native.__name__]
+    assert f"everybody may write to {folder}" in record.getMessage()
+    folder.chmod(0o700)
+    source.write_text(source.read_text().replace(names[2], "mla_other"))
+    assert again() is None, "it lacks a symbol"
+    assert names[2] in [r for r in caplog.records if r.name == cpu_native.__name__][-1].getMessage()

@@ -1,0 +1,86 @@
+"""Compiled code on disk: loaded only from folders that nobody else may write to, and only if it is whole.
+
+The dynamic linker runs a library's constructors and maps its file: code of another user would run as this one, and a
+file that was cut short ends the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import os
+import pwd
+import stat
+from pathlib import Path
+
+
+def distrust(path: str | os.PathLike[str]) -> str | None:
+    """Why a file is not to be run by this user, in words; ``None`` if only this user and root can have written it.
+
+    Every folder on the way to it counts: who may write to one can put another file in its place.
+    """
+    file = Path(path).resolve()
+    for one in (file, *file.parents):
+        if not one.exists():
+            continue
+        status = one.stat()
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{one} belongs to {_user(status.st_uid)}"
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot replace what is in it
+        if status.st_mode & stat.S_IWOTH and not sticky:
+            return f"everybody may write to {one}"
+        if status.st_mode & stat.S_IWGRP and not sticky and not _private(status.st_gid):
+            return f"the group {_group(status.st_gid)} may write to {one}"
+    return None
+
+
+def seal(path: str | os.PathLike[str]) -> None:
+    """Writes the checksum of a file beside it, for :func:`is_whole`."""
+    seal_of, draft = _seal(path), _seal(path).with_suffix(f".{os.getpid()}")
+    draft.write_text(_digest(path))
+    os.replace(draft, seal_of)
+
+
+def is_whole(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is the one that was sealed."""
+    try:
+        return _seal(path).read_text() == _digest(path)
+    except OSError:
+        return False
+
+
+def _seal(path: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(path)}.sha256")
+
+
+def _digest(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _private(group: int) -> bool:
+    """Whether nobody else is in a group: many systems give each user one of that name."""
+    if group == 0:
+        return True
+    try:
+        members = set(grp.getgrgid(group).gr_mem) | {u.pw_name for u in pwd.getpwall() if u.pw_gid == group}
+        return members <= {pwd.getpwuid(os.geteuid()).pw_name}
+    except KeyError:
+        return False
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _group(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
