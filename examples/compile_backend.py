@@ -6,6 +6,7 @@ Whatever the backend does not rewrite compiles as with Inductor; ``options`` tak
 from __future__ import annotations
 
 import argparse
+import inspect
 import logging
 from typing import Any
 
@@ -41,11 +42,12 @@ def own_loop(model: MiniCPM3ForCausalLM, prompt: torch.Tensor, count: int, **com
     step: Any = torch.compile(model, backend="mla", **compiled)
     length = prompt.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + count)
-    logits = model(prompt, past_key_values=cache).logits
+    past = {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
+    logits = model(prompt, **past).logits  # transformers 5.24 has a new name for it
     tokens = [int(logits[0, -1].argmax())]
     for position in range(length, length + count - 1):
         token = torch.tensor([[tokens[-1]]])
-        logits = step(token, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
+        logits = step(token, **past, position_ids=torch.tensor([[position]])).logits
         tokens.append(int(logits[0, -1].argmax()))
     return tokens
 

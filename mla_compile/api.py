@@ -84,7 +84,8 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
         with Compilations("the program", progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
-        _needs_forward(obj, "optimize()")
+        if not models_within(obj):  # methods may call these
+            _needs_forward(obj, "optimize()")
         return _optimize_module(obj, example_inputs, progress, dict(options))
     raise InputError(
         f"optimize() takes an nn.Module, an ExportedProgram or a GraphModule, got {type(obj).__name__}; "

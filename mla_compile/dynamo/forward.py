@@ -124,7 +124,9 @@ class CompiledForward:
                 outer._report()
             return
         all_parts = [self, *self._parts()]
-        report = Report.merged(one for part in all_parts for one in part.compiler.reports)
+        paths = {module: path for path, module in self.module.named_modules()}
+        found = ((paths.get(part.module, ""), part.compiler.reports) for part in all_parts)
+        report = Report.merged(one.within(path) for path, reports in found for one in reports)
         first = () if any(part.compiler.graphs for part in all_parts) else (NOTHING_YET,)
         told = [note for part in all_parts for note in (*part.recompiles.notes, *part.recompiles.left_out)]
         notes = dict.fromkeys((*first, *report.messages, *told))

@@ -143,6 +143,13 @@ class Report:
             messages=tuple(dict.fromkeys(message for report in several for message in report.messages)),
         )
 
+    def within(self, path: str) -> Report:
+        """The same of a module that is called ``path`` in the model that the report is about."""
+        if not path:
+            return self
+        placed = (replace(s.where, module=".".join(filter(None, (path, s.where.module)))) for s in self.sites)
+        return replace(self, sites=tuple(replace(s, where=w) for s, w in zip(self.sites, placed, strict=True)))
+
     def summary(self) -> str:
         """One line, for logs."""
         place = f" in graph{'s' * (', ' in self.graph)} {self.graph}" if self.graph else ""
