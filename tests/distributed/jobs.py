@@ -81,7 +81,14 @@ def generated_with_cache(model: Any, steps: int, **more: Any) -> tuple[torch.Ten
 
 
 def same_as_one_process(
-    rank: int, family: str, layers: int, how: str, directory: str | None, steps: int, door: str = "optimize"
+    rank: int,
+    family: str,
+    layers: int,
+    how: str,
+    directory: str | None,
+    steps: int,
+    door: str = "optimize",
+    codegen: str = "eager",
 ) -> dict[str, Any]:
     """Generates with one process and with all of them; what differs, and what the report of this rank says."""
     whole = models.build(family, num_hidden_layers=layers)
@@ -92,7 +99,7 @@ def same_as_one_process(
         model = by_heads(whole) if how == "heads" else fsdp(whole)
     before = len(backend.reports())
     if door == "optimize":
-        fast = mla_compile.optimize(model, **EAGER)
+        fast = mla_compile.optimize(model, codegen=codegen)
         ours, numbers = generated(fast, steps)
         sites = fast.mla_report.sites
     else:

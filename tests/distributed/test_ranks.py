@@ -45,6 +45,21 @@ def test_the_tokens_of_one_process(ranks, tmp_path, count, family, layers, how, 
         assert set(found["absorbed"]) == {(HEADS // share, FLOPS // share, ROWS)}
 
 
+@full("inductor")
+@pytest.mark.parametrize("how", ["plan", "heads", "fsdp"])
+def test_the_tokens_of_one_process_through_inductor(ranks, tmp_path, how):
+    """Which lays out the collectives of a model itself, and an embedding that is divided among ranks."""
+    if how == "plan":
+        jobs.saved("deepseek_v3", str(tmp_path))
+    for found in ranks(2).run(
+        jobs.same_as_one_process, "deepseek_v3", 1, how, str(tmp_path), 3, "optimize", "inductor"
+    ):
+        assert found["tokens"]
+        assert found["logits"] < 1e-5
+        assert "absorbed" in found["codes"]
+        assert "code_failed" not in found["codes"]
+
+
 def test_weights_that_ranks_have_shares_of(ranks):
     """Of models of transformers: above."""
     H, rows = latent_modules.H, latent_modules.L + latent_modules.R
