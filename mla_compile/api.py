@@ -66,8 +66,23 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
             captured are reported at once, and ``mla_report`` is filled.
         progress: whether stderr shows what is being compiled, and after each graph how long its stages took (s). By
             default it does on a terminal.
-        **options: fields of ``Options`` (``verify`` is on by default), options of Inductor, and ``mode``, ``dynamic``
-            and ``fullgraph`` as in ``torch.compile``.
+        **options: options of Inductor; ``mode``, ``dynamic`` and ``fullgraph`` as in ``torch.compile``; and these, of
+            which ``help(mla_compile.Options)`` has more:
+
+            - ``forms`` ("auto", "absorbed", "expanded"): the form of each call, by its cost or fixed
+            - ``fold`` ("auto", "never", "always"): whether weights are multiplied ahead of time
+            - ``lowering`` ("op", "aten"): call our operators, or leave plain ATen
+            - ``codegen`` ("inductor", "eager"): compile the graph, or run the rewritten one as it is
+            - ``cache`` ("auto", "latent", "expanded"), ``cache_dtype`` ("model", "fp8"): what becomes of cached K and V
+            - ``appends`` ("auto", "in_place", "copy"): how rows get behind those of a growing cache
+            - ``quantized`` ("absorb", "exact"), ``dequantize`` ("auto", "once", "step"): quantized up-projections
+            - ``sparse`` ("auto", "never"): read the keys of a list alone, or all of them
+            - ``products`` ("auto", "native", "torch"): the kernel for products of few rows on a CPU
+            - ``layers`` ("once", "whole"): compile equal layers one time, or each
+            - ``expanded_bytes`` (2**30): what an expanded attention may hold before it goes by groups of heads
+            - ``ranks`` ("agree", "alone"), ``context_parallel`` (a mesh): several processes
+            - ``verify`` (True): check each rewritten attention against float64
+            - ``strict`` (False): raise where otherwise there is a warning
 
     Raises:
         InputError: ``obj`` is not a model, or a module without a ``forward``, or the example inputs do not fit it.

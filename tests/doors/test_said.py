@@ -113,5 +113,6 @@ def test_what_is_seen_at_the_prompt():
     assert page.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
     assert page.count('"') == 4, "nothing of the page ends the attribute"
     assert "values are read per key and layer instead of" in page
+    assert all(f"``{name}``" in mla_compile.optimize.__doc__ for name in {*mla_compile.Options.names()} - {"inductor"})
     assert dir(mla_compile) == sorted(mla_compile.__all__)
     assert mla_compile.backend.reports is backend.reports
