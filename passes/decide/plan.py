@@ -6,7 +6,7 @@ The proof obligations, checked here one by one on the refined maps:
 * no weight or bias depends on a token or batch atom (else it depends on the position);
 * no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
-* the keys come from at most two row tensors, the values from one.
+* the keys come from at most two row tensors, the values from one; those that a sum is made of count as one, joined.
 
 A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two: each head may
 have rows of its own, there may be any number of row tensors, and a side may be left as it is.
@@ -40,15 +40,17 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     # The operator takes a latent, one tensor of rotary rows and one of values; more needs products one by one.
-    if len(of_keys) not in (1, 2) or len(of_values) != 1:
+    if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
-    (value,) = of_values
-    latent = _latent(key_terms, of_keys, value)
-    rope = next((found.rows[n] for n in of_keys if n is not latent), None)
-    vals = None if value is latent else found.rows[value]
-    dims = _dims(key_terms, value_terms, heads, found.rows[latent], rope, vals)
+    shared = set(of_values) <= set(of_keys)
+    latents = of_values if shared else [_latent(key_terms, of_keys, of_values[0])]
+    latent = found.joined(latents)
+    others = [n for n in of_keys if n not in latents]
+    rope = found.joined(others) if others else None
+    vals = None if shared else found.joined(of_values)
+    dims = _dims(key_terms, value_terms, heads, latent, rope, vals)
     seen = visible(site, batch)
-    return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims, seen)
+    return AbsorbPlan(site, key_terms, value_terms, batch, heads, latent, rope, vals, dims, seen)
 
 
 def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
@@ -98,6 +100,27 @@ class _Found:
 
     def sources(self, terms: Sequence[Term]) -> list[fx.Node]:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
+
+    def joined(self, sources: Sequence[fx.Node]) -> Rows:
+        """The rows of ``sources``, one after another."""
+        first, *others = (self.rows[n] for n in sources)
+        if not others:
+            return first
+        width = Atom(first.size + sum(r.size for r in others))
+        return Rows(first.node, first.axes, (width,), first.heads, (first, *others))
+
+
+def _row_tensors(terms: Sequence[Term]) -> int:
+    """How many row tensors ``terms`` read, where those that make the same columns count as one."""
+    together: list[set[fx.Node]] = []
+    columns: dict[tuple[int | None, int], set[fx.Node]] = {}
+    for t in terms:
+        if t.piece.source is not None:
+            columns.setdefault((t.product, t.start), set()).add(t.piece.source)
+    for sources in columns.values():
+        meeting = [one for one in together if one & sources]
+        together = [one for one in together if not one & sources] + [sources.union(*meeting)]
+    return len(together)
 
 
 def _obligations(
@@ -202,14 +225,23 @@ def _dims(
     rope: Rows | None,
     vals: Rows | None,
 ) -> Dims:
+    of_latent = {r.node for r in latent.each}
+    own = _columns([t for t in keys if t.piece.source is None or t.piece.source in of_latent])
+    rotary = 0 if rope is None else rope.size
     return Dims(
         H=fixed_size(heads),
         # Two latents count as one of their mean width, rounded up: the cost formulas know one L for keys and values.
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
-        R=0 if rope is None else rope.size,
-        N=sum(t.stop - t.start for t in keys if t.piece.source is None or t.piece.source is latent.node),
-        V=sum(t.stop - t.start for t in values),
+        R=rotary,
+        N=own,
+        V=_columns(values),
+        A=max(0, own + rotary - _columns(keys)) if len(keys) > len({(t.product, t.start) for t in keys}) else 0,
     )
+
+
+def _columns(terms: Sequence[Term]) -> int:
+    """How many columns of K or V ``terms`` make; the terms of a sum make the same."""
+    return sum({(t.product, t.start): t.stop - t.start for t in terms}.values())
 
 
 def _part_dims(site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows) -> Dims | Stop:
@@ -220,5 +252,5 @@ def _part_dims(site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: R
     count = axis_size(heads)
     if not all_known or not isinstance(value, int) or not isinstance(count, int):
         return Stop(site.node, "unsupported_op", "a number of heads or a width that is not a constant")
-    expanded = sum(t.stop - t.start for t in keys if t.piece.projected) if keys else total
+    expanded = _columns([t for t in keys if t.piece.projected]) if keys else total
     return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value)

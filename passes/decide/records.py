@@ -24,13 +24,20 @@ class Rows:
     """The rows of one source: ``node``, read as [batch, keys, width].
 
     ``axes``, one for each dimension of ``node``, are written in the site's atoms for batch and keys and in the source's
-    own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
+    own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention. ``parts``:
+    rows of several sources that are joined to these, of which the first is named.
     """
 
     node: fx.Node
     axes: tuple[Axis, ...]
     width: Axis
     heads: Axis = ()
+    parts: tuple[Rows, ...] = ()
+
+    @property
+    def each(self) -> tuple[Rows, ...]:
+        """The rows of single sources that these are."""
+        return self.parts or (self,)
 
     @property
     def size(self) -> int:
@@ -47,7 +54,7 @@ class AbsorbPlan:
     """Everything a rewrite needs; the rewrite itself decides nothing.
 
     ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
-    the rows of the values where those are not the latent.
+    the rows of the values where those are not the latent. Where K or V are sums, any of them may be joined rows.
 
     ``visible`` is what the masks let through, for the attention operator.
 
@@ -89,7 +96,9 @@ class AbsorbPlan:
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        return tuple(r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
+        named = (r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
+        # By node: what is joined to other rows may be read by itself, too.
+        return tuple({one.node: one for rows in named for one in rows.each}.values())
 
     def expands(self, rows: Rows) -> bool:
         """Whether a weight makes some of K or V from ``rows``; shared rotary keys are read as they are."""
