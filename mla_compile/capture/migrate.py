@@ -70,7 +70,7 @@ def _check_shape(tensor: CachedTensor, given: torch.Tensor) -> None:
 
 
 class _Equation(NamedTuple):
-    """``sum(A rows) = b`` with ``A`` [values of one token, width] for each of the rows it is of, and ``b`` [..., values]."""
+    """``sum(A rows) = b``, with ``A`` [values of one token, width] for each of the rows, and ``b`` [..., values]."""
 
     matrices: dict[int, torch.Tensor]
     target: torch.Tensor

@@ -167,12 +167,16 @@ def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str
 
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None, int]]) -> tuple[LatentSites, ...]:
-    """Sites of equal sizes counted together; given are each site, its sizes, and how many attentions it stands for."""
+    """Sites of equal sizes counted together; given are each site, its sizes, and how many attentions it stands for.
+
+    Groups of heads with a latent each count as so many attentions.
+    """
     counts: Counter[LatentSites] = Counter()
     for site, dims, copies in found:
         if dims is not None:
             chooses = site.choosing_flops or 0, site.choosing_bytes or 0
-            counts[LatentSites(dims, 0, site.verdict == "absorbed", not site.parts, site.chosen, *chooses)] += copies
+            one = LatentSites(dims, 0, site.verdict == "absorbed", not site.parts, site.chosen, *chooses)
+            counts[one] += copies * dims.G
     return tuple(replace(sites, count=count) for sites, count in counts.items())
 
 

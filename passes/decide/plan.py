@@ -3,7 +3,8 @@
 The proof obligations, checked here one by one on the refined maps:
 
 * every key-token atom is a token of every source (else tokens are mixed);
-* no weight or bias depends on a token or batch atom (else it depends on the position);
+* no weight or bias depends on a token atom (else it depends on the position); one may depend on a batch atom, such as a
+  group of heads whose rows are its own;
 * no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
 * the keys come from at most two row tensors, the values from one; those that a sum is made of count as one, joined.
@@ -15,14 +16,14 @@ have rows of its own, there may be any number of row tensors, and a side may be 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.visible import visible
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, groups_of, pieces_of
 from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.stop import Stop
@@ -49,6 +50,7 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     rope = found.joined(others) if others else None
     vals = None if shared else found.joined(of_values)
     dims = _dims(key_terms, value_terms, heads, latent, rope, vals)
+    dims = replace(dims, G=fixed_size(groups_of((*key_terms, *value_terms), batch)))
     seen = visible(site, batch)
     return AbsorbPlan(site, key_terms, value_terms, batch, heads, latent, rope, vals, dims, seen)
 
@@ -77,7 +79,7 @@ def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> 
     vals = None if value is None or value is latent else found.rows[value]
     named = {latent, value, None if rope is None else rope.node}
     extra = tuple(r for n, r in found.rows.items() if n not in named)
-    dims = _part_dims(site, key_terms, found.heads, found.rows[latent])
+    dims = _part_dims(site, key_terms, found.heads, found.rows[latent], (*key_terms, *value_terms))
     if isinstance(dims, Stop):
         return dims
     seen = visible(site, found.batch)
@@ -139,7 +141,7 @@ def _obligations(
     if isinstance(roles, Stop):
         return roles
     batch, heads = roles
-    stop = _tokens_are_blind(site, (*key_terms, *value_terms), batch)
+    stop = _tokens_are_blind(site, (*key_terms, *value_terms))
     if stop is not None:
         return stop
     found = _Found(site, key_terms, value_terms, batch, heads)
@@ -151,9 +153,11 @@ def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Ax
     """Which lead atoms are batch and which are heads."""
     batch: list[Atom] = []
     heads: list[Atom] = []
+    groups = groups_of(terms, site.lead)
     for atom in site.lead:
         kinds = {t.kind(atom) for t in terms}
-        if kinds == {"token"}:
+        # Groups of heads with a latent each may share other rows, such as a rotary key.
+        if kinds == {"token"} or (kinds == {"token", "broadcast"} and atom in groups):
             batch.append(atom)
         elif "token" not in kinds or part:
             heads.append(atom)
@@ -165,7 +169,7 @@ def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Ax
     return tuple(batch), tuple(heads)
 
 
-def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -> Stop | None:
+def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None:
     """The first three obligations, which concern each term by itself."""
     for t in terms:
         node = t.piece.path[-1].node if t.piece.path else site.node
@@ -178,7 +182,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -
         if t.piece.source is not None and not summed and not known.issuperset(t.features):
             return Stop(node, "unsupported_op", "one column of the rows stands for several")
         # A weight that differs from token to token cannot be moved past the sum over tokens.
-        tokens = {t.at[a] for a in (*batch, *site.keys) if a in t.at}
+        tokens = {t.at[a] for a in site.keys if a in t.at}
         for factor in (t.piece.weight, t.piece.bias):
             if factor is not None and any(a in tokens for a in factor.atoms):
                 return Stop(node, "position_dependent", "a weight that differs from token to token")
@@ -244,7 +248,9 @@ def _columns(terms: Sequence[Term]) -> int:
     return sum({(t.product, t.start): t.stop - t.start for t in terms}.values())
 
 
-def _part_dims(site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows) -> Dims | Stop:
+def _part_dims(
+    site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
+) -> Dims | Stop:
     """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
     total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
     value = axis_size(value_features(site))
@@ -253,4 +259,5 @@ def _part_dims(site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: R
     if not all_known or not isinstance(value, int) or not isinstance(count, int):
         return Stop(site.node, "unsupported_op", "a number of heads or a width that is not a constant")
     expanded = _columns([t for t in keys if t.piece.projected]) if keys else total
-    return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value)
+    groups = fixed_size(groups_of(terms, site.lead))
+    return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value, G=groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,7 @@ from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite, Operand, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
-from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.sizes import Size
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Term
 
@@ -24,8 +25,8 @@ class Rows:
     """The rows of one source: ``node``, read as [batch, keys, width].
 
     ``axes``, one for each dimension of ``node``, are written in the site's atoms for batch and keys and in the source's
-    own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention. ``parts``:
-    rows of several sources that are joined to these, of which the first is named.
+    own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
+    ``parts``: rows of several sources that are joined to these, of which the first is named.
     """
 
     node: fx.Node
@@ -100,6 +101,12 @@ class AbsorbPlan:
         # By node: what is joined to other rows may be read by itself, too.
         return tuple({one.node: one for rows in named for one in rows.each}.values())
 
+    @property
+    def row_values(self) -> int:
+        """Values per token of all rows. Those of single heads, or of a group, are there once for each."""
+        groups = groups_of(self.terms, self.batch)
+        return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
+
     def expands(self, rows: Rows) -> bool:
         """Whether a weight makes some of K or V from ``rows``; shared rotary keys are read as they are."""
         return any(t.piece.source is rows.node and t.piece.projected for t in self.terms)
@@ -165,6 +172,12 @@ class Verdict:
 def pieces_of(maps: list[LinearMap]) -> list[Piece]:
     """Every piece that has a source."""
     return [p for m in maps for p in m.pieces if p.source is not None]
+
+
+def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
+    """The atoms of ``lead`` that are groups of heads: rows differ along them, and so do their weights."""
+    made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
+    return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
 
 
 def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:

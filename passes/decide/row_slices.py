@@ -18,14 +18,17 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_virtual, shape, val, virtual
+from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, shape, val, virtual
 from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.sizes import same, size
-from mla_compile.passes.ir.walk import REACH
-from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
+from mla_compile.passes.ir.walk import REACH, depends_on
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowGate, RowSlice
 from mla_compile.passes.linear.rows import (
+    Gated,
     Taken,
     constant_along,
+    gate_along,
+    gated_of,
     may_be_taken,
     pad_along,
     rows_axis,
@@ -49,18 +52,20 @@ class Sliced:
 
 
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
-    """The analysis that knows the slices of rows that K and V of ``sites`` are made of."""
+    """The analysis that knows the slices of rows, and rows with factors, that K and V of ``sites`` are made of."""
     slices: dict[fx.Node, tuple[RowSlice, ...]] = {}
+    gates: dict[fx.Node, tuple[RowGate, ...]] = {}
     known: dict[tuple[object, ...], fx.Node] = {}
     operands = [[*(p.k.node for p in site.products), site.v.node] for site in sites]
     while True:  # a slice of a slice is found when the first one is known
-        maps = maps.with_virtual(replace(maps.virtual, slices=slices))
+        maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
-        new = {node: _row_slices(found[node], known, maps) for node in sorted(found)}
+        gated = {node: _row_gates(found[node], maps) for node in sorted(found) if _taken(node) is None}
+        new = {node: _row_slices(found[node], known, maps) for node in sorted(found) if node not in gated}
         new = {node: rows for node, rows in new.items() if rows}
-        if not new:
+        if not new and not gated:
             return maps
-        slices = {**slices, **new}
+        slices, gates = {**slices, **new}, {**gates, **gated}
 
 
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
@@ -71,16 +76,24 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
     cuts, _ = choose_sources([*pieces_of([maps.map(taken.x) for taken in slices.values()]), *others])
     at_cuts = maps.with_sources(cuts)
-    sliced = ((node, _rows(taken, at_cuts.map(taken.x))) for node, taken in slices.items())
+    sliced = (
+        (
+            node,
+            _rows_gated(taken, at_cuts.map(taken.x))
+            if isinstance(taken, Gated)
+            else _rows(taken, at_cuts.map(taken.x)),
+        )
+        for node, taken in slices.items()
+    )
     return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
 
 
-def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken]:
-    """The slices at which walks end, and those behind which the walk ended at something else.
+def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
+    """The slices and products with factors at which walks end, and those behind which one ended at something else.
 
     Columns split off from a slice of K are columns of a row tensor of its own, as long as the slice is taken for one.
     """
-    found: dict[fx.Node, Taken] = {}
+    found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
     queue = list(operands)
     for node in queue:
@@ -88,7 +101,8 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken]:
             if end in seen or len(seen) > REACH or end not in maps.reasons:
                 continue
             seen.add(end)
-            taken = None if end in maps.virtual.slices else _taken(end)
+            known = end in maps.virtual.slices or end in maps.virtual.gates
+            taken = None if known else _taken(end) or gated_of(maps, end)
             if taken is not None:
                 found[end] = taken
             behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
@@ -119,6 +133,45 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
         if piece.source is None or at is None or found.setdefault(piece.source, at) != at:
             return None
     return found if any(_narrower(p, taken) for p in pieces_of([whole]) if p.source in found) else None
+
+
+def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, int] | None:
+    """The rows that could be multiplied instead; None where some column is an image of none, or they are no less."""
+    if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
+        return None
+    # The rows are multiplied in each call: that has to be less than what is multiplied now.
+    if any(bytes_hint(p.source) >= bytes_hint(gated.x) for p in whole.pieces if p.source is not None):
+        return None
+    # A factor that is computed from what a weight makes of the rows, as a norm's is, needs that for all rows anyway.
+    made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
+    if gated.gate in made or depends_on(gated.gate, made):
+        return None
+    return {p.source: 0 for p in whole.pieces if p.source is not None}
+
+
+def _row_gates(sliced: Sliced, maps: Maps) -> tuple[RowGate, ...]:
+    """The rows of ``sliced``, a product with a factor for each row, multiplied."""
+    how = gated_of(maps, sliced.node)
+    assert how is not None
+    found: list[RowGate] = []
+    pieces = {p.source: p for p in maps.with_sources([rows for rows, _ in sliced.rows]).map(how.x).pieces}
+    for rows, _ in sliced.rows:
+        along = gate_along(pieces[rows], how.gate)
+        assert along is not None
+        gate = how.gate
+        # In the layout of the rows, with a size of 1 where all positions have the same factor.
+        if ones := [k for k in range(len(shape(gate))) if k not in along]:
+            gate = virtual(maps.fake_mode, aten.squeeze.dims, gate, ones)
+        kept = [k for k in along if k is not None]
+        if kept != sorted(kept):
+            gate = virtual(maps.fake_mode, aten.permute.default, gate, [sorted(kept).index(k) for k in kept])
+        for dim, k in enumerate(along):
+            gate = gate if k is not None else virtual(maps.fake_mode, aten.unsqueeze.default, gate, dim)
+        target = sliced.node.target
+        assert callable(target)
+        decided_by = (*decides(rows), *decides(gate))
+        found.append(RowGate(rows, virtual(maps.fake_mode, target, rows, gate, decided_by=decided_by)))
+    return tuple(found)
 
 
 def _narrower(piece: Piece, taken: Taken) -> bool:

@@ -223,10 +223,15 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
     if not is_virtual(node):
         return node
     if node not in memo:
-        of, *args = args_of(node)
+        args = (materialize(a, builder, memo) if isinstance(a, fx.Node) else a for a in args_of(node))
         assert callable(node.target)
-        memo[node] = builder.call(node.target, materialize(of, builder, memo), *args)
+        memo[node] = builder.call(node.target, *args)
     return memo[node]
+
+
+def latest_of(node: fx.Node) -> fx.Node:
+    """The last node of the graph that a virtual source is computed from; any other ``node`` itself."""
+    return max(map(latest_of, node.all_input_nodes)) if is_virtual(node) else node
 
 
 def evaluate_fake(

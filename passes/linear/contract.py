@@ -119,7 +119,7 @@ def contract(
 
     def apply(s: Segment) -> Piece | Stop:
         own = _columns(weight, weight_labels, label, s)
-        return _apply(s.piece, node, labels, own, weight_labels, out, maps.per_row)
+        return _apply(s.piece, node, labels, own, weight_labels, out, maps.per_row or node in maps.virtual.grouped)
 
     if label is None:
         return source.each_segment(apply)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -41,8 +42,8 @@ class Visit:
 class Piece:
     """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
 
-    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of these. ``added``: maps
-    of other sources without a bias, where X is the sum of this one and these; their axes are as long as its own.
+    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of these. ``added``:
+    maps of other sources without a bias, where X is the sum of this one and these; their axes are as long as its own.
     """
 
     axes: Axes
@@ -151,8 +152,7 @@ class LinearMap:
         """:meth:`each` for what depends on the columns, too."""
         done: list[Segment] = []
         for segment in self.segments:
-            start, stop = segment.start, segment.stop
-            piece = segment.piece.each(lambda p, start=start, stop=stop: fn(Segment(start, stop, p)))
+            piece = segment.piece.each(partial(_of_segment, fn, segment.start, segment.stop))
             if isinstance(piece, Stop):
                 return piece
             done.append(replace(segment, piece=piece))
@@ -169,6 +169,14 @@ class RowSlice:
 
 
 @dataclass(frozen=True)
+class RowGate:
+    """``node``, a virtual source, is ``rows``, each multiplied or divided by a number of its own."""
+
+    rows: fx.Node
+    node: fx.Node
+
+
+@dataclass(frozen=True)
 class SharedRows:
     """A tensor with the same numbers all along its axis ``dim``; ``one``, a virtual source, is its first position."""
 
@@ -180,12 +188,16 @@ class SharedRows:
 class VirtualSources:
     """What an analysis may use as rows besides the nodes of the graph.
 
-    ``slices``: slices of linear images of rows, and the same slices of those rows. ``shared``: tensors whose numbers
-    were copied along an axis.
+    ``slices``: slices of linear images of rows, and the same slices of those rows. ``gates``: images of rows that are
+    multiplied by a number for each row, and those rows, multiplied. ``shared``: tensors whose numbers were copied along
+    an axis. ``grouped``: products with a weight of its own for each position of an axis of the rows that is no axis of
+    tokens, such as groups of heads with a latent each.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
+    gates: Mapping[fx.Node, Sequence[RowGate]] = field(default_factory=dict)
     shared: Mapping[fx.Node, SharedRows] = field(default_factory=dict)
+    grouped: frozenset[fx.Node] = frozenset()
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
@@ -229,8 +241,8 @@ class Term:
     """One linear piece of K or V, in the site's atoms.
 
     ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
-    atoms along the feature axis, columns ``start`` to ``stop`` of it, which the terms of a sum share; ``product`` is its
-    query-key product (None for a value term).
+    atoms along the feature axis, columns ``start`` to ``stop`` of it, which the terms of a sum share; ``product`` is
+    its query-key product (None for a value term).
     """
 
     piece: Piece
@@ -250,6 +262,10 @@ class Term:
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
         # In no factor and no token: the numbers are the same at all its positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
+
+
+def _of_segment(fn: Callable[[Segment], Piece | Stop], start: int, stop: int, piece: Piece) -> Piece | Stop:
+    return fn(Segment(start, stop, piece))
 
 
 def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:

@@ -3,7 +3,8 @@
 A slice along the tokens of an up-projection is the same up-projection of a slice of the rows,
 ``(c W)[:, :n] = c[:, :n] W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were
 copied along an axis is its first position, broadcast. Zero rows before or behind an up-projection without a bias are
-those that it makes of zero rows, ``pad(c W) = pad(c) W``. Without virtual sources these end the walk.
+those that it makes of zero rows, ``pad(c W) = pad(c) W``. A number for each row may be multiplied before an
+up-projection without a bias as well as after it, ``(c W) g = (c g) W``. Without virtual sources these end the walk.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
-from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, argument, bytes_hint, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import Slice, decode
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit
 
@@ -122,6 +124,72 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         )
 
     return source.each(part)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """``x``, multiplied or divided by ``gate``, a tensor that broadcasts to it."""
+
+    x: fx.Node
+    gate: fx.Node
+
+
+def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
+    """What ``node`` multiplies by numbers that are no weight; None where it does not, or where both are rows alike."""
+    if packet(node) not in (aten.mul, aten.div) or node.kwargs:
+        return None
+    a, b = args_of(node)
+    if not all(isinstance(n, fx.Node) and is_tensor(n) and not maps.is_weight(n) for n in (a, b)):
+        return None
+    if packet(node) is aten.mul and _elements(a) < _elements(b):
+        a, b = b, a
+    floating = all(val(n).dtype.is_floating_point for n in (a, b))
+    return Gated(a, b) if floating and same_sizes(shape(a), shape(node)) and _elements(b) < _elements(a) else None
+
+
+def _elements(node: fx.Node) -> int:
+    return bytes_hint(node) // val(node).element_size()
+
+
+def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
+    """For each axis of the source the one of ``gate`` that has a number for each of its positions, if any.
+
+    None where the numbers differ along anything else than whole axes of the rows, or a bias would be multiplied, too.
+    """
+    if piece.source is None or piece.bias is not None or not piece.projected:
+        return None
+    sizes, missing = shape(gate), len(piece.axes) - len(shape(gate))
+    along: list[int | None] = [None] * len(piece.source_axes)
+    for k, length in enumerate(sizes):
+        if not same(length, 1):
+            at = rows_axis(piece, piece.axes[k + missing])
+            if at is None:
+                return None
+            along[at] = k
+    return along
+
+
+def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
+    """The map of a product with a number for each row: that of the operand, over the rows, multiplied instead."""
+    how, gated = gated_of(maps, node), {g.rows: g for g in maps.virtual.gates[node]}
+    assert how is not None
+
+    def multiplied(piece: Piece) -> Piece | Stop:
+        own = None if piece.source is None else gated.get(piece.source)
+        # The last condition as for slices.
+        if own is None or gate_along(piece, how.gate) is None or any(v.node in maps.sources for v in piece.path[1:]):
+            return Stop(
+                node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from inputs"
+            )
+        return replace(
+            piece,
+            dtype=val(node).dtype,
+            source=own.node,
+            path=(Visit(own.node, 0, 0), replace(piece.path[-1], node=node)),
+            before=(*piece.before, *piece.path),
+        )
+
+    return maps.whole.map(how.x).each(multiplied)
 
 
 def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:

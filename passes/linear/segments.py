@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -59,7 +60,7 @@ def within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -
         low, high = max(taken.start, s.start), min(taken.stop, s.stop)
         if low < high:
             cut = range(low - s.start, high - s.start)
-            piece = s.piece.each(lambda p, cut=cut: _part_of_piece(p, dim, cut, node))
+            piece = s.piece.each(partial(_part_of_piece, dim=dim, taken=cut, node=node))
             if isinstance(piece, Stop):
                 return piece
             kept.append(Segment(low, high, piece))

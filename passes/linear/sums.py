@@ -52,7 +52,10 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     if maps.is_weight(a):
         # `weight - rows`, or a scaled sum, would have to scale the map of the rows instead.
         return add_weight(maps, node, b, a, 1.0) if factor == 1.0 else unexplained(maps, node)
-    left, right = maps.map(a), maps.map(b)
+    left: LinearMap | Stop = maps.map(a)
+    right: LinearMap | Stop = maps.map(b)
+    assert isinstance(left, LinearMap)
+    assert isinstance(right, LinearMap)
     # No source in common. If one side was spoilt on its way from the rows of the other (by a norm, say), that node is
     # the cause and not this sum.
     if not {p.source for p in left.pieces} & {p.source for p in right.pieces}:
@@ -61,18 +64,19 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
             return cause
         if not all(val(n).dtype.is_floating_point for n in (a, b, node)) or not _are_rows(left, right):
             return Stop(node, "position_dependent", "a sum of maps of different sources")
-        left, right = (broadcast_to(m, shape(node)) for m in (left, right))  # type: ignore[assignment]
-    for m, x in ((left, a), (right, b)):
-        if isinstance(m, Stop):
-            return m
-        if len(m.segments[0].piece.axes) != len(shape(node)):
-            return Stop(node, "unsupported_op", "a sum of maps with different columns")
+        left, right = (broadcast_to(m, shape(node)) for m in (left, right))
+    if isinstance(left, Stop) or isinstance(right, Stop):
+        return left if isinstance(left, Stop) else right
+    if any(len(m.segments[0].piece.axes) != len(shape(node)) for m in (left, right)):
+        return Stop(node, "unsupported_op", "a sum of maps with different columns")
     return _side_by_side(left, right, factor, node)
 
 
 def _are_rows(left: LinearMap, right: LinearMap) -> bool:
-    """Whether a sum of these is worth telling apart: no rotation, of which both parts are as they are, and no residual
-    connection ``x + f(x)``."""
+    """Whether a sum of these is one of several rows.
+
+    A rotation is none, of which no weight makes either part, nor a residual connection ``x + f(x)``.
+    """
     whole, projected = (*left.pieces, *right.pieces), [p.source for p in (*left.pieces, *right.pieces) if p.projected]
     if not projected or len(whole) > MOST:
         return False
@@ -101,20 +105,23 @@ def _side_by_side(left: LinearMap, right: LinearMap, factor: float, node: fx.Nod
         piece = _sum(left.segments[0].piece, right.segments[0].piece, factor, node)
         return piece if isinstance(piece, Stop) else LinearMap.single(piece)
     parts: list[Sequence[Segment]] = []
-    for one in (left, right):
-        width = axis_size(one.segments[0].piece.axes[axis])
-        if one.axis not in (None, axis) or not isinstance(width, int):
+    for lmap in (left, right):
+        width = axis_size(lmap.segments[0].piece.axes[axis])
+        if lmap.axis not in (None, axis) or not isinstance(width, int):
             return Stop(node, "unsupported_op", "a sum of maps with different columns")
-        parts.append(one.segments if one.axis is not None else [Segment(0, width, one.segments[0].piece)])
+        parts.append(lmap.segments if lmap.axis is not None else [Segment(0, width, lmap.segments[0].piece)])
     bounds = sorted({at for one in parts for s in one for at in (s.start, s.stop)})
     done: list[Segment] = []
     for start, stop in pairwise(bounds):
-        cut = [within(one, axis, range(start, stop), node) for one in parts]
-        if isinstance(cut[0], Stop) or isinstance(cut[1], Stop):
-            return cut[0] if isinstance(cut[0], Stop) else cut[1]
-        if len(cut[0]) != 1 or len(cut[1]) != 1:  # one column that is repeated along those of the other
-            return Stop(node, "unsupported_op", "a sum of maps with different columns")
-        piece = _sum(cut[0][0].piece, cut[1][0].piece, factor, node)
+        pieces: list[Piece] = []
+        for one in parts:
+            cut = within(one, axis, range(start, stop), node)
+            if isinstance(cut, Stop):
+                return cut
+            if len(cut) != 1:  # one column that is repeated along those of the other
+                return Stop(node, "unsupported_op", "a sum of maps with different columns")
+            pieces.append(cut[0].piece)
+        piece = _sum(pieces[0], pieces[1], factor, node)
         if isinstance(piece, Stop):
             return piece
         done.append(Segment(start, stop, piece))

@@ -68,12 +68,12 @@ def site_report(
         report,
         form=after,
         dims=dims,
-        cache_values_expanded=dims.expanded_values,
-        cache_values_latent=dims.latent_values,
-        decode_flops_before=cost.decode_flops(dims, "expanded"),
-        decode_flops_after=cost.decode_flops(dims, grows),
-        decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
-        decode_bytes_after=cost.decode_bytes(dims, grows, element),
+        cache_values_expanded=dims.G * dims.expanded_values,
+        cache_values_latent=verdict.plan.row_values,
+        decode_flops_before=dims.G * cost.decode_flops(dims, "expanded"),
+        decode_flops_after=dims.G * cost.decode_flops(dims, grows),
+        decode_bytes_before=dims.G * cost.decode_bytes(dims, "expanded", element),
+        decode_bytes_after=dims.G * cost.decode_bytes(dims, grows, element),
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
         chosen=listed,
@@ -124,9 +124,8 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
     )
     if not (plan.keys and plan.vals):
         return report
-    # Rows of single heads are cached once for each of those heads.
-    rows = sum(r.size * r.count for r in plan.rows)
-    return replace(report, cache_values_expanded=plan.dims.expanded_values, cache_values_latent=rows)
+    dims = plan.dims
+    return replace(report, cache_values_expanded=dims.G * dims.expanded_values, cache_values_latent=plan.row_values)
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:

@@ -130,10 +130,11 @@ class Whole(Sides):
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
         attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]] = {}
         start = 0
-        for rows in plan.value_rows.each:
-            part = self.builder.call(aten.slice.Tensor, out, -1, start, start + rows.size) if plan.value_rows.parts else out
-            attended[rows.node] = part, (*axes[:3], rows.width)
-            start += rows.size
+        for one in plan.value_rows.each:
+            stop = start + one.size
+            part = self.builder.call(aten.slice.Tensor, out, -1, start, stop) if plan.value_rows.parts else out
+            attended[one.node] = part, (*axes[:3], one.width)
+            start = stop
         return self._values(attended)
 
     def _operands(self) -> Operands:

@@ -147,7 +147,12 @@ class Sides:
                 node = self.builder.call(aten.cat.default, [self._rows(r) for r in rows.parts], -1)
             else:
                 target = (self.plan.batch, self.site.keys, rows.width)
-                node = arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, target)
+                node, axes = self._in_graph(rows), rows.axes
+                if not set(self.plan.batch) <= {*flatten(axes)}:  # all groups share them
+                    atoms = (*self.plan.batch, *self.site.keys, *rows.width)
+                    node = arrange(self.builder, self.sizes, node, axes, [(a,) for a in atoms])
+                    node, axes = spread(self.builder, self.sizes, node, atoms), tuple((a,) for a in atoms)
+                node = arrange(self.builder, self.sizes, node, axes, target)
             self.joined[rows] = self.builder.cast(node, self.dtype)
         return self.joined[rows]
 

@@ -1,5 +1,5 @@
-"""A rotated key that all heads share is added to the up-projected keys instead of being joined to them. A key is a fixed
-image of both rows: q (W c + r) = (W^T q) c + q r."""
+"""A rotated key that all heads share is added to the up-projected keys instead of being joined to them. A key is a
+fixed image of both rows: q (W c + r) = (W^T q) c + q r."""
 
 from tests.zoo.base import Absorbed, Dims, Usual, carried
 

@@ -1,5 +1,5 @@
-"""Keys and values that are sums of images of two rows (the latent and a nonlinear branch of it), kept per head in buffers of
-the layer: both rows take their place, with both weights."""
+"""Keys and values that are sums of images of two rows (the latent and a nonlinear branch of it), kept per head in
+buffers of the layer: both rows take their place, with both weights."""
 
 from tests.zoo.base import EXPANDED_CACHE, Absorbed, Buffered, at_positions
 

@@ -1,5 +1,5 @@
-"""Value residual (as in speed-run GPTs and its followers): the values are mixed with those of the first layer, which another
-weight makes of a latent of their own. The output mixes what is attended of both latents."""
+"""Value residual (as in speed-run GPTs and its followers): the values are mixed with those of the first layer, which
+another weight makes of a latent of their own. The output mixes what is attended of both latents."""
 
 import torch
 
