@@ -16,6 +16,7 @@ from torch import fx
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
+from mla_compile.passes.ir.graph import shape
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
@@ -35,9 +36,10 @@ def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
 def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
     """The products at which the walks end because of a weight that differs along an axis of the rows."""
     found: dict[fx.Node, None] = {}
-    cuts, _ = choose_sources(pieces_of([maps.map(o.node) for o in operands]))
+    pieces = pieces_of([maps.map(o.node) for o in operands])
     # From the rows that a weight of all groups made, the group is a column of that weight, and no axis.
-    for at in (maps, maps.with_sources(cuts)):
+    batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
+    for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
 
         def behind(node: fx.Node, at: Maps = at) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
@@ -48,6 +50,11 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
 
         deque(reachable((o.node for o in operands), behind, REACH), maxlen=0)
     return sorted(found)
+
+
+def _is_batched(node: fx.Node, maps: Maps) -> bool:
+    """Whether ``node`` is a product with several matrices."""
+    return is_contraction(node) and any(maps.is_weight(n) and len(shape(n)) > 2 for n in node.all_input_nodes)
 
 
 def _blind(site: AttentionSite, operand: Operand, node: fx.Node, maps: Maps) -> bool:

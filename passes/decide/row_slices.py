@@ -19,7 +19,7 @@ from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, shape, val, virtual
-from mla_compile.passes.ir.operators import Slice, decode
+from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.sizes import same, size
 from mla_compile.passes.ir.walk import REACH, depends_on
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowGate, RowSlice
@@ -31,6 +31,7 @@ from mla_compile.passes.linear.rows import (
     gated_of,
     may_be_taken,
     pad_along,
+    position_axis,
     rows_axis,
     taken_of,
     zeros_around,
@@ -53,10 +54,14 @@ class Sliced:
 
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
     """The analysis that knows the slices of rows, and rows with factors, that K and V of ``sites`` are made of."""
-    slices: dict[fx.Node, tuple[RowSlice, ...]] = {}
-    gates: dict[fx.Node, tuple[RowGate, ...]] = {}
+    return with_slices_of([[*(p.k.node for p in site.products), site.v.node] for site in sites], maps)
+
+
+def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
+    """The same for tensors that need not be K and V, those of each group looked at together."""
+    slices = {**maps.virtual.slices}
+    gates = {**maps.virtual.gates}
     known: dict[tuple[object, ...], fx.Node] = {}
-    operands = [[*(p.k.node for p in site.products), site.v.node] for site in sites]
     while True:  # a slice of a slice is found when the first one is known
         maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
@@ -71,6 +76,9 @@ def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
 def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
     """The slices at which the walks from ``operands`` end although rows could be sliced instead."""
     slices = _ends(operands, maps)
+    if maps.virtual.grouped:  # from the rows of all groups' weight, the group is a column of that weight, and no axis
+        cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
+        slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
@@ -112,7 +120,8 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
 
 def _taken(node: fx.Node) -> Taken | None:
     # A part of a split has no bounds that a slice of rows could have.
-    return taken_of(node) if node.target is aten.slice.Tensor or zeros_around(node) is not None else None
+    known = node.target is aten.slice.Tensor or isinstance(decode(node), Select) or zeros_around(node) is not None
+    return taken_of(node) if known else None
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
@@ -129,10 +138,22 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
         # The same at every position (zeros, a bias), so there is no row to slice.
         if constant_along(piece, own):
             continue
-        at = rows_axis(piece, own)
+        at = rows_axis(piece, own) if taken.index is None else position_axis(piece, own)
         if piece.source is None or at is None or found.setdefault(piece.source, at) != at:
             return None
     return found if any(_narrower(p, taken) for p in pieces_of([whole]) if p.source in found) else None
+
+
+def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node | None:
+    """What of ``rows`` one position of ``taken.x`` is made of: one of their axis ``at``, or columns of a group."""
+    assert taken.index is not None
+    count, length = shape(taken.x)[taken.dim], shape(rows)[at]
+    if same(count, length):
+        return virtual(maps.fake_mode, aten.select.int, rows, at, taken.index)
+    if not isinstance(count, int) or not isinstance(length, int):
+        return None
+    width = length // count
+    return virtual(maps.fake_mode, aten.slice.Tensor, rows, at, taken.index * width, (taken.index + 1) * width)
 
 
 def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, int] | None:
@@ -188,25 +209,26 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
     positions = how.bounds if isinstance(how, Slice) else ()
     assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
-    if free_unbacked_symbols([val(node).shape[taken.dim], *(v for v in values if v is not None)]):
+    length = [] if taken.index is not None else [val(node).shape[taken.dim]]
+    if free_unbacked_symbols([*length, *(v for v in values if v is not None)]):
         return ()  # a length read from data: torch would give each slice by it another one
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
-        key = (rows, at, taken.padded, *(v if v is None else size(v) for v in values))
+        key = (rows, at, taken.padded, taken.index, *(v if v is None else size(v) for v in values))
         # One that reads its bounds from nodes further down could not be added before every attention that wants it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
-            known[key] = (
-                virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
-                if taken.padded is None
-                else virtual(
-                    maps.fake_mode,
-                    aten.constant_pad_nd.default,
-                    rows,
-                    pad_along(len(shape(rows)), at, taken.padded),
-                )
-            )
+            if taken.index is not None:
+                one = _one_position(rows, at, taken, maps)
+                if one is None:
+                    return ()
+                known[key] = one
+            elif taken.padded is None:
+                known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+            else:
+                widths = pad_along(len(shape(rows)), at, taken.padded)
+                known[key] = virtual(maps.fake_mode, aten.constant_pad_nd.default, rows, widths)
         # The bounds may be clamped: K and its rows need not have the same length.
-        if not same(shape(known[key])[at], shape(node)[taken.dim]):
+        if taken.index is None and not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))
     return tuple(found)

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, fresh_axis
+from mla_compile.passes.ir.expr import Factor
+from mla_compile.passes.ir.factors import part_of
 from mla_compile.passes.ir.graph import args_of, argument, bytes_hint, is_tensor, packet, shape, val
-from mla_compile.passes.ir.operators import Slice, decode
+from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit
@@ -26,11 +28,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taken:
-    """Some rows of ``x`` along axis ``dim``; or all of them, ``padded`` by so many rows of zeros before and behind."""
+    """Some rows of ``x`` along axis ``dim``; or all of them, ``padded`` by so many rows of zeros before and behind.
+
+    ``index``: those at one position are taken, and the axis is gone.
+    """
 
     x: fx.Node
     dim: int
     padded: tuple[int, int] | None = None
+    index: int | None = None
 
 
 def taken_of(node: fx.Node) -> Taken | None:
@@ -38,6 +44,8 @@ def taken_of(node: fx.Node) -> Taken | None:
     how = decode(node)
     if isinstance(how, Slice):
         return Taken(how.x, how.dim)
+    if isinstance(how, Select):
+        return None if how.index is None else Taken(how.x, how.dim, index=how.index)
     padding = zeros_around(node)
     if padding is None:
         return None
@@ -80,6 +88,13 @@ def rows_axis(piece: Piece, own: Axis) -> int | None:
     return next((k for k, a in enumerate(piece.source_axes) if a == own), None)
 
 
+def position_axis(piece: Piece, own: Axis) -> int | None:
+    """The axis of the source that ``own``, an axis of X, is the whole or the outer factor of, with its weights."""
+    if not own or any(0 < len({*own} & {*f.atoms}) < len(own) for f in (piece.weight, piece.bias) if f is not None):
+        return None
+    return next((k for k, a in enumerate(piece.source_axes) if a[: len(own)] == own), None)
+
+
 def constant_along(piece: Piece, own: Axis) -> bool:
     """Whether X is the same at all positions of its axis ``own``."""
     return not _in_factors(piece, own) and not any(a in piece.source_atoms for a in own)
@@ -95,7 +110,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     assert how is not None
     dim = how.dim
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
-    length = fresh_axis(shape(node)[dim])
+    length = fresh_axis(shape(node)[dim]) if how.index is None else ()
     source = maps.whole.map(how.x)
     # Cut along the columns: that is no slice of rows.
     if source.axis == dim:
@@ -106,7 +121,10 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if not may_be_taken(piece, own, how):
             return refused
         if constant_along(piece, own):
-            return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
+            axes = _without(piece.axes, dim) if how.index is not None else _with(piece.axes, dim, length)
+            return replace(piece, axes=axes).visited(node)
+        if how.index is not None:
+            return one_position(piece, own, how.index)
         sliced = None if piece.source is None else taken.get(piece.source)
         # The last condition: a source that the walk was told to end at lies on the way and would be skipped.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
@@ -123,7 +141,33 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
             before=(*piece.before, *piece.path),
         )
 
-    return source.each(part)
+    def one_position(piece: Piece, own: Axis, index: int) -> Piece | Stop:
+        selected = None if piece.source is None else taken.get(piece.source)
+        if selected is None or position_axis(piece, own) != selected.dim:
+            return refused
+        if any(v.node in maps.sources for v in piece.path[1:]):
+            return refused
+        rest, last = piece.source_axes[selected.dim][len(own) :], piece.path[-1]
+        axes = _with(piece.source_axes, selected.dim, rest) if rest else _without(piece.source_axes, selected.dim)
+        return replace(
+            piece,
+            axes=_without(piece.axes, dim),
+            dtype=val(node).dtype,
+            source=selected.node,
+            source_axes=axes,
+            weight=piece.weight and _at(piece.weight, own, index),
+            bias=piece.bias and _at(piece.bias, own, index),
+            path=(Visit(selected.node, 0, 0), replace(last, node=node)),
+            before=(*piece.before, *piece.path),
+        )
+
+    at = None if source.axis is None else source.axis - (how.index is not None and source.axis > dim)
+    return source.each(part, at)
+
+
+def _at(factor: Factor, own: Axis, index: int) -> Factor:
+    """``factor`` at one position of ``own``, where it has that axis."""
+    return part_of(factor, own, Atom(1), range(index, index + 1)) if own[0] in factor.atoms else factor
 
 
 @dataclass(frozen=True)
@@ -205,6 +249,10 @@ def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     own = maps.axes_of(shared.one)
     axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])
     return LinearMap.single(Piece(axes, val(node).dtype, shared.one, own).visited(shared.one).visited(node))
+
+
+def _without(axes: Axes, dim: int) -> Axes:
+    return (*axes[:dim], *axes[dim + 1 :])
 
 
 def _with(axes: Axes, dim: int, own: Axis) -> Axes:

@@ -15,7 +15,7 @@ from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, axis_size, fresh_axis
 from mla_compile.passes.ir.expr import Factor
-from mla_compile.passes.ir.factors import merged, narrowed, without
+from mla_compile.passes.ir.factors import part_of
 from mla_compile.passes.ir.graph import args_of, shape, val
 from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
@@ -84,14 +84,7 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
         # The weight has only some factors of the axis; a range across the others is no range of the weight.
         if not all(a in f.atoms for a in own):
             return Stop(node, "unsupported_op", "a slice across a broadcast axis")
-        whole = own[0]
-        if len(own) > 1:
-            whole = Atom(axis_size(own))
-            f = merged(f, own, whole)
-        f = narrowed(f, whole, atom, taken.start, taken.stop, taken.step)
-        if atom.size == 1:  # a size-1 axis has no atom
-            f = without(f, atom)
-        return f
+        return part_of(f, own, atom, taken)
 
     weight, bias = narrow(piece.weight), narrow(piece.bias)
     if isinstance(weight, Stop):

@@ -2,8 +2,8 @@
 
 What varies is what published code varies: sizes (equal ones on purpose), the layout of the up-projection, how the
 shared rotary key is rotated, broadcast and joined, the spelling of the attention core, where scale and mask stand, the
-cache protocol, what rows are added beside those of the latent, whether K and V are cut to a part of a static cache, biases, LoRA, dequantized weights. ``fault`` puts
-one step where absorption is illegal.
+cache protocol, images of other rows that are added, whether K and V are cut to a part of a static cache, biases, LoRA,
+dequantized weights. ``fault`` puts one step where absorption is illegal.
 """
 
 from __future__ import annotations
