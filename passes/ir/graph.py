@@ -27,6 +27,9 @@ ORIGIN = "mla_compile_origin"
 DECIDED_BY = "mla_compile_decided_by"
 """Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
+TOLD = "mla_compile_told"
+"""Key in the metadata of an attention: what its user should be told of how it was read, in words."""
+
 SPELLED = "mla_compile_spelled"
 """Key in the metadata of nodes that were given another spelling: the operator that the user called."""
 

@@ -15,7 +15,7 @@ from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.decide.formulas import Form
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import operator_name, val
+from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
@@ -35,6 +35,7 @@ def site_report(
     ``counted``: the scores of which reports before this one say what they cost; those of this one are added to them.
     """
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
+    notes += [verdict.site.node.meta[TOLD]] if TOLD in verdict.site.node.meta else []
     notes += verdict.notes
     notes += [] if verdict.plan is None else _masks(verdict.plan)
     notes += _roundings(verdict)

@@ -134,6 +134,21 @@ def test_readers_of_many_tokens_keep_the_values(part):
     assert [k.code for k in site.kept] == [Code.VALUES_USED_ELSEWHERE]
 
 
+@pytest.mark.parametrize("S", [1, 3])
+def test_is_causal_with_fewer_queries_than_keys_begins_at_the_first_key(S):
+    """One query sees the first key alone, which is what the model computes, and the report says."""
+
+    def form(q, c, w_k, w_v):
+        return F.scaled_dot_product_attention(q, heads(c @ w_k), heads(c @ w_v), is_causal=True)
+
+    inputs = [seeded(B, H, S, N, seed=1), seeded(B, T, L, seed=2)]
+    _, outcome = decide(form, inputs, *OF_ALL)
+    (site,) = outcome.report.sites
+    assert site.code is Code.ABSORBED
+    told = "sees that key alone" if S == 1 else "see no keys behind that many"
+    assert any(told in note for note in site.notes)
+
+
 def assert_fewer_flops(program, outcome, inputs, shapes, times=1):
     """At least so many ``times`` fewer than in the original."""
     weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(shapes)]
