@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from mla_compile.core.dims import Dims
-from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.attention.site import AttentionSite, Product
 from mla_compile.passes.attention.visible import visible
 from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, groups_of, pieces_of
 from mla_compile.passes.decide.refine import refine, value_features
@@ -49,7 +49,7 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     others = [n for n in of_keys if n not in latents]
     rope = found.joined(others) if others else None
     vals = None if shared else found.joined(of_values)
-    dims = _dims(key_terms, value_terms, heads, latent, rope, vals)
+    dims = _dims(site, key_terms, value_terms, heads, latent, rope, vals)
     dims = replace(dims, G=fixed_size(groups_of((*key_terms, *value_terms), batch)))
     seen = visible(site, batch)
     return AbsorbPlan(site, key_terms, value_terms, batch, heads, latent, rope, vals, dims, seen)
@@ -163,6 +163,11 @@ def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Ax
             heads.append(atom)
         else:
             return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
+    # Positions of the scores of which some are selected behind the softmax: the keys there have to be made of the same
+    # rows, as those of heads are.
+    for atom in (a for p in site.products for a in selected(site, p)):
+        if any(t.kind(atom) == "token" for t in terms):
+            return Stop(site.node, "head_dependent_latent", "keys that are selected together have rows of their own")
     # With rows for every head there is nothing to share: absorbing would make each key as wide as the latent.
     if not heads and len(batch) > 1:
         return Stop(site.node, "head_dependent_latent", "every head has rows of its own")
@@ -222,6 +227,7 @@ def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
 
 
 def _dims(
+    site: AttentionSite,
     keys: tuple[Term, ...],
     values: tuple[Term, ...],
     heads: Axis,
@@ -230,34 +236,52 @@ def _dims(
     vals: Rows | None,
 ) -> Dims:
     of_latent = {r.node for r in latent.each}
-    own = _columns([t for t in keys if t.piece.source is None or t.piece.source in of_latent])
+    own = _columns(site, [t for t in keys if t.piece.source is None or t.piece.source in of_latent])
     rotary = 0 if rope is None else rope.size
+    # What the scores of all products read; R is what they do besides the latent once.
+    widths = {r.node: r.size for rows in (latent, rope) if rows is not None for r in rows.each}
+    read = {(t.product, t.piece.source): widths[t.piece.source] for t in keys if t.piece.source is not None}
+    total = sum(_copies(site, product) * size for (product, _), size in read.items())
+    again = max(0, total - latent.size - rotary)
+    summed = len(keys) > len({(t.product, t.start) for t in keys})
     return Dims(
         H=fixed_size(heads),
         # Two latents count as one of their mean width, rounded up: the cost formulas know one L for keys and values.
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
-        R=rotary,
+        R=rotary + again,
         N=own,
-        V=_columns(values),
-        A=max(0, own + rotary - _columns(keys)) if len(keys) > len({(t.product, t.start) for t in keys}) else 0,
+        V=_columns(site, values),
+        A=max(0, own + rotary + again - _columns(site, keys)) if summed or again else 0,
     )
 
 
-def _columns(terms: Sequence[Term]) -> int:
+def _columns(site: AttentionSite, terms: Sequence[Term]) -> int:
     """How many columns of K or V ``terms`` make; the terms of a sum make the same."""
-    return sum({(t.product, t.start): t.stop - t.start for t in terms}.values())
+    widths = {(t.product, t.start): t.stop - t.start for t in terms}
+    return sum(_copies(site, product) * width for (product, _), width in widths.items())
+
+
+def _copies(site: AttentionSite, product: int | None) -> int:
+    """How many scores of a query and a key ``product`` makes for each head: those of which some are selected."""
+    return 1 if product is None else fixed_size(selected(site, site.products[product]))
+
+
+def selected(site: AttentionSite, product: Product) -> Axis:
+    """The positions of the scores of ``product`` of which some are selected behind a softmax."""
+    return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
 def _part_dims(
     site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
 ) -> Dims | Stop:
     """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
-    total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
+    widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
+    total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))
     all_known = all(isinstance(axis_size(p.features), int) for p in site.products)
     count = axis_size(heads)
     if not all_known or not isinstance(value, int) or not isinstance(count, int):
         return Stop(site.node, "unsupported_op", "a number of heads or a width that is not a constant")
-    expanded = _columns([t for t in keys if t.piece.projected]) if keys else total
+    expanded = _columns(site, [t for t in keys if t.piece.projected]) if keys else total
     groups = fixed_size(groups_of(terms, site.lead))
     return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value, G=groups)
