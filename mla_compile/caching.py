@@ -145,8 +145,8 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
 def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str | None:
     """The name of a weight that the graph does not read by itself, now that its rows came with it.
 
-    What is made once and read in every call, such as K and V of an encoder's memory, is made in another graph. None where
-    the weight is not one plain tensor of this process.
+    What is made once and read in every call, such as K and V of an encoder's memory, is made in another graph. None
+    where the weight is not one plain tensor of this process.
     """
     group = torch.distributed
     alone = not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1
