@@ -11,15 +11,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Operand
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import shape
-from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.graph import packet, shape
+from mla_compile.passes.ir.operators import decode, is_contraction
 from mla_compile.passes.ir.walk import REACH, reachable
 from mla_compile.passes.linear.records import Maps
+
+aten = torch.ops.aten
 
 
 def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
@@ -45,8 +48,9 @@ def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
             ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
             stops = [at.reasons[end] for end in ends]
             found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
-            # A sum of what ended there with something else ended, too.
-            return [n for s in stops if s.node.op == "call_function" for n in at.operands(s.node)]
+            # A sum of what ended there with something else ended, too, and so did a part of it.
+            further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in (aten.add, aten.sub))
+            return [n for stopped in further for n in at.operands(stopped)]
 
         deque(reachable((o.node for o in operands), behind, REACH), maxlen=0)
     return sorted(found)

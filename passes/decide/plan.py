@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from mla_compile.core.dims import Dims
-from mla_compile.passes.attention.site import AttentionSite, Product
+from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.visible import visible
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, groups_of, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, groups_of, pieces_of, selected
 from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.stop import Stop
@@ -264,11 +264,6 @@ def _columns(site: AttentionSite, terms: Sequence[Term]) -> int:
 def _copies(site: AttentionSite, product: int | None) -> int:
     """How many scores of a query and a key ``product`` makes for each head: those of which some are selected."""
     return 1 if product is None else fixed_size(selected(site, site.products[product]))
-
-
-def selected(site: AttentionSite, product: Product) -> Axis:
-    """The positions of the scores of ``product`` of which some are selected behind a softmax."""
-    return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
 def _part_dims(

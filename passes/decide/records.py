@@ -11,7 +11,7 @@ from torch import fx
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
-from mla_compile.passes.attention.site import AttentionSite, Operand, Visible
+from mla_compile.passes.attention.site import AttentionSite, Operand, Product, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.sizes import Size
@@ -178,6 +178,11 @@ def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
     """The atoms of ``lead`` that are groups of heads: rows differ along them, and so do their weights."""
     made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
     return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
+
+
+def selected(site: AttentionSite, product: Product) -> Axis:
+    """The positions of the scores of ``product`` of which some are selected behind a softmax."""
+    return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
 def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:

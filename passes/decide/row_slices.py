@@ -36,7 +36,6 @@ from mla_compile.passes.linear.rows import (
     taken_of,
     zeros_around,
 )
-from mla_compile.passes.linear.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -114,7 +113,7 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gate
             if taken is not None:
                 found[end] = taken
             behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
-            queue += maps.operands(behind) if rule_of(behind) is not None else []
+            queue += maps.operands(behind) if maps.follows(behind) else []
     return found
 
 
@@ -166,6 +165,9 @@ def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, int] | None:
     # A factor that is computed from what a weight makes of the rows, as a norm's is, needs that for all rows anyway.
     made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
     if gated.gate in made or depends_on(gated.gate, made):
+        return None
+    # Rows that were made with the factor are digits of a scale, of which others know.
+    if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
         return None
     return {p.source: 0 for p in whole.pieces if p.source is not None}
 

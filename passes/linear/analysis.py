@@ -134,6 +134,10 @@ class LinearMaps:
             return rule
         return some_rows if node in self.virtual.slices else gated_rows if node in self.virtual.gates else rule
 
+    def follows(self, node: fx.Node) -> bool:
+        """Whether the operator of ``node`` has a rule, whatever that says of it."""
+        return rule_of(node) is not None
+
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors whose maps make that of ``node``."""
         inputs = node.all_input_nodes

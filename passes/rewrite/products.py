@@ -17,8 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
-from mla_compile.passes.decide.plan import selected
-from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan, selected
 from mla_compile.passes.ir.arrange import arrange, einsum, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import wide
