@@ -51,6 +51,14 @@ class Sliced:
     rows: tuple[tuple[fx.Node, int], ...]
 
 
+@dataclass(frozen=True)
+class GatedRows:
+    """A product with a factor for each row; ``rows``: what it is an image of, and along which axes the factors lie."""
+
+    node: fx.Node
+    rows: tuple[tuple[fx.Node, tuple[int | None, ...]], ...]
+
+
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
     """The analysis that knows the slices of rows, and rows with factors, that K and V of ``sites`` are made of."""
     return with_slices_of([[*(p.k.node for p in site.products), site.v.node] for site in sites], maps)
@@ -64,16 +72,17 @@ def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
     while True:  # a slice of a slice is found when the first one is known
         maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
-        gated = {node: _row_gates(found[node], maps) for node in sorted(found) if _taken(node) is None}
-        new = {node: _row_slices(found[node], known, maps) for node in sorted(found) if node not in gated}
+        in_order = [found[node] for node in sorted(found)]
+        gated = {one.node: _row_gates(one, maps) for one in in_order if isinstance(one, GatedRows)}
+        new = {one.node: _row_slices(one, known, maps) for one in in_order if isinstance(one, Sliced)}
         new = {node: rows for node, rows in new.items() if rows}
         if not new and not gated:
             return maps
         slices, gates = {**slices, **new}, {**gates, **gated}
 
 
-def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
-    """The slices at which the walks from ``operands`` end although rows could be sliced instead."""
+def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
+    """Where the walks from ``operands`` end although rows could be sliced, or multiplied, instead."""
     slices = _ends(operands, maps)
     if maps.virtual.grouped:  # from the rows of all groups' weight, the group is a column of that weight, and no axis
         cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
@@ -83,16 +92,16 @@ def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
     cuts, _ = choose_sources([*pieces_of([maps.map(taken.x) for taken in slices.values()]), *others])
     at_cuts = maps.with_sources(cuts)
-    sliced = (
-        (
-            node,
-            _rows_gated(taken, at_cuts.map(taken.x))
-            if isinstance(taken, Gated)
-            else _rows(taken, at_cuts.map(taken.x)),
-        )
-        for node, taken in slices.items()
-    )
-    return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
+    found: list[Sliced | GatedRows] = []
+    for node, taken in slices.items():
+        whole = at_cuts.map(taken.x)
+        if isinstance(taken, Gated):
+            gated = _rows_gated(taken, whole)
+            found += [GatedRows(node, tuple(gated.items()))] if gated else []
+        else:
+            rows = _rows(taken, whole)
+            found += [Sliced(node, tuple(rows.items()))] if rows else []
+    return found
 
 
 def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
@@ -155,8 +164,11 @@ def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node |
     return virtual(maps.fake_mode, aten.slice.Tensor, rows, at, taken.index * width, (taken.index + 1) * width)
 
 
-def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, int] | None:
-    """The rows that could be multiplied instead; None where some column is an image of none, or they are no less."""
+def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | None, ...]] | None:
+    """The rows that could be multiplied instead, and for each of their axes that of the factors that lies along it.
+
+    None where some column is an image of no rows, or these are no less than what is multiplied now.
+    """
     if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
         return None
     # The rows are multiplied in each call: that has to be less than what is multiplied now.
@@ -169,18 +181,20 @@ def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, int] | None:
     # Rows that were made with the factor are digits of a scale, of which others know.
     if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
         return None
-    return {p.source: 0 for p in whole.pieces if p.source is not None}
+    found: dict[fx.Node, tuple[int | None, ...]] = {}
+    for p in whole.pieces:
+        along = gate_along(p, gated.gate)
+        if p.source is None or along is None or found.setdefault(p.source, tuple(along)) != tuple(along):
+            return None
+    return found
 
 
-def _row_gates(sliced: Sliced, maps: Maps) -> tuple[RowGate, ...]:
-    """The rows of ``sliced``, a product with a factor for each row, multiplied."""
-    how = gated_of(maps, sliced.node)
+def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
+    """The rows of ``gated``, a product with a factor for each row, multiplied."""
+    how = gated_of(maps, gated.node)
     assert how is not None
     found: list[RowGate] = []
-    pieces = {p.source: p for p in maps.with_sources([rows for rows, _ in sliced.rows]).map(how.x).pieces}
-    for rows, _ in sliced.rows:
-        along = gate_along(pieces[rows], how.gate)
-        assert along is not None
+    for rows, along in gated.rows:
         gate = how.gate
         # In the layout of the rows, with a size of 1 where all positions have the same factor.
         if ones := [k for k in range(len(shape(gate))) if k not in along]:
@@ -190,7 +204,7 @@ def _row_gates(sliced: Sliced, maps: Maps) -> tuple[RowGate, ...]:
             gate = virtual(maps.fake_mode, aten.permute.default, gate, [sorted(kept).index(k) for k in kept])
         for dim, k in enumerate(along):
             gate = gate if k is not None else virtual(maps.fake_mode, aten.unsqueeze.default, gate, dim)
-        target = sliced.node.target
+        target = gated.node.target
         assert callable(target)
         decided_by = (*decides(rows), *decides(gate))
         found.append(RowGate(rows, virtual(maps.fake_mode, target, rows, gate, decided_by=decided_by)))

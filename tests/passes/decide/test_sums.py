@@ -102,6 +102,39 @@ def test_a_sum_is_an_image_of_joined_rows(form, S):
     assert count(outcome.program.gm, inputs, weights) <= count(program.gm, inputs, weights)
 
 
+def gated(of):
+    def form(q, a, b, r, w_k, w_v, low, up):
+        k, v = heads(a @ w_k), heads(a @ w_v)
+        more = heads(of(a, a @ low @ up))
+        return attend(q, k + more, v - more[..., :V])
+
+    return form
+
+
+GATES = {
+    "of the row": lambda a, x: x * a[..., :1].sigmoid(),
+    "before": lambda a, x: a[..., :1].sigmoid() * x,
+    "divided": lambda a, x: x / (1 + a[..., 1:2].square()),
+    "of the sequence": lambda a, x: x * a.mean((1, 2), keepdim=True),
+}
+STAYING = {  # along the columns; from what the weight makes
+    "rotation": lambda a, x: x * a[..., :1].add(torch.arange(H * N)).cos(),
+    "norm": lambda a, x: x * x.square().mean(-1, keepdim=True).add(1).rsqrt(),
+}
+
+
+@pytest.mark.parametrize("gate", [*GATES, *STAYING])
+def test_a_factor_for_each_row_moves_before_the_weight(gate):
+    inputs = [seeded(B, H, 1, N, seed=3), *rows()]
+    shapes = (W_K, W_V, (L, 2), (2, H * N))
+    program, outcome = decide(gated({**GATES, **STAYING}[gate]), inputs, *shapes, verify=True)
+    (site,) = outcome.report.sites
+    assert ((site.code, site.kept) == (Code.ABSORBED, ())) is (gate in GATES), site.reason
+    if gate in GATES:
+        weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(shapes)]
+        assert count(outcome.program.gm, inputs, weights) < count(program.gm, inputs, weights)
+
+
 def count(gm, inputs, weights):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         gm(*inputs, *weights)
