@@ -153,7 +153,7 @@ def test_json_schema():
             "line": 52,
             "code": "k = (k * cos) + (rotate(k) * sin)",
         },
-        "dims": {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168},
+        "dims": {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168, "A": 0, "G": 1},
         "cache_values_expanded": 40960,
         "cache_values_latent": 576,
         "decode_flops_before": None,
