@@ -19,6 +19,7 @@ from mla_compile.passes.canonical.products import split_products
 from mla_compile.passes.canonical.softmax import write_softmax
 from mla_compile.passes.canonical.views import canonicalize as canonicalize_views
 from mla_compile.passes.decide.cost import Device, Fold, Forms, default_device
+from mla_compile.passes.decide.groups import with_groups
 from mla_compile.passes.decide.judge import judge
 from mla_compile.passes.decide.not_softmax import not_softmax
 from mla_compile.passes.decide.records import Verdict
@@ -69,7 +70,7 @@ class Analysis:
 
     def with_slices(self) -> Analysis:
         """The same, where a slice along the tokens of K or V may be what the same slice of its rows makes."""
-        return replace(self, maps=with_row_slices(self.sites, self.maps))
+        return replace(self, maps=with_row_slices(self.sites, with_groups(self.sites, self.maps)))
 
     @property
     def weights(self) -> Collection[fx.Node]:

@@ -122,15 +122,17 @@ def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -
 def _pasts(program: Program) -> dict[fx.Node, Past]:
     """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
     # By identity: two weights with equal values may change apart.
-    names = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
-    node, found = program.named(), dict[fx.Node, Past]()
+    names: dict[int, str] = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
+    found: dict[fx.Node, Past] = {}
     for name, tensor in program.latents.items():
         if name in program.mutations and name not in program.own:
             continue  # the caller's, who may have other tensors of these rows
-        leaves = [names.get(id(leaf)) for leaf in tensor.leaves]
-        if tensor.recipe is None or None in leaves:
+        if tensor.recipe is None:
             continue
-        rows = tensor.shown_rows()
+        leaves = [names.get(id(leaf)) or _carried(program, leaf, names) for leaf in tensor.leaves]
+        if None in leaves:
+            continue
+        rows, node = tensor.shown_rows(), program.named()
         found[node[name]] = Past(
             tensor.recipe,
             tuple(node[leaf] for leaf in leaves if leaf is not None),
@@ -138,6 +140,31 @@ def _pasts(program: Program) -> dict[fx.Node, Past]:
             tuple(r.dtype for r in rows),
         )
     return found
+
+
+def _carried(program: Program, leaf: torch.Tensor, names: dict[int, str]) -> str | None:
+    """The name of a weight that the graph does not read by itself, now that its rows came with it.
+
+    What is made once and read in every call, such as K and V of an encoder's memory, is made in another graph. None
+    where the weight is not one plain tensor of this process.
+    """
+    group = torch.distributed
+    alone = not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1
+    if not alone or type(leaf) not in (torch.Tensor, torch.nn.Parameter) or program.fake_mode is None:
+        return None
+    graph, gm = program.gm.graph, program.gm
+    target = f"carried_{len(names)}"
+    while hasattr(gm, target):
+        target += "_"
+    setattr(gm, target, leaf)
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(first):
+        node = graph.get_attr(target)
+    with torch.no_grad():
+        node.meta["val"] = program.fake_mode.from_tensor(leaf.detach(), static_shapes=True)
+    program.weights[node.name] = leaf
+    names[id(leaf)] = str(node.name)
+    return str(node.name)
 
 
 def _own_inputs(program: Program) -> list[fx.Node]:

@@ -33,11 +33,7 @@ def migrate(change: CacheChange, cached: Sequence[torch.Tensor], tolerance: floa
         raise InputError(f"got {len(cached)} tensors, expected one for each cache input: {names}")
     for tensor, given in zip(change.inputs, cached, strict=True):
         _check_shape(tensor, given)
-    solved = [
-        _solve([_equations(t, i, given) for t, given in zip(change.inputs, cached, strict=True)
-                for i, row in enumerate(t.rows) if row == number])
-        for number in range(len(change.dtypes))
-    ]  # fmt: skip
+    solved = _solve([e for t, given in zip(change.inputs, cached, strict=True) for e in _equations(t, given)])
     rows: dict[int, torch.Tensor] = {}
     error = 0.0
     for tensor, given in zip(change.inputs, cached, strict=True):
@@ -73,29 +69,34 @@ def _check_shape(tensor: CachedTensor, given: torch.Tensor) -> None:
         raise InputError(f"the cache {tensor.name} has shape {list(given.shape)}, expected [{expected}]")
 
 
-def _equations(tensor: CachedTensor, index: int, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``A`` [values of one token, width] and ``b`` [..., values] with ``A rows = b``, from the parts of one K or V."""
+class _Equation(NamedTuple):
+    """``sum(A rows) = b``, with ``A`` [values of one token, width] for each of the rows, and ``b`` [..., values]."""
+
+    matrices: dict[int, torch.Tensor]
+    target: torch.Tensor
+
+
+def _equations(tensor: CachedTensor, given: torch.Tensor) -> list[_Equation]:
+    """What one K or V says of its rows: an equation for each range of its columns."""
     recipe = tensor.recipe
     heads, outer = recipe.heads, recipe.outer
     sizes = [int(recipe.kinds[k]) for k in heads]
-    matrices: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    start = 0
+    found: list[_Equation] = []
+    start = stop = 0
     for part in recipe.parts:
-        matrix = _matrix(part, sizes, tensor.leaves)
-        columns = matrix.shape[-2]
-        if part.rows == index:
-            b = given.double()
-            if part.bias is not None:
-                own = evaluate(part.bias, tensor.leaves, at_once, {}).double()
-                whole = [own.shape[k] if k != recipe.columns else columns for k in range(own.dim())]
-                b = b.narrow(recipe.columns, start, columns) - own.expand(whole)
-            else:
-                b = b.narrow(recipe.columns, start, columns)
-            matrices.append(matrix.reshape(-1, part.width) * part.scale)
-            targets.append(b.permute(*outer, *heads, recipe.columns).flatten(len(outer)))
-        start += columns
-    return torch.cat(matrices), torch.cat(targets, -1)
+        matrix = _matrix(part, sizes, tensor.leaves) * part.scale
+        start, stop = (start, stop) if part.added else (stop, stop + matrix.shape[-2])
+        b = given.double().narrow(recipe.columns, start, stop - start)
+        if part.bias is not None:  # of the first part of a sum alone
+            own = evaluate(part.bias, tensor.leaves, at_once, {}).double()
+            b = b - own.expand([own.shape[k] if k != recipe.columns else stop - start for k in range(own.dim())])
+        rows, flat = tensor.rows[part.rows], matrix.reshape(-1, part.width)
+        if part.added:
+            known = found[-1].matrices
+            known[rows] = known[rows] + flat if rows in known else flat
+        else:
+            found.append(_Equation({rows: flat}, b.permute(*outer, *heads, recipe.columns).flatten(len(outer))))
+    return found
 
 
 def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -111,10 +112,26 @@ def _matrix(part: ColumnBlock, heads: Sequence[int], leaves: Sequence[torch.Tens
     return matrix.expand(*heads, *matrix.shape[-2:])
 
 
-def _solve(equations: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    matrix = torch.cat([a for a, _ in equations])
-    inverse: torch.Tensor = torch.linalg.pinv(matrix).mT
-    return torch.cat([b for _, b in equations], -1) @ inverse
+def _solve(equations: Sequence[_Equation]) -> dict[int, torch.Tensor]:
+    """The rows of all ``equations``: those that meet in none are solved for by themselves."""
+    solved: dict[int, torch.Tensor] = {}
+    left = list(equations)
+    while left:
+        tied = [left.pop(0)]
+        numbers = {*tied[0].matrices}
+        while meeting := [e for e in left if e.matrices.keys() & numbers]:
+            tied += meeting
+            numbers = numbers.union(*(e.matrices for e in meeting))
+            left = [e for e in left if not e.matrices.keys() & numbers]
+        widths = {n: e.matrices[n].shape[1] for e in tied for n in sorted(e.matrices)}
+        blocks = [
+            torch.cat([e.matrices.get(n, e.target.new_zeros(e.target.shape[-1], w)) for n, w in widths.items()], 1)
+            for e in tied
+        ]
+        inverse: torch.Tensor = torch.linalg.pinv(torch.cat(blocks)).mT
+        rows = torch.cat([e.target for e in tied], -1) @ inverse
+        solved |= zip(widths, rows.split([*widths.values()], -1), strict=True)
+    return solved
 
 
 def _relative(difference: torch.Tensor, of: torch.Tensor) -> float:

@@ -11,6 +11,8 @@ Q     query latent width, d_c' (q_lora_rank)                        1536
 N     per-head width of the unrotated part of q and k (qk_nope)     128
 R     width of the rotary key shared by all heads (qk_rope)         64
 V     per-head value width (v_head_dim)                             128
+A     columns of R that are added to others of the key (else 0)    0
+G     groups of H heads, each with a latent of its own (else 1)    1
 ===== ============================================================ =============
 """
 
@@ -24,7 +26,9 @@ class Dims:
     """The sizes of one Multi-head Latent Attention site (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     ``Q`` is the width of what the query projection reads (the query latent, or the model width where queries are not
-    compressed) and ``D`` the model width; either is ``None`` where the graph does not show it.
+    compressed) and ``D`` the model width; either is ``None`` where the graph does not show it. ``A`` of ``R`` values
+    are added to other columns of a key instead of standing beside them. There are ``G`` groups of ``H`` heads, each of
+    these sizes with a latent of its own.
     """
 
     H: int
@@ -34,17 +38,21 @@ class Dims:
     V: int
     Q: int | None = None
     D: int | None = None
+    A: int = 0
+    G: int = 1
 
     @property
     def expanded_values(self) -> int:
-        """Values per cached token when K and V are stored per head: H(N+R+V)."""
-        return self.H * (self.N + self.R + self.V)
+        """Values per cached token and group when K and V are stored per head: H(N+R-A+V)."""
+        return self.H * (self.N + self.R - self.A + self.V)
 
     @property
     def latent_values(self) -> int:
-        """Values per cached token when only the latent and the shared rotary key are stored: L+R."""
+        """Values per cached token and group when only the latent and the shared rotary key are stored: L+R."""
         return self.L + self.R
 
     def __str__(self) -> str:
         shown = {k: getattr(self, k) for k in "HLRNVQD" if getattr(self, k) is not None}
+        shown |= {"A": self.A} if self.A else {}
+        shown |= {"G": self.G} if self.G > 1 else {}
         return " ".join(f"{k}={v}" for k, v in shown.items())

@@ -166,13 +166,16 @@ def facts_of(sites: tuple[SiteReport, ...], messages: tuple[str, ...], name: str
 
 
 def latent_sites(found: Iterable[tuple[SiteReport, Dims | None]]) -> tuple[LatentSites, ...]:
-    """The attentions of equal sizes counted together; given are each site and its sizes."""
+    """The attentions of equal sizes counted together; given are each site and its sizes.
+
+    Groups of heads with a latent each count as so many attentions.
+    """
     counts: Counter[LatentSites] = Counter()
     for site, dims in found:
         if dims is not None:
             chooses = site.choosing_flops or 0, site.choosing_bytes or 0
             kind = LatentSites(dims, 0, site.verdict == "absorbed", not site.parts, site.chosen, *chooses)
-            counts[kind] += site.stands_for
+            counts[kind] += site.stands_for * dims.G
     return tuple(replace(sites, count=count) for sites, count in counts.items())
 
 

@@ -49,7 +49,7 @@ def _gain(program: Program, variants: Sequence[SiteCost]) -> sympy.Expr:
         for part in site.parts:
             gain += count * site.B * cost.part_gain(part).subs(sizes)
         if not site.parts:
-            letters = {**sizes, formulas.L: dims.L, formulas.N: dims.N, formulas.V: dims.V, formulas.R: dims.R}
+            letters = {**sizes, **{getattr(formulas, name): getattr(dims, name) for name in "LNVRA"}}
             if site.chosen is not None:
                 letters[formulas.J] = site.chosen
             form = "chained" if site.chosen is None else "sparse"

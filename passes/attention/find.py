@@ -26,6 +26,7 @@ from mla_compile.passes.ir.graph import argument, packet, shape, val
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.operators import is_contraction
 from mla_compile.passes.ir.sizes import same, same_sizes, size
+from mla_compile.passes.ir.stand_in import waits
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.ir.walk import REACH, depends_on, reachable
 
@@ -37,7 +38,7 @@ def find_attention(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Attent
     sites: list[AttentionSite] = []
     tracer = ScoreTracer(weights)
     for node in graph.nodes:
-        if packet(node) is aten.scaled_dot_product_attention:
+        if packet(node) is aten.scaled_dot_product_attention and not waits(node):
             sites.append(_fused(node))
         elif (flex := flex_of(node)) is not None:
             sites.append(_flex(node, flex))

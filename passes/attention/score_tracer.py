@@ -20,7 +20,18 @@ from mla_compile.passes.attention.site import MaskTerm, Operand, Product
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, flatten, fresh_axis, regroup
 from mla_compile.passes.ir.graph import args_of, argument, axis, is_tensor, packet, shape, val
 from mla_compile.passes.ir.labels import LABELLED, product_labels
-from mla_compile.passes.ir.operators import Broadcast, Copy, Dropout, Fill, Join, Permute, Regroup, Slice, decode
+from mla_compile.passes.ir.operators import (
+    Broadcast,
+    Copy,
+    Dropout,
+    Fill,
+    Join,
+    Permute,
+    Regroup,
+    Select,
+    Slice,
+    decode,
+)
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 
@@ -252,8 +263,15 @@ def _subtracted(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
     scores = tracer.trace(x) if is_tensor(x) and args_of(node)[2:] == () and not node.kwargs else None
     along = None if scores is None or scores.normalized else _top_of(x, args_of(node)[1])
     if scores is None or along is None or scores.below_top is not None:
-        return _elementwise(tracer, node)
+        return _difference(tracer, node) or _elementwise(tracer, node)
     return replace(scores, below_top=scores.axes[along])
+
+
+def _difference(tracer: ScoreTracer, node: fx.Node) -> Scores | None:
+    """The weights that one softmax made, less some of those that another made (differential attention)."""
+    a, b = (tracer.trace(x) if is_tensor(x) else None for x in args_of(node)[:2])
+    both = a is not None and b is not None and a.normalized and b.normalized
+    return added_up(a, b) if both and a is not None and b is not None else None
 
 
 def _top_of(x: fx.Node, top: object) -> int | None:
@@ -313,6 +331,18 @@ def _sliced(tracer: ScoreTracer, node: fx.Node, how: Slice) -> Scores | None:
     return replace(scores, axes=axes)
 
 
+def _selected(tracer: ScoreTracer, node: fx.Node, how: Select) -> Scores | None:
+    """Some of the weights, as of two softmaxes that were made in one (differential attention); not of some keys."""
+    scores = tracer.trace(how.x)
+    if scores is None or not scores.normalized or scores.padded or how.index is None:
+        return None
+    own = scores.axes[how.dim]
+    if set(own) & set(scores.softmax) or not all(isinstance(a.size, int) for a in own):
+        return None
+    axes = (*scores.axes[: how.dim], *scores.axes[how.dim + 1 :])
+    return replace(scores, axes=axes).opened("weights are selected")
+
+
 _MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
     Copy: _copied,
     Dropout: _dropped,
@@ -320,6 +350,7 @@ _MOVES: dict[type, Callable[[ScoreTracer, fx.Node, Any], Scores | None]] = {
     Permute: _permuted,
     Join: _joined,
     Slice: _sliced,
+    Select: _selected,
 }
 _RULES: dict[object, Callable[[ScoreTracer, fx.Node], Scores | None]] = {
     **dict.fromkeys((aten.mul, aten.div), _scale),

@@ -99,8 +99,10 @@ def rounded(fill: float, dtype: torch.dtype) -> float:
 
 
 def added_up(a: Scores, b: Scores) -> Scores | None:
-    """Two products added up: ``q_nope . k_nope + q_rope . k_rope``."""
-    if a.normalized or b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
+    """Two products added up, ``q_nope . k_nope + q_rope . k_rope``, or the weights that two softmaxes made."""
+    if a.normalized != b.normalized or a.settled or b.settled or len(a.axes) != len(b.axes):
+        return None
+    if a.normalized and (a.padded or b.padded):
         return None
     for k in range(len(a.axes)):
         splits = common_factors(a.axes[k], b.axes[k])
@@ -112,17 +114,27 @@ def added_up(a: Scores, b: Scores) -> Scores | None:
     if not set(flatten(a.axes)).isdisjoint(rename):
         return None  # one product twice, the second time with its axes in another order
     renamed = b.split(rename)
+    if a.normalized and (a.softmax != renamed.softmax or _twice(a, renamed)):
+        return None
     joined = replace(
         a,
-        products=(*a.products, *renamed.products),
+        # Of weights that were selected of one softmax, the product is one.
+        products=(*a.products, *(p for p in renamed.products if not a.normalized or p not in a.products)),
         masks=(*a.masks, *renamed.masks),
         mapped=a.mapped or b.mapped,
         open_core=a.open_core or b.open_core,
         problem=a.problem or b.problem,
     )
+    if a.normalized:
+        return joined.opened("the weights of several softmaxes are added up")
     if a.masks or b.masks:
         joined = joined.opened("one of several products is masked by itself")
     return joined if a.scale == b.scale else joined.opened("products with different scales are added up")
+
+
+def _twice(a: Scores, b: Scores) -> bool:
+    """Whether a product is in both, and its axes are not those of the same positions."""
+    return any(p.node is q.node and p != q for p in a.products for q in b.products)
 
 
 def oriented(product: Product, keys: Axis) -> Product:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
@@ -59,7 +59,8 @@ class ColumnBlock:
     """Columns of K: ``scale * rows W + b``, or the rows themselves where there is no weight.
 
     ``heads``: for the axes of K that are heads, whether the weight has them (else its values are shared by the heads).
-    The weight is [heads..., columns, width], the bias broadcasts to K.
+    The weight is [heads..., columns, width], the bias broadcasts to K. ``added``: to the columns of the part before it,
+    instead of following them.
     """
 
     rows: int
@@ -68,6 +69,7 @@ class ColumnBlock:
     heads: tuple[bool, ...]
     scale: float
     bias: Formula | None
+    added: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Recipe:
     Attributes:
         kinds: what each axis of K is: a number of heads, or of the columns; or an axis of the rows.
         tokens, columns: the axes of K that count the cached tokens and the features.
-        parts: one after another along ``columns``.
+        parts: one after another along ``columns``, or added to the one before.
         widths: of the rows, in values.
         packed: which rows are kept in float8 (:mod:`mla_compile.passes.cache.packed`).
         dtype: of K.
@@ -172,7 +174,7 @@ def make_recipe(
     leaves: dict[fx.Node, int] = {}
     parts: list[ColumnBlock] = []
     widths: list[int] = []
-    for piece in pieces:
+    for piece, added in ((p, k > 0) for s in lmap.segments for k, p in enumerate(s.piece.summands)):
         outer = tuple(own for own, kind in zip(piece.axes, kinds, strict=True) if kind == "row")
         inner = piece.contracted if piece.weight is not None else piece.axes[columns]
         wide = axis_size(inner)
@@ -187,7 +189,7 @@ def make_recipe(
         part = _part(piece, index, wide, inner, kinds, columns, leaves)
         if part is None:
             return Stop(node, "unsupported_op", "a weight that differs along an axis of its rows")
-        parts.append(part)
+        parts.append(replace(part, added=added))
     expanded = {part.rows for part in parts if part.weight is not None}
     packed = tuple(packs and k in expanded for k in range(len(widths)))
     recipe = Recipe(tuple(kinds), tokens, columns, tuple(parts), tuple(widths), val(node).dtype, len(leaves), packed)
@@ -198,10 +200,11 @@ def _columns(lmap: LinearMap, tokens: int) -> int | None:
     """The axis of features: where parts are joined, else the last one a weight makes, which is how rows are written."""
     if lmap.axis is not None:
         return lmap.axis
-    (piece,) = lmap.pieces
-    made = set() if piece.weight is None else set(piece.weight.atoms)
-    found = [k for k, own in enumerate(piece.axes) if k != tokens and own and made.issuperset(own)]
-    return found[-1] if found else None
+    found: list[int] = []
+    for piece in lmap.pieces:
+        made = set() if piece.weight is None else set(piece.weight.atoms)
+        found += [k for k, own in enumerate(piece.axes) if k != tokens and own and made.issuperset(own)]
+    return max(found, default=None)
 
 
 def _kind(pieces: Sequence[Piece], k: int, tokens: int) -> Size | Literal["row"] | None:
@@ -280,7 +283,13 @@ def expand(recipe: Recipe, rows: Sequence[X], leaves: Sequence[X], call: Call[X]
     if any(recipe.packed):
         held = zip(rows, recipe.widths, recipe.packed, strict=False)
         rows = [unpack(x, width, recipe.dtype, call) if packed else x for x, width, packed in held]
-    parts = [_expand_part(recipe, part, rows[part.rows], leaves, call, memo) for part in recipe.parts]
+    parts: list[X] = []
+    for part in recipe.parts:
+        made = _expand_part(recipe, part, rows[part.rows], leaves, call, memo)
+        if part.added:
+            parts[-1] = call(aten.add.Tensor, parts[-1], made)
+        else:
+            parts.append(made)
     if len(parts) == 1:
         return parts[0]
     return call(aten.cat.default, parts, recipe.columns)

@@ -15,7 +15,7 @@ from mla_compile.passes.cache.recipe import Ingredient, Recipe, expand
 from mla_compile.passes.cache.writes import Step, is_zeros, write_over
 from mla_compile.passes.ir.arrange import Sizes, arrange
 from mla_compile.passes.ir.axes import Axis
-from mla_compile.passes.ir.graph import OURS, Builder, args_of, argument, axis, is_virtual, materialize, packet, val
+from mla_compile.passes.ir.graph import OURS, Builder, argument, axis, latest_of, materialize, packet, val
 from mla_compile.passes.ir.operators import Slice, decode
 from mla_compile.passes.ir.walk import first_equals, remove_dead_code
 
@@ -178,8 +178,7 @@ class _Rewriter:
     def _new(self, ingredient: Ingredient, recipe: Recipe, index: int) -> fx.Node:
         key = ingredient.node, ingredient.target  # K and V may differ in which axis of size 1 they take for one of rows
         if key not in self.arranged:
-            whole = args_of(ingredient.node)[0] if is_virtual(ingredient.node) else ingredient.node
-            builder = Builder(self._after(whole), self.fake_mode)
+            builder = Builder(self._after(latest_of(ingredient.node)), self.fake_mode)
             node = materialize(ingredient.node, builder, {})
             sizes = Sizes(builder, [(node, ingredient.axes)])
             rows = arrange(builder, sizes, node, ingredient.axes, ingredient.target)

@@ -95,7 +95,8 @@ def begun_rows(program: Program, verdicts: Iterable[Verdict]) -> set[fx.Node]:
             continue
         rows = {whole_rows(row.node) for row in plan.rows}
         # An attention that reads anything else besides would need all rows of each.
-        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known
+        joined = any(r is not None and r.parts for r in (plan.latent, plan.rope, plan.values))
+        fits = plan.whole and plan.visible.chosen is None and not plan.visible.alike and rows <= known and not joined
         (good if fits else bad).update(rows)
     return {joined for joined, nodes in made_of.items() if nodes & good and not nodes & bad}
 

@@ -25,7 +25,8 @@ def fold_widths(plan: AbsorbPlan, maps: Maps) -> tuple[int | None, int | None]:
         for t in plan.keys
         if t.product is not None and t.piece.weight is not None
     }
-    projection = output_projection(plan.site.node)
+    # What is attended to joined rows is multiplied part by part.
+    projection = None if plan.value_rows.parts else output_projection(plan.site.node)
     if projection is not None:
         (piece, *others) = maps.with_sources([plan.site.node], per_row=True).map(projection).pieces
         if others or piece.source is not plan.site.node or not piece.contracted:

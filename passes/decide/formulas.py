@@ -33,6 +33,7 @@ CacheKind = Literal["mha", "gqa", "mqa", "mla", "mla_expanded"]
 
 # Real, not integer: solve() would have to prove that a break-even is a whole number, and it is not.
 B, S, T, H, D, L, Q, N, R, V = sympy.symbols("B S T H D L Q N R V", positive=True)
+A = sympy.Symbol("A", nonnegative=True)  # columns of the rotary key that are added to others of the key
 G, d = sympy.symbols("G d", positive=True)  # KV heads of GQA; head width of MHA, GQA and MQA
 K, Z = sympy.symbols("K Z", positive=True)  # of a part: heads with columns of their own, heads with rows of their own
 E = sympy.Symbol("E", positive=True)  # bytes per element
@@ -65,12 +66,13 @@ def stages(form: Form) -> tuple[Stage, ...]:
     query = Stage("query projection", B * S * Q * H * N, Q * H * N, B * S * (Q + H * N), projection="Q")
     output = Stage("output projection", B * S * H * V * D, H * V * D, B * S * (H * V + D), projection="D")
     if form == "expanded":
-        made = B * T * (L + R + H * (N + R + V))
+        columns = N + R - A + V
+        made = B * T * (L + R + H * columns)
         return (
             query,
             # Two launches: the projection itself, and laying K (with the shared rotary part) and V out per head.
             Stage("expand K and V", B * T * H * L * (N + V), H * L * (N + V), made, 2, makes_kv=True),
-            Stage("attention", B * S * T * H * (N + R + V), sympy.Integer(0), B * (S + T) * H * (N + R + V)),
+            Stage("attention", B * S * T * H * columns, sympy.Integer(0), B * (S + T) * H * columns),
             output,
         )
     absorb = Stage("query into the latent", B * S * H * N * L, H * N * L, B * S * H * (N + L))
@@ -187,7 +189,7 @@ def fold_break_even(side: Literal["query", "output"]) -> sympy.Expr:
 def absorption_gain(form: Literal["chained", "sparse"] = "chained") -> sympy.Expr:
     """Multiply-adds absorbing saves, per sequence and head: positive where the chained (or sparse) form is cheaper.
 
-    B and H cancel, and for the chained form R, so that its sign depends on S, T, L, N and V only.
+    B and H cancel, and for the chained form R, so that its sign depends on S, T, L, N, V and A only.
     """
     return sympy.collect(sympy.expand((flops("expanded") - flops(form)) / (2 * B * H)), (S, T))
 
@@ -209,7 +211,8 @@ def evaluate(expression: sympy.Expr, dims: Dims | None = None, **letters: float)
 
     Whole results come back as ``int``. Raises :class:`InputError` when a letter of the formula has no value.
     """
-    values: dict[str, float] = {} if dims is None else {k: v for k, v in vars(dims).items() if v is not None}
+    values: dict[str, float] = {"A": 0}
+    values |= {} if dims is None else {k: v for k, v in vars(dims).items() if v is not None}
     values.update(letters)
     missing = sorted(s.name for s in expression.free_symbols if s.name not in values)
     if missing:

@@ -166,9 +166,10 @@ class _Judge:
         made: dict[tuple[fx.Node, fx.Node], None] = {}
         for _, node, source in _expansions(verdict):
             if node in alive.nodes:
-                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths)
-                # Of what is absorbed on both sides nothing but a length may still be read.
-                if found is None or (not verdict.plan.part and any(map(is_tensor, found))):
+                # Of what is absorbed on both sides nothing but lengths and a few tokens may still be read.
+                columns = verdict.plan.part
+                found = narrower_readers(node, source, self.maps, alive.reads, alive.nodes, paths, columns)
+                if found is None:
                     return None
                 made.update(((f, source), None) for f in found)
         return tuple(made)

@@ -3,10 +3,11 @@
 The proof obligations, checked here one by one on the refined maps:
 
 * every key-token atom is a token of every source (else tokens are mixed);
-* no weight or bias depends on a token or batch atom (else it depends on the position);
+* no weight or bias depends on a token atom (else it depends on the position); one may depend on a batch atom, such as a
+  group of heads whose rows are its own;
 * no column of the rows stands for several columns of K or V, unless a weight sums those into the query;
 * every lead atom is either a token of all sources (batch) or of none (a head), so that one row serves all heads;
-* the keys come from at most two row tensors, the values from one.
+* the keys come from at most two row tensors, the values from one; those that a sum is made of count as one, joined.
 
 A plan for a *part* of an attention (:mod:`mla_compile.passes.decide.partial`) need not meet the last two: each head may
 have rows of its own, there may be any number of row tensors, and a side may be left as it is.
@@ -15,14 +16,14 @@ have rows of its own, there may be any number of row tensors, and a side may be 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from mla_compile.core.dims import Dims
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.attention.visible import visible
-from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, pieces_of
+from mla_compile.passes.decide.records import AbsorbPlan, Rows, Side, groups_of, pieces_of, selected
 from mla_compile.passes.decide.refine import refine, value_features
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.stop import Stop
@@ -40,15 +41,18 @@ def make_plan(site: AttentionSite, maps: Maps, *, by_hand: bool = False) -> Abso
     site, key_terms, value_terms, batch, heads = found.site, found.keys, found.values, found.batch, found.heads
     of_keys, of_values = found.sources(key_terms), found.sources(value_terms)
     # The operator takes a latent, one tensor of rotary rows and one of values; more needs products one by one.
-    if len(of_keys) not in (1, 2) or len(of_values) != 1:
+    if _row_tensors(key_terms) not in (1, 2) or _row_tensors(value_terms) != 1:
         return Stop(site.node, "too_many_sources", f"keys read {len(of_keys)} row tensors, values {len(of_values)}")
-    (value,) = of_values
-    latent = _latent(key_terms, of_keys, value)
-    rope = next((found.rows[n] for n in of_keys if n is not latent), None)
-    vals = None if value is latent else found.rows[value]
-    dims = _dims(key_terms, value_terms, heads, found.rows[latent], rope, vals)
+    shared = set(of_values) <= set(of_keys)
+    latents = of_values if shared else [_latent(key_terms, of_keys, of_values[0])]
+    latent = found.joined(latents)
+    others = [n for n in of_keys if n not in latents]
+    rope = found.joined(others) if others else None
+    vals = None if shared else found.joined(of_values)
+    dims = _dims(site, key_terms, value_terms, heads, latent, rope, vals)
+    dims = replace(dims, G=fixed_size(groups_of((*key_terms, *value_terms), batch)))
     seen = visible(site, batch)
-    return AbsorbPlan(site, key_terms, value_terms, batch, heads, found.rows[latent], rope, vals, dims, seen)
+    return AbsorbPlan(site, key_terms, value_terms, batch, heads, latent, rope, vals, dims, seen)
 
 
 def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> AbsorbPlan | Stop:
@@ -75,7 +79,7 @@ def make_part_plan(site: AttentionSite, maps: Maps, sides: Collection[Side]) -> 
     vals = None if value is None or value is latent else found.rows[value]
     named = {latent, value, None if rope is None else rope.node}
     extra = tuple(r for n, r in found.rows.items() if n not in named)
-    dims = _part_dims(site, key_terms, found.heads, found.rows[latent])
+    dims = _part_dims(site, key_terms, found.heads, found.rows[latent], (*key_terms, *value_terms))
     if isinstance(dims, Stop):
         return dims
     seen = visible(site, found.batch)
@@ -99,6 +103,27 @@ class _Found:
     def sources(self, terms: Sequence[Term]) -> list[fx.Node]:
         return list(dict.fromkeys(t.piece.source for t in terms if t.piece.source is not None))
 
+    def joined(self, sources: Sequence[fx.Node]) -> Rows:
+        """The rows of ``sources``, one after another."""
+        first, *others = (self.rows[n] for n in sources)
+        if not others:
+            return first
+        width = Atom(first.size + sum(r.size for r in others))
+        return Rows(first.node, first.axes, (width,), first.heads, (first, *others))
+
+
+def _row_tensors(terms: Sequence[Term]) -> int:
+    """How many row tensors ``terms`` read, where those that make the same columns count as one."""
+    together: list[set[fx.Node]] = []
+    columns: dict[tuple[int | None, int], set[fx.Node]] = {}
+    for t in terms:
+        if t.piece.source is not None:
+            columns.setdefault((t.product, t.start), set()).add(t.piece.source)
+    for sources in columns.values():
+        meeting = [one for one in together if one & sources]
+        together = [one for one in together if not one & sources] + [sources.union(*meeting)]
+    return len(together)
+
 
 def _obligations(
     site: AttentionSite, maps: Maps, sides: Collection[Side], part: bool, *, by_hand: bool = False
@@ -116,7 +141,7 @@ def _obligations(
     if isinstance(roles, Stop):
         return roles
     batch, heads = roles
-    stop = _tokens_are_blind(site, (*key_terms, *value_terms), batch)
+    stop = _tokens_are_blind(site, (*key_terms, *value_terms))
     if stop is not None:
         return stop
     found = _Found(site, key_terms, value_terms, batch, heads)
@@ -128,21 +153,28 @@ def _roles(site: AttentionSite, terms: list[Term], part: bool) -> tuple[Axis, Ax
     """Which lead atoms are batch and which are heads."""
     batch: list[Atom] = []
     heads: list[Atom] = []
+    groups = groups_of(terms, site.lead)
     for atom in site.lead:
         kinds = {t.kind(atom) for t in terms}
-        if kinds == {"token"}:
+        # Groups of heads with a latent each may share other rows, such as a rotary key.
+        if kinds == {"token"} or (kinds == {"token", "broadcast"} and atom in groups):
             batch.append(atom)
         elif "token" not in kinds or part:
             heads.append(atom)
         else:
             return Stop(site.node, "per_head_rope", "some of the rows differ from head to head, the latent does not")
+    # Positions of the scores of which some are selected behind the softmax: the keys there have to be made of the same
+    # rows, as those of heads are.
+    for atom in (a for p in site.products for a in selected(site, p)):
+        if any(t.kind(atom) == "token" for t in terms):
+            return Stop(site.node, "head_dependent_latent", "keys that are selected together have rows of their own")
     # With rows for every head there is nothing to share: absorbing would make each key as wide as the latent.
     if not heads and len(batch) > 1:
         return Stop(site.node, "head_dependent_latent", "every head has rows of its own")
     return tuple(batch), tuple(heads)
 
 
-def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -> Stop | None:
+def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term]) -> Stop | None:
     """The first three obligations, which concern each term by itself."""
     for t in terms:
         node = t.piece.path[-1].node if t.piece.path else site.node
@@ -155,7 +187,7 @@ def _tokens_are_blind(site: AttentionSite, terms: Sequence[Term], batch: Axis) -
         if t.piece.source is not None and not summed and not known.issuperset(t.features):
             return Stop(node, "unsupported_op", "one column of the rows stands for several")
         # A weight that differs from token to token cannot be moved past the sum over tokens.
-        tokens = {t.at[a] for a in (*batch, *site.keys) if a in t.at}
+        tokens = {t.at[a] for a in site.keys if a in t.at}
         for factor in (t.piece.weight, t.piece.bias):
             if factor is not None and any(a in tokens for a in factor.atoms):
                 return Stop(node, "position_dependent", "a weight that differs from token to token")
@@ -195,6 +227,7 @@ def _row_axes(term: Term, outer: Axis) -> tuple[Axis, ...]:
 
 
 def _dims(
+    site: AttentionSite,
     keys: tuple[Term, ...],
     values: tuple[Term, ...],
     heads: Axis,
@@ -202,23 +235,48 @@ def _dims(
     rope: Rows | None,
     vals: Rows | None,
 ) -> Dims:
+    of_latent = {r.node for r in latent.each}
+    own = _columns(site, [t for t in keys if t.piece.source is None or t.piece.source in of_latent])
+    rotary = 0 if rope is None else rope.size
+    # What the scores of all products read; R is what they do besides the latent once.
+    widths = {r.node: r.size for rows in (latent, rope) if rows is not None for r in rows.each}
+    read = {(t.product, t.piece.source): widths[t.piece.source] for t in keys if t.piece.source is not None}
+    total = sum(_copies(site, product) * size for (product, _), size in read.items())
+    again = max(0, total - latent.size - rotary)
+    summed = len(keys) > len({(t.product, t.start) for t in keys})
     return Dims(
         H=fixed_size(heads),
         # Two latents count as one of their mean width, rounded up: the cost formulas know one L for keys and values.
         L=latent.size if vals is None else (latent.size + vals.size + 1) // 2,
-        R=0 if rope is None else rope.size,
-        N=sum(t.stop - t.start for t in keys if t.piece.source is None or t.piece.source is latent.node),
-        V=sum(t.stop - t.start for t in values),
+        R=rotary + again,
+        N=own,
+        V=_columns(site, values),
+        A=max(0, own + rotary + again - _columns(site, keys)) if summed or again else 0,
     )
 
 
-def _part_dims(site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows) -> Dims | Stop:
+def _columns(site: AttentionSite, terms: Sequence[Term]) -> int:
+    """How many columns of K or V ``terms`` make; the terms of a sum make the same."""
+    widths = {(t.product, t.start): t.stop - t.start for t in terms}
+    return sum(_copies(site, product) * width for (product, _), width in widths.items())
+
+
+def _copies(site: AttentionSite, product: int | None) -> int:
+    """How many scores of a query and a key ``product`` makes for each head: those of which some are selected."""
+    return 1 if product is None else fixed_size(selected(site, site.products[product]))
+
+
+def _part_dims(
+    site: AttentionSite, keys: Sequence[Term], heads: Axis, latent: Rows, terms: Sequence[Term]
+) -> Dims | Stop:
     """The letters of a part: N columns of K are expanded from rows (all, where K stays), R are read as they are."""
-    total = sum(size for p in site.products if isinstance(size := axis_size(p.features), int))
+    widths = [(axis_size(p.features), _copies(site, n)) for n, p in enumerate(site.products)]
+    total = sum(size * copies for size, copies in widths if isinstance(size, int))
     value = axis_size(value_features(site))
     all_known = all(isinstance(axis_size(p.features), int) for p in site.products)
     count = axis_size(heads)
     if not all_known or not isinstance(value, int) or not isinstance(count, int):
         return Stop(site.node, "unsupported_op", "a number of heads or a width that is not a constant")
-    expanded = sum(t.stop - t.start for t in keys if t.piece.projected) if keys else total
-    return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value)
+    expanded = _columns(site, [t for t in keys if t.piece.projected]) if keys else total
+    groups = fixed_size(groups_of(terms, site.lead))
+    return Dims(H=count, L=latent.size, R=total - expanded, N=expanded, V=value, G=groups)

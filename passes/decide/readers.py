@@ -13,12 +13,14 @@ import torch
 from torch import fx
 
 from mla_compile.core.program import view_source
+from mla_compile.passes.decide.row_slices import with_slices_of
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
+from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, is_virtual, packet, shape, val
 from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import reachable
-from mla_compile.passes.linear.records import Maps, Piece
+from mla_compile.passes.linear.records import Maps, Piece, VirtualSources
+from mla_compile.passes.linear.rows import taken_of
 
 aten = torch.ops.aten
 
@@ -30,19 +32,21 @@ def narrower_readers(
     reads: Callable[[fx.Node], Collection[fx.Node]],
     alive: Collection[fx.Node],
     absorbed: Collection[fx.Node],
+    columns: bool = True,
 ) -> tuple[fx.Node, ...] | None:
     """The narrower nodes through which alone ``expansion``, a product of the rows ``source``, is still read.
 
-    Its lengths are among them, where the rows have them, too (:func:`length_of`). None where some reader needs all of
-    it, or needs columns that were ``absorbed`` (nodes on their way to the site): then nothing is saved. ``reads`` says
-    what a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
+    Its lengths are among them, where the rows have them, too (:func:`length_of`), and parts of a few tokens
+    (:func:`of_few_rows`). None where some reader needs all of it, or needs columns that were ``absorbed`` (nodes on
+    their way to the site): then nothing is saved. ``columns``: whether any columns may still be read of all tokens.
+    ``reads`` says what a node reads, and ``alive`` which nodes are needed, once all sites are rewritten.
     """
     at_source = maps.with_sources([source])
     whole = bytes_hint(expansion)
 
     def users(node: fx.Node) -> Iterable[fx.Node]:
-        """The readers of ``expansion``, of views of all of it, and of the tuples that a split makes."""
-        if is_tuple(node) or (is_tensor(node) and bytes_hint(node) >= whole):
+        """The readers of ``expansion``, of views of it, of the tuples that a split makes, and of what was absorbed."""
+        if is_tuple(node) or (is_tensor(node) and (bytes_hint(node) >= whole or node in absorbed)):
             return (u for u in node.users if u in alive and node in reads(u))
         return ()
 
@@ -54,13 +58,19 @@ def narrower_readers(
             if length_of(node, source) is None:
                 return None
             found.append(node)
+        elif of_few_rows(node, source, maps) is not None:
+            found.append(node)
         elif bytes_hint(node) >= whole:
             if projection_of(node, source, at_source) is None:
                 return None
-        elif node in absorbed or not _can_be_made_alone(node, source, at_source):
+        elif node in absorbed:
+            continue  # so are its readers, or they are looked at
+        elif not columns or any(n in absorbed and bytes_hint(n) < whole for n in node.all_input_nodes):
             return None
-        else:
+        elif _can_be_made_alone(node, projection_of(node, source, at_source)):
             found.append(node)
+        else:
+            return None
     return tuple(found)
 
 
@@ -97,9 +107,25 @@ def projection_of(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
     return pieces[0] if len(pieces) == 1 and pieces[0].source is source and pieces[0].projected else None
 
 
-def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
+def of_few_rows(node: fx.Node, source: fx.Node, maps: Maps) -> Piece | None:
+    """The linear map of ``node``, a part of a few tokens of what a weight makes of ``source`` over those rows."""
+    taken = taken_of(node)
+    if taken is None or taken.padded is not None:
+        return None
+    # Without what is known of K and V, so that who makes it alone later finds the same.
+    maps = with_slices_of([[node]], maps.with_virtual(VirtualSources()).with_sources([source]))
+    pieces = maps.map(node).pieces
+    if len(pieces) != 1 or pieces[0].source is None or not is_virtual(pieces[0].source) or not pieces[0].projected:
+        return None
+    rows = pieces[0].source
+    # A slice whose length may grow with the context is made of as many rows.
+    fixed = all(isinstance(s, int) or any(same(s, t) for t in shape(source)[:1]) for s in shape(rows))
+    few = 2 * bytes_hint(rows) <= bytes_hint(source)
+    return pieces[0] if args_of(rows)[0] is source and fixed and few and _can_be_made_alone(node, pieces[0]) else None
+
+
+def _can_be_made_alone(node: fx.Node, piece: Piece | None) -> bool:
     """Whether one product with some rows of the weight, in the dtype it has, gives exactly the numbers of ``node``."""
-    piece = projection_of(node, source, maps)
     if piece is None or piece.weight is None or piece.scale != 1.0:
         return False
     # What is made alone has strides of its own: a split of the whole has those of the whole.
@@ -113,7 +139,8 @@ def _can_be_made_alone(node: fx.Node, source: fx.Node, maps: Maps) -> bool:
         return False
     # In half precision a weight that is computed would be rounded at another place than the product it replaces was.
     exact = val(node).dtype.itemsize >= 4 or all(f.expr.is_view for f in (piece.weight, piece.bias) if f is not None)
-    return exact and val(source).dtype == val(node).dtype == piece.weight.expr.value.dtype
+    assert piece.source is not None
+    return exact and val(piece.source).dtype == val(node).dtype == piece.weight.expr.value.dtype
 
 
 def _strides_show(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,9 +11,9 @@ from torch import fx
 from mla_compile.codes import Code
 from mla_compile.core.dims import Dims
 from mla_compile.core.records import KeptPart
-from mla_compile.passes.attention.site import AttentionSite, Operand, Visible
+from mla_compile.passes.attention.site import AttentionSite, Operand, Product, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
-from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
 from mla_compile.passes.ir.sizes import Size
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Term
 
@@ -25,12 +26,19 @@ class Rows:
 
     ``axes``, one for each dimension of ``node``, are written in the site's atoms for batch and keys and in the source's
     own for the width. ``heads``: the heads that have rows of their own, in a plan for a part of an attention.
+    ``parts``: rows of several sources that are joined to these, of which the first is named.
     """
 
     node: fx.Node
     axes: tuple[Axis, ...]
     width: Axis
     heads: Axis = ()
+    parts: tuple[Rows, ...] = ()
+
+    @property
+    def each(self) -> tuple[Rows, ...]:
+        """The rows of single sources that these are."""
+        return self.parts or (self,)
 
     @property
     def size(self) -> int:
@@ -47,7 +55,7 @@ class AbsorbPlan:
     """Everything a rewrite needs; the rewrite itself decides nothing.
 
     ``latent`` are the rows that a weight expands, ``rope`` the rows that all heads share as they are, and ``values``
-    the rows of the values where those are not the latent.
+    the rows of the values where those are not the latent. Where K or V are sums, any of them may be joined rows.
 
     ``visible`` is what the masks let through, for the attention operator.
 
@@ -89,7 +97,15 @@ class AbsorbPlan:
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        return tuple(r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
+        named = (r for r in (self.latent, self.rope, self.values, *self.extra) if r is not None)
+        # By node: what is joined to other rows may be read by itself, too.
+        return tuple({one.node: one for rows in named for one in rows.each}.values())
+
+    @property
+    def row_values(self) -> int:
+        """Values per token of all rows. Those of single heads, or of a group, are there once for each."""
+        groups = groups_of(self.terms, self.batch)
+        return sum(r.size * r.count * fixed_size(a for a in groups if a in flatten(r.axes)) for r in self.rows)
 
     def expands(self, rows: Rows) -> bool:
         """Whether a weight makes some of K or V from ``rows``; shared rotary keys are read as they are."""
@@ -156,6 +172,17 @@ class Verdict:
 def pieces_of(maps: list[LinearMap]) -> list[Piece]:
     """Every piece that has a source."""
     return [p for m in maps for p in m.pieces if p.source is not None]
+
+
+def groups_of(terms: Iterable[Term], lead: Axis) -> Axis:
+    """The atoms of ``lead`` that are groups of heads: rows differ along them, and so do their weights."""
+    made = {(t.at[a], a): t for t in terms for a in lead if t.kind(a) == "token" and t.piece.weight is not None}
+    return tuple(dict.fromkeys(a for (own, a), t in made.items() if t.piece.weight and own in t.piece.weight.atoms))
+
+
+def selected(site: AttentionSite, product: Product) -> Axis:
+    """The positions of the scores of ``product`` of which some are selected behind a softmax."""
+    return tuple(a for a in flatten(product.out) if a not in (*site.lead, *site.queries, *site.keys))
 
 
 def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:

@@ -62,8 +62,8 @@ def _terms(operand: Operand, features: Axis, lmap: LinearMap, product: int | Non
             return Stop(operand.node, "head_dependent_latent", "heads that are made of different rows are joined")
         return Stop(operand.node, "token_mixing", "rows of several tensors are joined after the up-projection")
     terms: list[Term] = []
-    for segment in lmap.segments:
-        piece = segment.piece
+    # The terms of a sum have the same columns: what they add to the scores, or to the output, adds up.
+    for segment, piece in ((s, p) for s in lmap.segments for p in s.piece.summands):
         if not piece.defined:
             return Stop(operand.node, "unsupported_op", "part of the tensor is never written")
         pairs: dict[Atom, Atom] = {}

@@ -18,21 +18,24 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from mla_compile.passes.attention.site import AttentionSite
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_virtual, shape, val, virtual
-from mla_compile.passes.ir.operators import Slice, decode
+from mla_compile.passes.ir.graph import args_of, bytes_hint, decides, is_virtual, shape, val, virtual
+from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.sizes import same, size
-from mla_compile.passes.ir.walk import REACH
-from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowSlice
+from mla_compile.passes.ir.walk import REACH, depends_on
+from mla_compile.passes.linear.records import LinearMap, Maps, Piece, RowGate, RowSlice
 from mla_compile.passes.linear.rows import (
+    Gated,
     Taken,
     constant_along,
+    gate_along,
+    gated_of,
     may_be_taken,
     pad_along,
+    position_axis,
     rows_axis,
     taken_of,
     zeros_around,
 )
-from mla_compile.passes.linear.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -48,39 +51,65 @@ class Sliced:
     rows: tuple[tuple[fx.Node, int], ...]
 
 
+@dataclass(frozen=True)
+class GatedRows:
+    """A product with a factor for each row; ``rows``: what it is an image of, and along which axes the factors lie."""
+
+    node: fx.Node
+    rows: tuple[tuple[fx.Node, tuple[int | None, ...]], ...]
+
+
 def with_row_slices(sites: Iterable[AttentionSite], maps: Maps) -> Maps:
-    """The analysis that knows the slices of rows that K and V of ``sites`` are made of."""
-    slices: dict[fx.Node, tuple[RowSlice, ...]] = {}
+    """The analysis that knows the slices of rows, and rows with factors, that K and V of ``sites`` are made of."""
+    return with_slices_of([[*(p.k.node for p in site.products), site.v.node] for site in sites], maps)
+
+
+def with_slices_of(operands: Sequence[Sequence[fx.Node]], maps: Maps) -> Maps:
+    """The same for tensors that need not be K and V, those of each group looked at together."""
+    slices = {**maps.virtual.slices}
+    gates = {**maps.virtual.gates}
     known: dict[tuple[object, ...], fx.Node] = {}
-    operands = [[*(p.k.node for p in site.products), site.v.node] for site in sites]
     while True:  # a slice of a slice is found when the first one is known
-        maps = maps.with_virtual(replace(maps.virtual, slices=slices))
+        maps = maps.with_virtual(replace(maps.virtual, slices=slices, gates=gates))
         found = {t.node: t for nodes in operands for t in find_slices(nodes, maps)}
-        new = {node: _row_slices(found[node], known, maps) for node in sorted(found)}
+        in_order = [found[node] for node in sorted(found)]
+        gated = {one.node: _row_gates(one, maps) for one in in_order if isinstance(one, GatedRows)}
+        new = {one.node: _row_slices(one, known, maps) for one in in_order if isinstance(one, Sliced)}
         new = {node: rows for node, rows in new.items() if rows}
-        if not new:
+        if not new and not gated:
             return maps
-        slices = {**slices, **new}
+        slices, gates = {**slices, **new}, {**gates, **gated}
 
 
-def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced]:
-    """The slices at which the walks from ``operands`` end although rows could be sliced instead."""
+def find_slices(operands: Sequence[fx.Node], maps: Maps) -> list[Sliced | GatedRows]:
+    """Where the walks from ``operands`` end although rows could be sliced, or multiplied, instead."""
     slices = _ends(operands, maps)
+    if maps.virtual.grouped:  # from the rows of all groups' weight, the group is a column of that weight, and no axis
+        cuts, _ = choose_sources(pieces_of([maps.map(node) for node in operands]))
+        slices |= _ends(operands, maps.with_sources(cuts))
     if not slices:
         return []
     others = [p for p in pieces_of([maps.map(node) for node in operands]) if p.source not in slices]
     cuts, _ = choose_sources([*pieces_of([maps.map(taken.x) for taken in slices.values()]), *others])
     at_cuts = maps.with_sources(cuts)
-    sliced = ((node, _rows(taken, at_cuts.map(taken.x))) for node, taken in slices.items())
-    return [Sliced(node, tuple(rows.items())) for node, rows in sliced if rows]
+    found: list[Sliced | GatedRows] = []
+    for node, taken in slices.items():
+        whole = at_cuts.map(taken.x)
+        if isinstance(taken, Gated):
+            gated = _rows_gated(taken, whole)
+            found += [GatedRows(node, tuple(gated.items()))] if gated else []
+        else:
+            rows = _rows(taken, whole)
+            found += [Sliced(node, tuple(rows.items()))] if rows else []
+    return found
 
 
-def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken]:
-    """The slices at which walks end, and those behind which the walk ended at something else.
+def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken | Gated]:
+    """The slices and products with factors at which walks end, and those behind which one ended at something else.
 
     Columns split off from a slice of K are columns of a row tensor of its own, as long as the slice is taken for one.
     """
-    found: dict[fx.Node, Taken] = {}
+    found: dict[fx.Node, Taken | Gated] = {}
     seen: set[fx.Node] = set()
     queue = list(operands)
     for node in queue:
@@ -88,17 +117,19 @@ def _ends(operands: Iterable[fx.Node], maps: Maps) -> dict[fx.Node, Taken]:
             if end in seen or len(seen) > REACH or end not in maps.reasons:
                 continue
             seen.add(end)
-            taken = None if end in maps.virtual.slices else _taken(end)
+            known = end in maps.virtual.slices or end in maps.virtual.gates
+            taken = None if known else _taken(end) or gated_of(maps, end)
             if taken is not None:
                 found[end] = taken
             behind = args_of(end)[0] if is_virtual(end) else end  # of copies that one stands for, what they are made of
-            queue += maps.operands(behind) if rule_of(behind) is not None else []
+            queue += maps.operands(behind) if maps.follows(behind) else []
     return found
 
 
 def _taken(node: fx.Node) -> Taken | None:
     # A part of a split has no bounds that a slice of rows could have.
-    return taken_of(node) if node.target is aten.slice.Tensor or zeros_around(node) is not None else None
+    known = node.target is aten.slice.Tensor or isinstance(decode(node), Select) or zeros_around(node) is not None
+    return taken_of(node) if known else None
 
 
 def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
@@ -115,10 +146,69 @@ def _rows(taken: Taken, whole: LinearMap) -> dict[fx.Node, int] | None:
         # The same at every position (zeros, a bias), so there is no row to slice.
         if constant_along(piece, own):
             continue
-        at = rows_axis(piece, own)
+        at = rows_axis(piece, own) if taken.index is None else position_axis(piece, own)
         if piece.source is None or at is None or found.setdefault(piece.source, at) != at:
             return None
     return found if any(_narrower(p, taken) for p in pieces_of([whole]) if p.source in found) else None
+
+
+def _one_position(rows: fx.Node, at: int, taken: Taken, maps: Maps) -> fx.Node | None:
+    """What of ``rows`` one position of ``taken.x`` is made of: one of their axis ``at``, or columns of a group."""
+    assert taken.index is not None
+    count, length = shape(taken.x)[taken.dim], shape(rows)[at]
+    if same(count, length):
+        return virtual(maps.fake_mode, aten.select.int, rows, at, taken.index)
+    if not isinstance(count, int) or not isinstance(length, int):
+        return None
+    width = length // count
+    return virtual(maps.fake_mode, aten.slice.Tensor, rows, at, taken.index * width, (taken.index + 1) * width)
+
+
+def _rows_gated(gated: Gated, whole: LinearMap) -> dict[fx.Node, tuple[int | None, ...]] | None:
+    """The rows that could be multiplied instead, and for each of their axes that of the factors that lies along it.
+
+    None where some column is an image of no rows, or these are no less than what is multiplied now.
+    """
+    if any(p.source is None or gate_along(p, gated.gate) is None for p in whole.pieces):
+        return None
+    # The rows are multiplied in each call: that has to be less than what is multiplied now.
+    if any(bytes_hint(p.source) >= bytes_hint(gated.x) for p in whole.pieces if p.source is not None):
+        return None
+    # A factor that is computed from what a weight makes of the rows, as a norm's is, needs that for all rows anyway.
+    made = {v.node for p in whole.pieces for v in p.path if v.contractions == p.path[-1].contractions}
+    if gated.gate in made or depends_on(gated.gate, made):
+        return None
+    # Rows that were made with the factor are digits of a scale, of which others know.
+    if any(p.source is not None and depends_on(p.source, [gated.gate]) for p in whole.pieces):
+        return None
+    found: dict[fx.Node, tuple[int | None, ...]] = {}
+    for p in whole.pieces:
+        along = gate_along(p, gated.gate)
+        if p.source is None or along is None or found.setdefault(p.source, tuple(along)) != tuple(along):
+            return None
+    return found
+
+
+def _row_gates(gated: GatedRows, maps: Maps) -> tuple[RowGate, ...]:
+    """The rows of ``gated``, a product with a factor for each row, multiplied."""
+    how = gated_of(maps, gated.node)
+    assert how is not None
+    found: list[RowGate] = []
+    for rows, along in gated.rows:
+        gate = how.gate
+        # In the layout of the rows, with a size of 1 where all positions have the same factor.
+        if ones := [k for k in range(len(shape(gate))) if k not in along]:
+            gate = virtual(maps.fake_mode, aten.squeeze.dims, gate, ones)
+        kept = [k for k in along if k is not None]
+        if kept != sorted(kept):
+            gate = virtual(maps.fake_mode, aten.permute.default, gate, [sorted(kept).index(k) for k in kept])
+        for dim, k in enumerate(along):
+            gate = gate if k is not None else virtual(maps.fake_mode, aten.unsqueeze.default, gate, dim)
+        target = gated.node.target
+        assert callable(target)
+        decided_by = (*decides(rows), *decides(gate))
+        found.append(RowGate(rows, virtual(maps.fake_mode, target, rows, gate, decided_by=decided_by)))
+    return tuple(found)
 
 
 def _narrower(piece: Piece, taken: Taken) -> bool:
@@ -135,25 +225,26 @@ def _row_slices(sliced: Sliced, known: dict[tuple[object, ...], fx.Node], maps: 
     positions = how.bounds if isinstance(how, Slice) else ()
     assert positions is not None
     values = tuple(p.meta["val"] if isinstance(p, fx.Node) else p for p in positions)
-    if free_unbacked_symbols([val(node).shape[taken.dim], *(v for v in values if v is not None)]):
+    length = [] if taken.index is not None else [val(node).shape[taken.dim]]
+    if free_unbacked_symbols([*length, *(v for v in values if v is not None)]):
         return ()  # a length read from data: torch would give each slice by it another one
     found: list[RowSlice] = []
     for rows, at in sliced.rows:
-        key = (rows, at, taken.padded, *(v if v is None else size(v) for v in values))
+        key = (rows, at, taken.padded, taken.index, *(v if v is None else size(v) for v in values))
         # One that reads its bounds from nodes further down could not be added before every attention that wants it.
         if key not in known or any(read > node for read in known[key].all_input_nodes):
-            known[key] = (
-                virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
-                if taken.padded is None
-                else virtual(
-                    maps.fake_mode,
-                    aten.constant_pad_nd.default,
-                    rows,
-                    pad_along(len(shape(rows)), at, taken.padded),
-                )
-            )
+            if taken.index is not None:
+                one = _one_position(rows, at, taken, maps)
+                if one is None:
+                    return ()
+                known[key] = one
+            elif taken.padded is None:
+                known[key] = virtual(maps.fake_mode, aten.slice.Tensor, rows, at, *positions)
+            else:
+                widths = pad_along(len(shape(rows)), at, taken.padded)
+                known[key] = virtual(maps.fake_mode, aten.constant_pad_nd.default, rows, widths)
         # The bounds may be clamped: K and its rows need not have the same length.
-        if not same(shape(known[key])[at], shape(node)[taken.dim]):
+        if taken.index is None and not same(shape(known[key])[at], shape(node)[taken.dim]):
             return ()
         found.append(RowSlice(rows, at, known[key]))
     return tuple(found)

@@ -59,12 +59,12 @@ class Fused:
         heads_first: [..., heads, tokens, width], otherwise [..., tokens, heads, width]. With ``starts_q`` and
             ``starts_k`` sequences are packed, [tokens, heads, width].
         diagonal: the key that ``causal`` and windows align the last query to: the last one, or ``"same"``, where that
-            is only known for as many queries as keys.
+            is only known for as many queries as keys; ``"first"``: the first query is aligned to the first key.
         words: what arguments mean, by their names without underscores at the end.
     """
 
     heads_first: bool = False
-    diagonal: Literal["last", "same"] = "last"
+    diagonal: Literal["last", "same", "first"] = "last"
     words: Mapping[str, str] = field(default_factory=lambda: _WORDS)
 
 
@@ -73,6 +73,10 @@ _FLASH = Fused()
 _WITH_CACHE = Fused(words={**_WORDS, "kcache": "k", "vcache": "v", "k": "appended", "v": "appended"})
 _KEEPING_CACHE = Fused(words={**_WORDS, "k_new": "appended", "v_new": "appended"})
 _OF_TORCH = Fused(heads_first=True, diagonal="same")
+
+OF_TORCH_BY_NAME = Fused(heads_first=True, diagonal="first")
+"""``scaled_dot_product_attention``, plain as it stands but for ``is_causal`` where there are more keys than queries
+(its documentation: the mask is lower triangular from the upper left corner)."""
 
 _NAMESPACES = ("flash_attn", "flash_attn_3", "_flash_attn*", "_vllm_flash_attn*", "_vllm_fa2_C", "_vllm_fa3_C")
 

@@ -37,6 +37,7 @@ class Plain:
         k, v: the same with T tokens, and perhaps fewer heads, each of which serves neighbouring ones of ``q``.
         softcap: scores become ``softcap * tanh(score / softcap)`` where it is not 0.
         left, right: how many keys before and after the diagonal are seen; None: all.
+        first: the diagonal begins at the first key, instead of ending at the last one.
         starts: where each packed sequence begins among the queries and among the keys [n+1], whole numbers.
         used: how many of its keys each batch entry or packed sequence has [n], whole numbers.
         bias: added to the scores.
@@ -50,6 +51,7 @@ class Plain:
     softcap: float = 0.0
     left: int | None = None
     right: int | None = None
+    first: bool = False
     starts: tuple[fx.Node, fx.Node] | None = None
     used: fx.Node | None = None
     bias: fx.Node | None = None
@@ -131,7 +133,7 @@ class _Writer:
         square = same(shape(q)[-2], shape(k)[-2])
         if plain.used is None:
             # The last query is at the last key, so that nothing comes after it.
-            if same(shape(q)[-2], 1):
+            if same(shape(q)[-2], 1) and not plain.first:
                 right = None
             if left is None and right is None:
                 return None, False
@@ -148,7 +150,7 @@ class _Writer:
                 used = self.call(aten.unsqueeze.default, used, 1)
             parts.append(self.call(aten.lt.Tensor, columns, used))
             rows = self.call(aten.add.Tensor, rows, self.call(aten.sub.Tensor, used, s))
-        elif not square:
+        elif not square and not plain.first:
             nodes = isinstance(s, fx.Node) or isinstance(t, fx.Node)
             shift = self.call(operator.sub, t, s) if nodes else t - s  # type: ignore[operator]
             rows = self.call(aten.add.Tensor, rows, shift)

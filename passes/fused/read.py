@@ -10,10 +10,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.fused.library import INERT, Fused, operator_of
+from mla_compile.passes.fused.library import INERT, OF_TORCH_BY_NAME, Fused, operator_of
 from mla_compile.passes.fused.plain import Plain, write
 from mla_compile.passes.fused.written import functionalized
-from mla_compile.passes.ir.graph import SPELLED, args_of, is_tensor, packet, shape, val
+from mla_compile.passes.ir.graph import SPELLED, TOLD, args_of, argument, is_tensor, packet, shape, val
 from mla_compile.passes.ir.schema import called_name, named_arguments
 from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stand_in import CORE, REFUSED, STANDS_FOR, WAITS, stand_in
@@ -43,6 +43,8 @@ def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> in
         written = write(result, plain, fake_mode)
         for node in written.core:
             node.meta[SPELLED] = called_name(call)
+            if plain.first:
+                node.meta[TOLD] = _seen_from_the_first(plain)
         new = written.builder.call(stand_in, written.out)
         result.replace_all_uses_with(new)
         result.meta[WAITS] = new.meta[STANDS_FOR] = result.name
@@ -52,7 +54,25 @@ def add_plain_attention(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> in
 
 
 def _known(node: fx.Node) -> Fused | None:
+    if _is_triangular(node):
+        return OF_TORCH_BY_NAME
     return operator_of(called_name(node)) if node.op == "call_function" else None
+
+
+def _is_triangular(node: fx.Node) -> bool:
+    """Whether torch's own attention sees a triangle of the scores that is no diagonal to the last key."""
+    if packet(node) is not torch.ops.aten.scaled_dot_product_attention:
+        return False
+    plain = argument(node, 3, "attn_mask") is None and argument(node, 4, "dropout_p", 0.0) == 0.0
+    q, k, _ = args_of(node)[:3]
+    return plain and argument(node, 5, "is_causal", False) is True and not same_sizes(shape(q)[-2:-1], shape(k)[-2:-1])
+
+
+def _seen_from_the_first(plain: Plain) -> str:
+    count = shape(plain.q)[-2]
+    one = same(count, 1) and plain.right == 0
+    who = "the query sees that key alone" if one else "the queries see no keys behind that many"
+    return f"the operator's diagonal begins at the first key: {who}"
 
 
 class _UntoldError(Exception):
@@ -140,8 +160,10 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
     if bias is not None and not val(bias).dtype.is_floating_point:
         raise _UntoldError("a mask that is not added")
     sight = _sight(told)
+    first = known.diagonal == "first" or (told.get("diagonal") == _FROM_THE_FIRST_KEY and packed is None)
     aligned = known.diagonal == "last" and told.get("diagonal") != _FROM_THE_FIRST_KEY
-    if (sight.left, sight.right) != (None, None) and not aligned and not _as_many(q, k, known, starts_q, starts_k):
+    diagonal = (sight.left, sight.right) != (None, None) and not first
+    if diagonal and not aligned and not _as_many(q, k, known, starts_q, starts_k):
         raise _UntoldError("a diagonal that is not known to end at the last key, with more keys than queries")
     if used is not None and not aligned:
         raise _UntoldError("lengths of the keys beside a diagonal that is not known to end at the last key")
@@ -154,6 +176,7 @@ def _plain(told: dict[str, Any], known: Fused) -> Plain:
         softcap=float(softcap),
         left=sight.left,
         right=sight.right,
+        first=first,
         starts=packed,
         used=used,
         bias=bias,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from mla_compile.passes.ir.axes import Atom, Axis, letters, placed
+from mla_compile.passes.ir.axes import Atom, Axis, axis_size, letters, placed
 from mla_compile.passes.ir.expr import Expr, Factor
 
 aten = torch.ops.aten
@@ -113,6 +113,16 @@ def narrowed(f: Factor, atom: Atom, into: Atom, start: int, stop: int, step: int
         return Factor(expr, tuple(into if a is atom else a for a in one.atoms))
 
     return f.each(narrow)
+
+
+def part_of(f: Factor, axis: Axis, into: Atom, taken: range) -> Factor:
+    """``f`` with the positions ``taken`` of ``axis``, all of whose atoms it has, as one dimension ``into``."""
+    whole = axis[0]
+    if len(axis) > 1:
+        whole = Atom(axis_size(axis))
+        f = merged(f, axis, whole)
+    f = narrowed(f, whole, into, taken.start, taken.stop, taken.step)
+    return without(f, into) if into.size == 1 else f  # a size-1 axis has no atom
 
 
 def without(f: Factor, atom: Atom) -> Factor:

@@ -27,6 +27,9 @@ ORIGIN = "mla_compile_origin"
 DECIDED_BY = "mla_compile_decided_by"
 """Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
+TOLD = "mla_compile_told"
+"""Key in the metadata of an attention: what its user should be told of how it was read, in words."""
+
 SPELLED = "mla_compile_spelled"
 """Key in the metadata of nodes that were given another spelling: the operator that the user called."""
 
@@ -223,10 +226,15 @@ def materialize(node: fx.Node, builder: Builder, memo: dict[fx.Node, fx.Node]) -
     if not is_virtual(node):
         return node
     if node not in memo:
-        of, *args = args_of(node)
+        args = (materialize(a, builder, memo) if isinstance(a, fx.Node) else a for a in args_of(node))
         assert callable(node.target)
-        memo[node] = builder.call(node.target, materialize(of, builder, memo), *args)
+        memo[node] = builder.call(node.target, *args)
     return memo[node]
+
+
+def latest_of(node: fx.Node) -> fx.Node:
+    """The last node of the graph that a virtual source is computed from; any other ``node`` itself."""
+    return max(map(latest_of, node.all_input_nodes)) if is_virtual(node) else node
 
 
 def evaluate_fake(

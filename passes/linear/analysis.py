@@ -20,7 +20,7 @@ from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.nearby import Nearby
 from mla_compile.passes.linear.records import LinearMap, Piece, RowsJoined, VirtualSources
-from mla_compile.passes.linear.rows import one_of_all, some_rows
+from mla_compile.passes.linear.rows import gated_rows, one_of_all, some_rows
 from mla_compile.passes.linear.rules import Rule, rule_of
 from mla_compile.passes.linear.stops import barred, unexplained
 
@@ -70,6 +70,7 @@ class LinearMaps:
         """The analysis whose sources are the rows that slices are taken from: one for all slices."""
         if self._whole is None:
             rows = {s.rows for several in self.virtual.slices.values() for s in several}
+            rows |= {g.rows for several in self.virtual.gates.values() for g in several}
             self._whole = self.with_sources(rows, self.per_row)
             # Its own, too, or it would make another one at the first slice it meets.
             self._whole._whole = self._whole
@@ -108,8 +109,9 @@ class LinearMaps:
                 pending.pop()
                 continue
             rule = self._rule(current)
-            # A slice of rows is answered by the analysis of whole rows, so its operand needs no map here.
-            ends = rule is None or (rule is some_rows and self is not self.whole)
+            # A slice of rows is answered by the analysis of whole rows, and so is their product with a factor for each,
+            # so its operand needs no map here.
+            ends = rule is None or (rule in (some_rows, gated_rows) and self is not self.whole)
             needed = [] if ends else [n for n in self.operands(current) if n not in self._maps]
             if needed:
                 pending.extend(needed)
@@ -128,7 +130,13 @@ class LinearMaps:
         if node in self.sources or self.is_weight(node):
             return None
         rule = barred if BARRED in node.meta else rule_of(node)
-        return some_rows if rule is not None and node in self.virtual.slices else rule
+        if rule is None or rule is barred:
+            return rule
+        return some_rows if node in self.virtual.slices else gated_rows if node in self.virtual.gates else rule
+
+    def follows(self, node: fx.Node) -> bool:
+        """Whether the operator of ``node`` has a rule, whatever that says of it."""
+        return rule_of(node) is not None
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors whose maps make that of ``node``."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Atom, Axis, fresh_axis
+from mla_compile.passes.ir.axes import Atom, Axis, flatten, fresh_axis
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import product, scaled, total
 from mla_compile.passes.ir.graph import args_of, argument, axis, bytes_hint, packet, shape, val
@@ -76,7 +76,8 @@ def _apply(
         if label in out:
             # Only the last axis of the rows is what a projection may sum over or scale. A weight that differs along any
             # other is one for each token or head, and queries cannot be multiplied by it once for all rows.
-            if not per_row and label != labels[-1] and any(a in tokens and a in factor.atoms for a in own):
+            blind = tokens - _grouped(piece)
+            if not per_row and label != labels[-1] and any(a in blind and a in factor.atoms for a in own):
                 contracts = any(c not in out for c in labels)
                 code = "head_dependent_latent" if contracts else "position_dependent"
                 return Stop(node, code, "a weight that differs along an axis of the rows")
@@ -104,6 +105,12 @@ def _apply(
     return result.visited(node, contractions=int(projected), scalings=int(not projected))
 
 
+def _grouped(piece: Piece) -> frozenset[Atom]:
+    """The axes of the rows along which a weight differs already, as for groups of heads."""
+    kept = set(flatten(piece.axes))
+    return frozenset(a for a in (piece.weight.atoms if piece.weight else ()) if a in piece.source_atoms and a in kept)
+
+
 def contract(
     maps: Maps, node: fx.Node, x: fx.Node, labels: str, weight: Expr, weight_labels: str, out: str
 ) -> LinearMap | Stop:
@@ -119,7 +126,7 @@ def contract(
 
     def apply(s: Segment) -> Piece | Stop:
         own = _columns(weight, weight_labels, label, s)
-        return _apply(s.piece, node, labels, own, weight_labels, out, maps.per_row)
+        return _apply(s.piece, node, labels, own, weight_labels, out, maps.per_row or node in maps.virtual.grouped)
 
     if label is None:
         return source.each_segment(apply)
@@ -179,7 +186,8 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
             return bound
         own, axis_of = bound
         # A bias along the last axis of the rows is the same for all tokens; along any other it is a table of positions.
-        outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in s.piece.source_atoms and a in own.atoms]
+        rows = s.piece.source_atoms - _grouped(s.piece)
+        outside = [a for lab in labels[:-1] for a in axis_of[lab] if a in rows and a in own.atoms]
         if outside and not maps.per_row:
             return Stop(node, "position_dependent", "a bias that differs from token to token")
         axes = tuple(axis_of[lab] for lab in labels)

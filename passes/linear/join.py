@@ -33,7 +33,7 @@ def one_map(source: LinearMap, node: fx.Node) -> LinearMap | None:
 def side_by_side(segments: Sequence[Segment], dim: int, node: fx.Node) -> Piece | None:
     """The pieces of one tensor along ``dim`` as one piece; None where they are not images of the same rows."""
     first = segments[0].piece
-    if first.source is None or first.weight is None:
+    if first.source is None or first.weight is None or first.added:
         return None
     pieces: list[Piece] = []
     for segment in segments:
@@ -77,7 +77,7 @@ def stacked(elements: Sequence[LinearMap], dim: int, node: fx.Node) -> LinearMap
 def _repeated(pieces: Sequence[Piece], dim: int, node: fx.Node) -> Piece | None:
     """The same rows, or none, repeated along ``dim`` as by ``expand``."""
     first = pieces[0]
-    if first.weight is not None or first.bias is not None:
+    if first.weight is not None or first.bias is not None or first.added:
         return None
     if first.source is None:  # the axes of zeros are not those of any rows
         pieces = [replace(p, axes=first.axes) for p in pieces]
@@ -101,6 +101,8 @@ def joint_of(source: LinearMap) -> fx.Node | None:
 def _like(first: Piece, piece: Piece, dim: int) -> Piece | None:
     """``piece`` in the atoms of ``first`` on all axes but ``dim``, with its scale in its weight."""
     if piece.source is not first.source or piece.source_axes != first.source_axes or piece.weight is None:
+        return None
+    if piece.added:
         return None
     tokens = first.source_atoms
     # Side by side along tokens would be more rows, not more columns.

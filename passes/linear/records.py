@@ -8,13 +8,14 @@ with ``z`` a node (the source) and ``W``, ``b`` expressions of weights only. Eve
 :class:`~mla_compile.passes.ir.axes.Atom`; an atom of X is a *token* of z when it is also in z's axes, a *feature* when
 it is in W's or b's, and *broadcast* when it is in neither. So the map is one einsum over atoms, and ``W = None`` means
 the identity. X may also be a row of segments along one axis, each with a source of its own (keys = [latent part |
-rotary part]).
+rotary part]), and each segment a sum of maps of several sources (keys = W c + a row that all heads share).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -41,7 +42,8 @@ class Visit:
 class Piece:
     """One linear map. ``source`` None: the piece is constant (zeros, or the bias alone).
 
-    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of these.
+    ``before``: the way from the whole rows to the whole of X, where ``source`` and X are slices of these. ``added``:
+    maps of other sources without a bias, where X is the sum of this one and these; their axes are as long as its own.
     """
 
     axes: Axes
@@ -54,6 +56,27 @@ class Piece:
     path: tuple[Visit, ...] = ()
     before: tuple[Visit, ...] = ()
     defined: bool = True
+    added: tuple[Piece, ...] = ()
+
+    @property
+    def summands(self) -> tuple[Piece, ...]:
+        """The maps that X is the sum of."""
+        return (replace(self, added=()), *self.added) if self.added else (self,)
+
+    def each(self, fn: Callable[[Piece], Piece | Stop]) -> Piece | Stop:
+        """``fn``, what an operator does that is linear but for a constant, applied to every summand."""
+        if not self.added:
+            return fn(self)
+        first, *others = (fn(p) for p in self.summands)
+        if isinstance(first, Stop):
+            return first
+        # The constant comes once. An added map has no bias, so that what it has afterwards is that constant again.
+        added: list[Piece] = []
+        for one in others:
+            if isinstance(one, Stop):
+                return one
+            added.append(replace(one, bias=None))
+        return replace(first, added=tuple(added))
 
     @property
     def source_atoms(self) -> frozenset[Atom]:
@@ -81,13 +104,16 @@ class Piece:
             source_axes=tuple(substitute(a, split) for a in self.source_axes),
             weight=self.weight and self.weight.split(split),
             bias=self.bias and self.bias.split(split),
+            added=tuple(p.split(split) for p in self.added),
         )
 
     def visited(self, node: fx.Node, contractions: int = 0, scalings: int = 0) -> Piece:
         # Counts add up along the way, so the last visit knows whether anything was projected at all.
         last = self.path[-1] if self.path else Visit(node, 0, 0)
         visit = Visit(node, last.contractions + contractions, last.scalings + scalings)
-        return replace(self, path=(*self.path, visit))
+        return replace(
+            self, path=(*self.path, visit), added=tuple(p.visited(node, contractions, scalings) for p in self.added)
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +141,8 @@ class LinearMap:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        return tuple(s.piece for s in self.segments)
+        """The maps of single sources that it is put together from, side by side or as summands."""
+        return tuple(p for s in self.segments for p in s.piece.summands)
 
     def each(self, fn: Callable[[Piece], Piece | Stop], axis: int | None = None) -> LinearMap | Stop:
         """``fn`` applied to every piece; ``axis`` is where the segmented axis is afterwards (unchanged by default)."""
@@ -125,7 +152,7 @@ class LinearMap:
         """:meth:`each` for what depends on the columns, too."""
         done: list[Segment] = []
         for segment in self.segments:
-            piece = fn(segment)
+            piece = segment.piece.each(partial(_of_segment, fn, segment.start, segment.stop))
             if isinstance(piece, Stop):
                 return piece
             done.append(replace(segment, piece=piece))
@@ -142,6 +169,14 @@ class RowSlice:
 
 
 @dataclass(frozen=True)
+class RowGate:
+    """``node``, a virtual source, is ``rows``, each multiplied or divided by a number of its own."""
+
+    rows: fx.Node
+    node: fx.Node
+
+
+@dataclass(frozen=True)
 class SharedRows:
     """A tensor with the same numbers all along its axis ``dim``; ``one``, a virtual source, is its first position."""
 
@@ -153,12 +188,16 @@ class SharedRows:
 class VirtualSources:
     """What an analysis may use as rows besides the nodes of the graph.
 
-    ``slices``: slices of linear images of rows, and the same slices of those rows. ``shared``: tensors whose numbers
-    were copied along an axis.
+    ``slices``: slices of linear images of rows, and the same slices of those rows. ``gates``: images of rows that are
+    multiplied by a number for each row, and those rows, multiplied. ``shared``: tensors whose numbers were copied along
+    an axis. ``grouped``: products with a weight of its own for each position of an axis of the rows that is no axis of
+    tokens, such as groups of heads with a latent each.
     """
 
     slices: Mapping[fx.Node, Sequence[RowSlice]] = field(default_factory=dict)
+    gates: Mapping[fx.Node, Sequence[RowGate]] = field(default_factory=dict)
     shared: Mapping[fx.Node, SharedRows] = field(default_factory=dict)
+    grouped: frozenset[fx.Node] = frozenset()
 
 
 class RowsJoined(Exception):  # noqa: N818  # a change of course, not an error
@@ -192,6 +231,7 @@ class Maps(Protocol):
     def leaf(self, node: fx.Node) -> Expr: ...
     def map(self, node: fx.Node) -> LinearMap: ...
     def operands(self, node: fx.Node) -> list[fx.Node]: ...
+    def follows(self, node: fx.Node) -> bool: ...
     def axes_of(self, node: fx.Node) -> Axes: ...
     def same_rows(self, one: fx.Node, other: fx.Node) -> bool: ...
     def behind(self, nodes: Iterable[fx.Node]) -> Container[fx.Node]: ...
@@ -202,8 +242,8 @@ class Term:
     """One linear piece of K or V, in the site's atoms.
 
     ``at`` gives the piece's atom for every site atom it has (the others broadcast); ``features`` are the piece's own
-    atoms along the feature axis, columns ``start`` to ``stop`` of it; ``product`` is its query-key product (None for a
-    value term).
+    atoms along the feature axis, columns ``start`` to ``stop`` of it, which the terms of a sum share; ``product`` is
+    its query-key product (None for a value term).
     """
 
     piece: Piece
@@ -223,6 +263,10 @@ class Term:
         factors = [f for f in (self.piece.weight, self.piece.bias) if f is not None]
         # In no factor and no token: the numbers are the same at all its positions.
         return "feature" if any(own in f.atoms for f in factors) else "broadcast"
+
+
+def _of_segment(fn: Callable[[Segment], Piece | Stop], start: int, stop: int, piece: Piece) -> Piece | Stop:
+    return fn(Segment(start, stop, piece))
 
 
 def finish(result: LinearMap | Stop, node: fx.Node) -> LinearMap | Stop:

@@ -3,7 +3,8 @@
 A slice along the tokens of an up-projection is the same up-projection of a slice of the rows,
 ``(c W)[:, :n] = c[:, :n] W``, for every axis of the rows that is unchanged in the result. A tensor whose numbers were
 copied along an axis is its first position, broadcast. Zero rows before or behind an up-projection without a bias are
-those that it makes of zero rows, ``pad(c W) = pad(c) W``. Without virtual sources these end the walk.
+those that it makes of zero rows, ``pad(c W) = pad(c) W``. A number for each row may be multiplied before an
+up-projection without a bias as well as after it, ``(c W) g = (c g) W``. Without virtual sources these end the walk.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from mla_compile.passes.ir.axes import Axes, Axis, fresh_axis
-from mla_compile.passes.ir.graph import args_of, argument, packet, shape, val
-from mla_compile.passes.ir.operators import Slice, decode
+from mla_compile.passes.ir.axes import Atom, Axes, Axis, fresh_axis
+from mla_compile.passes.ir.expr import Factor
+from mla_compile.passes.ir.factors import part_of
+from mla_compile.passes.ir.graph import args_of, argument, bytes_hint, is_tensor, packet, shape, val
+from mla_compile.passes.ir.operators import Select, Slice, decode
+from mla_compile.passes.ir.sizes import same, same_sizes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Visit
 
@@ -24,11 +28,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taken:
-    """Some rows of ``x`` along axis ``dim``; or all of them, ``padded`` by so many rows of zeros before and behind."""
+    """Some rows of ``x`` along axis ``dim``; or all of them, ``padded`` by so many rows of zeros before and behind.
+
+    ``index``: those at one position are taken, and the axis is gone.
+    """
 
     x: fx.Node
     dim: int
     padded: tuple[int, int] | None = None
+    index: int | None = None
 
 
 def taken_of(node: fx.Node) -> Taken | None:
@@ -36,6 +44,8 @@ def taken_of(node: fx.Node) -> Taken | None:
     how = decode(node)
     if isinstance(how, Slice):
         return Taken(how.x, how.dim)
+    if isinstance(how, Select):
+        return None if how.index is None else Taken(how.x, how.dim, index=how.index)
     padding = zeros_around(node)
     if padding is None:
         return None
@@ -78,6 +88,13 @@ def rows_axis(piece: Piece, own: Axis) -> int | None:
     return next((k for k, a in enumerate(piece.source_axes) if a == own), None)
 
 
+def position_axis(piece: Piece, own: Axis) -> int | None:
+    """The axis of the source that ``own``, an axis of X, is the whole or the outer factor of, with its weights."""
+    if not own or any(0 < len({*own} & {*f.atoms}) < len(own) for f in (piece.weight, piece.bias) if f is not None):
+        return None
+    return next((k for k, a in enumerate(piece.source_axes) if a[: len(own)] == own), None)
+
+
 def constant_along(piece: Piece, own: Axis) -> bool:
     """Whether X is the same at all positions of its axis ``own``."""
     return not _in_factors(piece, own) and not any(a in piece.source_atoms for a in own)
@@ -93,7 +110,7 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     assert how is not None
     dim = how.dim
     refused = Stop(node, "unsupported_op", "a part of the rows is taken")
-    length = fresh_axis(shape(node)[dim])
+    length = fresh_axis(shape(node)[dim]) if how.index is None else ()
     source = maps.whole.map(how.x)
     # Cut along the columns: that is no slice of rows.
     if source.axis == dim:
@@ -104,7 +121,10 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if not may_be_taken(piece, own, how):
             return refused
         if constant_along(piece, own):
-            return replace(piece, axes=_with(piece.axes, dim, length)).visited(node)
+            axes = _without(piece.axes, dim) if how.index is not None else _with(piece.axes, dim, length)
+            return replace(piece, axes=axes).visited(node)
+        if how.index is not None:
+            return one_position(piece, own, how.index)
         sliced = None if piece.source is None else taken.get(piece.source)
         # The last condition: a source that the walk was told to end at lies on the way and would be skipped.
         if sliced is None or rows_axis(piece, own) != sliced.dim or any(v.node in maps.sources for v in piece.path[1:]):
@@ -121,7 +141,99 @@ def some_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
             before=(*piece.before, *piece.path),
         )
 
-    return source.each(part)
+    def one_position(piece: Piece, own: Axis, index: int) -> Piece | Stop:
+        selected = None if piece.source is None else taken.get(piece.source)
+        if selected is None or position_axis(piece, own) != selected.dim:
+            return refused
+        if any(v.node in maps.sources for v in piece.path[1:]):
+            return refused
+        rest, last = piece.source_axes[selected.dim][len(own) :], piece.path[-1]
+        axes = _with(piece.source_axes, selected.dim, rest) if rest else _without(piece.source_axes, selected.dim)
+        return replace(
+            piece,
+            axes=_without(piece.axes, dim),
+            dtype=val(node).dtype,
+            source=selected.node,
+            source_axes=axes,
+            weight=piece.weight and _at(piece.weight, own, index),
+            bias=piece.bias and _at(piece.bias, own, index),
+            path=(Visit(selected.node, 0, 0), replace(last, node=node)),
+            before=(*piece.before, *piece.path),
+        )
+
+    at = None if source.axis is None else source.axis - (how.index is not None and source.axis > dim)
+    return source.each(part, at)
+
+
+def _at(factor: Factor, own: Axis, index: int) -> Factor:
+    """``factor`` at one position of ``own``, where it has that axis."""
+    return part_of(factor, own, Atom(1), range(index, index + 1)) if own[0] in factor.atoms else factor
+
+
+@dataclass(frozen=True)
+class Gated:
+    """``x``, multiplied or divided by ``gate``, a tensor that broadcasts to it."""
+
+    x: fx.Node
+    gate: fx.Node
+
+
+def gated_of(maps: Maps, node: fx.Node) -> Gated | None:
+    """What ``node`` multiplies by numbers that are no weight; None where it does not, or where both are rows alike."""
+    if packet(node) not in (aten.mul, aten.div) or node.kwargs:
+        return None
+    a, b = args_of(node)
+    if not all(isinstance(n, fx.Node) and is_tensor(n) and not maps.is_weight(n) for n in (a, b)):
+        return None
+    if packet(node) is aten.mul and _elements(a) < _elements(b):
+        a, b = b, a
+    floating = all(val(n).dtype.is_floating_point for n in (a, b))
+    return Gated(a, b) if floating and same_sizes(shape(a), shape(node)) and _elements(b) < _elements(a) else None
+
+
+def _elements(node: fx.Node) -> int:
+    return bytes_hint(node) // val(node).element_size()
+
+
+def gate_along(piece: Piece, gate: fx.Node) -> list[int | None] | None:
+    """For each axis of the source the one of ``gate`` that has a number for each of its positions, if any.
+
+    None where the numbers differ along anything else than whole axes of the rows, or a bias would be multiplied, too.
+    """
+    if piece.source is None or piece.bias is not None or not piece.projected:
+        return None
+    sizes, missing = shape(gate), len(piece.axes) - len(shape(gate))
+    along: list[int | None] = [None] * len(piece.source_axes)
+    for k, length in enumerate(sizes):
+        if not same(length, 1):
+            at = rows_axis(piece, piece.axes[k + missing])
+            if at is None:
+                return None
+            along[at] = k
+    return along
+
+
+def gated_rows(maps: Maps, node: fx.Node) -> LinearMap | Stop:
+    """The map of a product with a number for each row: that of the operand, over the rows, multiplied instead."""
+    how, gated = gated_of(maps, node), {g.rows: g for g in maps.virtual.gates[node]}
+    assert how is not None
+
+    def multiplied(piece: Piece) -> Piece | Stop:
+        own = None if piece.source is None else gated.get(piece.source)
+        # The last condition as for slices.
+        if own is None or gate_along(piece, how.gate) is None or any(v.node in maps.sources for v in piece.path[1:]):
+            return Stop(
+                node, "position_dependent", f"{packet(node).__name__} with a factor that is computed from inputs"
+            )
+        return replace(
+            piece,
+            dtype=val(node).dtype,
+            source=own.node,
+            path=(Visit(own.node, 0, 0), replace(piece.path[-1], node=node)),
+            before=(*piece.before, *piece.path),
+        )
+
+    return maps.whole.map(how.x).each(multiplied)
 
 
 def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
@@ -137,6 +249,10 @@ def one_of_all(maps: Maps, node: fx.Node, found: LinearMap | Stop) -> LinearMap:
     own = maps.axes_of(shared.one)
     axes = (*own[: shared.dim], fresh_axis(shape(node)[shared.dim]), *own[shared.dim :])
     return LinearMap.single(Piece(axes, val(node).dtype, shared.one, own).visited(shared.one).visited(node))
+
+
+def _without(axes: Axes, dim: int) -> Axes:
+    return (*axes[:dim], *axes[dim + 1 :])
 
 
 def _with(axes: Axes, dim: int, own: Axis) -> Axes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
 
 from mla_compile.passes.ir.axes import Atom, axis_size, fresh_axis
 from mla_compile.passes.ir.expr import Factor
-from mla_compile.passes.ir.factors import merged, narrowed, without
+from mla_compile.passes.ir.factors import part_of
 from mla_compile.passes.ir.graph import args_of, shape, val
 from mla_compile.passes.ir.operators import Assign, Fill, Join, Select, Slice, Stack, Write, WriteOne, decode
 from mla_compile.passes.ir.sizes import same, same_sizes
@@ -45,20 +46,21 @@ def part(source: LinearMap, dim: int, taken: range, node: fx.Node) -> LinearMap 
         return source.each(lambda p: _part_of_piece(p, dim, taken, node))
     if taken.step != 1:
         return Stop(node, "unsupported_op", "a strided slice across columns from different sources")
-    kept = _within(source.segments, dim, taken, node)
+    kept = within(source.segments, dim, taken, node)
     if isinstance(kept, Stop):
         return kept
     row = [s.moved(-taken.start) for s in kept]
     return _in_a_row(row, dim) if row else Stop(node, "unsupported_op", "an empty slice")
 
 
-def _within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> list[Segment] | Stop:
+def within(segments: Sequence[Segment], dim: int, taken: range, node: fx.Node) -> list[Segment] | Stop:
     """The columns ``taken`` of a row of segments, at the positions they have in it."""
     kept: list[Segment] = []
     for s in segments:
         low, high = max(taken.start, s.start), min(taken.stop, s.stop)
         if low < high:
-            piece = _part_of_piece(s.piece, dim, range(low - s.start, high - s.start), node)
+            cut = range(low - s.start, high - s.start)
+            piece = s.piece.each(partial(_part_of_piece, dim=dim, taken=cut, node=node))
             if isinstance(piece, Stop):
                 return piece
             kept.append(Segment(low, high, piece))
@@ -82,14 +84,7 @@ def _part_of_piece(piece: Piece, dim: int, taken: range, node: fx.Node) -> Piece
         # The weight has only some factors of the axis; a range across the others is no range of the weight.
         if not all(a in f.atoms for a in own):
             return Stop(node, "unsupported_op", "a slice across a broadcast axis")
-        whole = own[0]
-        if len(own) > 1:
-            whole = Atom(axis_size(own))
-            f = merged(f, own, whole)
-        f = narrowed(f, whole, atom, taken.start, taken.stop, taken.step)
-        if atom.size == 1:  # a size-1 axis has no atom
-            f = without(f, atom)
-        return f
+        return part_of(f, own, atom, taken)
 
     weight, bias = narrow(piece.weight), narrow(piece.bias)
     if isinstance(weight, Stop):
@@ -204,7 +199,7 @@ def _segments_of(source: LinearMap, dim: int, node: fx.Node) -> tuple[Segment, .
         if joint is not None:
             raise RowsJoined(joint)
         return Stop(node, "unsupported_op", "columns from different sources along two axes")
-    piece = whole.pieces[0]
+    piece = whole.segments[0].piece
     # Segments have bounds, so there can be none along an axis of unknown length.
     size = axis_size(piece.axes[dim])
     if not isinstance(size, int):
@@ -298,8 +293,8 @@ def written(maps: Maps, node: fx.Node, how: Write) -> LinearMap | Stop:
     if isinstance(segments, Stop):
         return segments
     start, stop = how.taken.start, how.taken.stop
-    before = _within(base_segments, dim, range(start), node)
-    after = _within(base_segments, dim, range(stop, base_segments[-1].stop), node)
+    before = within(base_segments, dim, range(start), node)
+    after = within(base_segments, dim, range(stop, base_segments[-1].stop), node)
     if isinstance(before, Stop):
         return before
     if isinstance(after, Stop):

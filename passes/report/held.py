@@ -29,8 +29,8 @@ def held(plans: Sequence[AbsorbPlan], cache: LatentCache | None) -> Held | None:
     pasts = [pasts_of(node) for node in every]
     if not all(pasts):
         return None
-    # Rows of single heads are cached once for each of those heads.
-    after = sum(rows.size * rows.count for rows in every.values())
+    whole = plans[0].row_values if len(plans) == 1 else None
+    after = sum(rows.size * rows.count for rows in every.values()) if whole is None else whole
     names = {node.name for nodes in pasts for node in nodes}
     inputs = {} if cache is None else cache.inputs
     replaced = [cache.recipes[name][0] for name, rows in inputs.items() if cache is not None and names & set(rows)]

@@ -15,7 +15,7 @@ from mla_compile.passes.decide.choosing import choosing
 from mla_compile.passes.decide.formulas import Form
 from mla_compile.passes.decide.records import AbsorbPlan, Verdict
 from mla_compile.passes.ir.axes import flatten
-from mla_compile.passes.ir.graph import operator_name, val
+from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
@@ -35,6 +35,7 @@ def site_report(
     ``counted``: the scores of which reports before this one say what they cost; those of this one are added to them.
     """
     notes = [f"products rewritten one by one: {verdict.site.open_core}"] if verdict.site.open_core else []
+    notes += [verdict.site.node.meta[TOLD]] if TOLD in verdict.site.node.meta else []
     notes += verdict.notes
     notes += [] if verdict.plan is None else _masks(verdict.plan)
     notes += _roundings(verdict)
@@ -69,12 +70,12 @@ def site_report(
         report,
         form=after,
         dims=dims,
-        values_read_before=dims.expanded_values,
-        values_read_after=dims.latent_values,
-        decode_flops_before=cost.decode_flops(dims, "expanded"),
-        decode_flops_after=cost.decode_flops(dims, compared),
-        decode_bytes_before=cost.decode_bytes(dims, "expanded", element),
-        decode_bytes_after=cost.decode_bytes(dims, compared, element),
+        values_read_before=dims.G * dims.expanded_values,
+        values_read_after=verdict.plan.row_values,
+        decode_flops_before=dims.G * cost.decode_flops(dims, "expanded"),
+        decode_flops_after=dims.G * cost.decode_flops(dims, compared),
+        decode_bytes_before=dims.G * cost.decode_bytes(dims, "expanded", element),
+        decode_bytes_after=dims.G * cost.decode_bytes(dims, compared, element),
         break_even_S=cost.break_even_S(dims),
         fold_error=max(errors, default=None),
         chosen=listed,
@@ -125,9 +126,8 @@ def _of_part(report: SiteReport, verdict: Verdict, plan: AbsorbPlan) -> SiteRepo
     )
     if not (plan.keys and plan.vals):
         return report
-    # Rows of single heads are cached once for each of those heads.
-    rows = sum(r.size * r.count for r in plan.rows)
-    return replace(report, values_read_before=plan.dims.expanded_values, values_read_after=rows)
+    dims = plan.dims
+    return replace(report, values_read_before=dims.G * dims.expanded_values, values_read_after=plan.row_values)
 
 
 def unfollowed_report(index: int, node: fx.Node, stop: Stop) -> SiteReport:

@@ -128,7 +128,14 @@ class Whole(Sides):
                 some = self.builder.cast(self.builder.call(aten.logical_not.default, nothing), wide(self.dtype))
                 outer = [(a,) for axis in axes[:3] for a in axis]
                 self.mass = arrange(self.builder, self.sizes, some, axes[:3], outer)
-        return self._values({plan.value_rows.node: (out, axes)})
+        attended: dict[fx.Node, tuple[fx.Node, tuple[Axis, ...]]] = {}
+        start = 0
+        for one in plan.value_rows.each:
+            stop = start + one.size
+            part = self.builder.call(aten.slice.Tensor, out, -1, start, stop) if plan.value_rows.parts else out
+            attended[one.node] = part, (*axes[:3], one.width)
+            start = stop
+        return self._values(attended)
 
     def _operands(self) -> Operands:
         plan = self.plan

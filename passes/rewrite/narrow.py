@@ -14,12 +14,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mla_compile.passes.decide.readers import length_of, projection_of
+from mla_compile.passes.decide.readers import length_of, of_few_rows, projection_of
 from mla_compile.passes.ir.arrange import Sizes, arrange, same_layout
 from mla_compile.passes.ir.axes import Atom, fixed_size
 from mla_compile.passes.ir.expr import Expr, Factor
 from mla_compile.passes.ir.factors import aligned
-from mla_compile.passes.ir.graph import Builder, val
+from mla_compile.passes.ir.graph import Builder, materialize, val
 from mla_compile.passes.ir.sizes import hint, size
 from mla_compile.passes.linear.records import Maps, Piece
 
@@ -36,7 +36,7 @@ def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
         if (dim := length_of(node, source)) is not None:
             node.replace_all_uses_with(Builder(node, maps.fake_mode).call(aten.sym_size.int, source, dim))
         else:
-            piece = projection_of(node, source, maps.with_sources([source]))
+            piece = of_few_rows(node, source, maps) or projection_of(node, source, maps.with_sources([source]))
             assert piece is not None
             node.replace_all_uses_with(_made_alone(node, piece, maps.fake_mode))
         done += 1
@@ -48,11 +48,12 @@ def _made_alone(node: fx.Node, piece: Piece, fake_mode: FakeTensorMode | None) -
     assert piece.weight is not None
     builder = Builder(node, fake_mode)
     memo: dict[Expr, fx.Node] = {}
-    sizes = Sizes(builder, [(piece.source, piece.source_axes)])
+    source = materialize(piece.source, builder, {})
+    sizes = Sizes(builder, [(source, piece.source_axes)])
     order = _memory_order(node, piece)
     tokens = [a for a in order if a in piece.source_atoms]
     features = [a for a in order if a not in piece.source_atoms]
-    x = arrange(builder, sizes, piece.source, piece.source_axes, [*((a,) for a in tokens), piece.contracted])
+    x = arrange(builder, sizes, source, piece.source_axes, [*((a,) for a in tokens), piece.contracted])
     weight = _matrix(piece.weight, features, piece.contracted)
     bias = None if piece.bias is None else _vector(piece.bias, features).emit(builder, memo)
     new = builder.call(aten.linear.default, x, weight.emit(builder, memo), bias)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mla_compile.passes.attention.site import Product
-from mla_compile.passes.decide.records import AbsorbPlan
+from mla_compile.passes.decide.records import AbsorbPlan, selected
 from mla_compile.passes.ir.arrange import arrange, einsum, same_layout
 from mla_compile.passes.ir.axes import Atom, Axis, flatten
 from mla_compile.passes.ir.expr import wide
@@ -80,6 +80,8 @@ class Products(Sides):
         atoms = list(flatten(product.out))
         # New nodes go before the product itself: what reads the scores stands before the attention's output.
         index = self.site.products.index(product)
+        shared = self.outer
+        self.outer = (*shared, *selected(self.site, product))
         terms = [t for t in self.plan.keys if t.product == index]
         parts = [part for t in terms for part in self._scores_of(product, t, atoms)]
         assert parts, "keys of zeros are no attention"
@@ -89,7 +91,7 @@ class Products(Sides):
         new = arrange(self.builder, self.sizes, total, tuple((a,) for a in atoms), product.out)
         new = same_layout(self.builder, new, product.node)
         product.node.replace_all_uses_with(new)
-        self.builder = outer
+        self.outer, self.builder = shared, outer
         self.sizes.builder = outer
 
     def _scores_of(self, product: Product, term: Term, atoms: Sequence[Atom]) -> Iterator[fx.Node]:

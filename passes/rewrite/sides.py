@@ -40,6 +40,7 @@ class Sides:
         self.builder = Builder(plan.site.node, fake_mode)
         self.memo: dict[Expr, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
+        self.joined: dict[Rows, fx.Node] = {}
         operands = [self.site.out, self.site.v, *(o for p in self.site.products for o in (p.q, p.k))]
         # In the order of the graph: what a product reads sizes from has to stand before it.
         known = sorted(((o.node, o.axes) for o in operands if o.node is not self.site.node), key=lambda pair: pair[0])
@@ -61,6 +62,8 @@ class Sides:
 
     def _query(self, rows: Rows) -> fx.Node:
         """The queries in the space of ``rows``: [B, S, H, width]."""
+        if rows.parts:
+            return self.builder.call(aten.cat.default, [self._query(r) for r in rows.parts], -1)
         parts = [
             self._absorbed(self.site.products[t.product], t, rows)
             for t in self.plan.keys
@@ -139,9 +142,19 @@ class Sides:
 
     def _rows(self, rows: Rows) -> fx.Node:
         """The rows as [B, T, width]."""
-        target = (self.plan.batch, self.site.keys, rows.width)
-        node = arrange(self.builder, self.sizes, self._in_graph(rows), rows.axes, target)
-        return self.builder.cast(node, self.dtype)
+        if rows not in self.joined:
+            if rows.parts:
+                node = self.builder.call(aten.cat.default, [self._rows(r) for r in rows.parts], -1)
+            else:
+                target = (self.plan.batch, self.site.keys, rows.width)
+                node, axes = self._in_graph(rows), rows.axes
+                if not set(self.plan.batch) <= {*flatten(axes)}:  # all groups share them
+                    atoms = (*self.plan.batch, *self.site.keys, *rows.width)
+                    node = arrange(self.builder, self.sizes, node, axes, [(a,) for a in atoms])
+                    node, axes = spread(self.builder, self.sizes, node, atoms), tuple((a,) for a in atoms)
+                node = arrange(self.builder, self.sizes, node, axes, target)
+            self.joined[rows] = self.builder.cast(node, self.dtype)
+        return self.joined[rows]
 
     def _in_graph(self, rows: Rows) -> fx.Node:
         """The rows as a node of the graph, which those of a virtual source become here."""
@@ -167,7 +180,10 @@ class Sides:
             target = [(a,) for a in (*self.outer, *self.plan.rows_of(source).width)]
             found[source] = self.builder.cast(arrange(self.builder, self.sizes, node, axes, target), wide(self.dtype))
         self.latent = next(iter(found.values()))
-        parts = [self._value_part(found, term) for term in self.plan.vals]
+        columns: dict[int, list[fx.Node]] = {}
+        for term in self.plan.vals:
+            columns.setdefault(term.start, []).append(self._value_part(found, term))
+        parts = [self._total(summands) for summands in columns.values()]
         layout = self._out_layout()
         out = parts[0] if len(parts) == 1 else self.builder.call(aten.cat.default, parts, layout.index(None))
         out_axes = tuple(value_features(self.site) if a is None else (a,) for a in layout)

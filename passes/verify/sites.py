@@ -155,7 +155,7 @@ def _symbols_told(rows: Sequence[fx.Node]) -> dict[sympy.Symbol, int]:
     told: dict[sympy.Symbol, int] = {}
     for node in rows:
         while is_virtual(node):
-            told.update(of_sizes(n.meta["val"] for n in node.all_input_nodes[1:]))
+            told.update(of_sizes(n.meta["val"] for n in node.all_input_nodes[1:] if not is_tensor(n)))
             node = args_of(node)[0]
     return told
 

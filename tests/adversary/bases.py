@@ -83,6 +83,8 @@ def _plain(case: Case, rng: random.Random) -> Case:
         L=min(case.L, 6),
         N=max(case.N, 2),
         V=max(case.V, 2),
+        # Rows that are multiplied by a factor each are no node of the graph, to which the oracle could give numbers.
+        beside="none" if case.beside == "gated" else case.beside,
         dtype="float64",
         door="trace",
         steps=1,

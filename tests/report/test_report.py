@@ -154,7 +154,7 @@ def test_json_schema():
             "line": 52,
             "code": "k = (k * cos) + (rotate(k) * sin)",
         },
-        "dims": {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168},
+        "dims": {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168, "A": 0, "G": 1},
         "values_read_before": 40960,
         "values_read_after": 576,
         "values_held_before": None,

@@ -49,6 +49,8 @@ class GeneratedMLA(nn.Module):
         self.sink = weight(heads, spread=1.0)
         self.kernel = weight(c.H * c.N, 1, 2)
         self.w_gate = weight(heads * c.V, c.D)
+        self.beside_a, self.beside_b = weight(2, latent), weight(c.H * (c.N + c.V), 2)
+        self.beside_gate, self.beside_key = weight(1, latent), weight(c.N, latent)
         if c.weight == "dequant":
             for name, exact in (("k", self.w_k), ("v", self.w_v)):
                 scale = exact.abs().amax(-1, keepdim=True) / 127 + 1e-6
@@ -170,6 +172,8 @@ class GeneratedMLA(nn.Module):
         elif c.latent_scale == "vector":
             latent = latent * self.latent_vector
         k, v = self._expand(latent)
+        if c.beside != "none":
+            k, v = self._beside(latent, k, v)
         if c.key_scale == "constant":
             k = k / 1.3
         elif c.key_scale == "vector":
@@ -209,6 +213,17 @@ class GeneratedMLA(nn.Module):
             k = k + 0.3 * F.linear(small, b_k).view(B, T, c.H, c.N)
             v = v + 0.3 * F.linear(small, b_v).view(B, T, c.H, c.V)
         return (k, v) if self.b_k is None or self.b_v is None else (k + self.b_k, v + self.b_v)
+
+    def _beside(self, latent: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v with an image of other rows added: of a nonlinear branch, one with a gate, a key for all heads."""
+        c = self.case
+        if c.beside == "key":
+            return k + torch.tanh(F.linear(latent, self.beside_key))[:, :, None], v
+        rows = F.linear(latent, self.beside_a)
+        more = F.linear(rows if c.beside == "gated" else torch.tanh(rows), self.beside_b).unflatten(-1, (c.H, -1))
+        if c.beside == "gated":
+            more = more * torch.sigmoid(F.linear(latent, self.beside_gate))[:, :, None]
+        return k - more[..., : c.N], v + 0.5 * more[..., c.N :]
 
     def _one_projection(self, latent: Tensor, w_k: Tensor, w_v: Tensor) -> tuple[Tensor, Tensor]:
         """One linear for keys and values: per head [k|v], or all keys and then all values; or the other way round."""

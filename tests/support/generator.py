@@ -2,8 +2,8 @@
 
 What varies is what published code varies: sizes (equal ones on purpose), the layout of the up-projection, how the
 shared rotary key is rotated, broadcast and joined, the spelling of the attention core, where scale and mask stand, the
-cache protocol, whether K and V are cut to a part of a static cache, biases, LoRA, dequantized weights. ``fault`` puts
-one step where absorption is illegal.
+cache protocol, images of other rows that are added, whether K and V are cut to a part of a static cache, biases, LoRA,
+dequantized weights. ``fault`` puts one step where absorption is illegal.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Case:
     lowering: str = "op"
     seed: int = 0
     library: str = ""
+    beside: str = "none"
 
     @property
     def legal(self) -> bool:
@@ -178,6 +179,7 @@ def cases(draw: st.DrawFn, *, legal: bool | None = None) -> Case:
         lowering=pick("op", "aten"),
         seed=draw(st.integers(0, 9)),
         library=rarely("", "flash", "xformers") if core == "sdpa" else "",
+        beside=rarely("none", "rows", "gated", "key"),
     )
 
 

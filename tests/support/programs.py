@@ -261,7 +261,10 @@ def evaluate(program: Program, lmap: LinearMap, *arguments: torch.Tensor) -> tor
         Recorder(program.gm).run(*arguments)
     (result,) = program.gm.graph.output_node().args[0]
     shape = values[result.name].shape
-    parts = [_piece_value(s.piece, shape, lmap.axis, s.stop - s.start, values) for s in lmap.segments]
+    parts = [
+        sum((_piece_value(p, shape, lmap.axis, s.stop - s.start, values) for p in s.piece.summands), torch.zeros(()))
+        for s in lmap.segments
+    ]
     if lmap.axis is None:
         return parts[0]
     bounds = [s.start for s in lmap.segments] + [lmap.segments[-1].stop]

@@ -3,9 +3,9 @@ made by a norm of its own."""
 
 import torch
 
-from tests.zoo.base import Buffered, Refused, at_numbers
+from tests.zoo.base import EXPANDED_CACHE, Buffered, at_numbers
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = EXPANDED_CACHE
 
 
 class Attention(Buffered):

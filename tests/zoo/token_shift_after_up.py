@@ -1,11 +1,11 @@
-"""RWKV's token shift on the expanded keys: each is mixed with the one before. Illegal for K: a key is no image of one
-row."""
+"""RWKV's token shift on the expanded keys: each is mixed with the one before. A key is an image of two rows: its latent
+and the latent before it, which the shifted latents have at its place."""
 
 import torch.nn.functional as F
 
-from tests.zoo.base import InPart, Usual, carried
+from tests.zoo.base import Absorbed, Usual, carried
 
-EXPECTED = InPart("values", "too_many_sources")
+EXPECTED = Absorbed()
 
 
 class Attention(Usual):

@@ -1,11 +1,11 @@
 """Value embeddings (as in speed-run GPTs): to the values of each head a second cached row is added, which no latent
-makes. The keys alone are absorbed, in steps of any length."""
+makes. Both parts of the sum keep products of their own: that row as it is, the latent before its weight."""
 
 import torch
 
 from tests.zoo.base import Carry, InPart, Usual, rows
 
-EXPECTED = InPart("keys", "position_dependent")
+EXPECTED = InPart("keys and values", "per_head_rope")
 
 
 class Attention(Usual):

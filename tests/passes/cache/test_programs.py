@@ -205,3 +205,30 @@ def test_near_misses_keep_their_keys(kind):
     program = mla_compile.optimize(exported(model, queries=2, grows=False), cache="latent")
     change = program.graph_module.meta.get("mla_cache")
     assert change is None or all(t.values != H * (N + R) for t in change.inputs)
+
+
+class TwoBranches(torch.nn.Module):
+    """An up-projection, and beside it one of rows that are a nonlinear function of the latent."""
+
+    def __init__(self, up):
+        super().__init__()
+        self.up = up
+        self.down, self.more = (
+            torch.nn.Parameter(seeded(2, L, seed=5)),
+            torch.nn.Parameter(seeded(*up.weight.shape[:1], 2)),
+        )
+
+    def forward(self, c):
+        return self.up(c) + torch.tanh(c @ self.down.mT) @ self.more.mT
+
+
+def test_caches_of_sums_become_each_of_their_rows_and_are_converted():
+    model = OneLayer()
+    model.layer.up = TwoBranches(model.layer.up)
+    program = mla_compile.optimize(exported(model), cache="latent", forms="absorbed")
+    assert [site.code for site in program.graph_module.meta["mla_report"].sites] == ["absorbed"]
+    assert sum(t.kept for t in program.graph_module.meta["mla_cache"].inputs) == L + R + 2
+    _, filled = model(seeded(B, 9, D, seed=3))
+    rows, error = mla_compile.migrate_cache(program, filled)
+    assert error < 1e-12
+    decode(model, program.module(), filled, rows)

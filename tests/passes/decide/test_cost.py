@@ -137,15 +137,15 @@ def test_folded_weights_of_v3():
 
 
 def test_marginal_flops_have_their_closed_forms():
-    H, L, N, R, V = formulas.H, formulas.L, formulas.N, formulas.R, formulas.V
-    assert sympy.expand(formulas.marginal_flops("expanded") - 2 * H * (L * (N + V) + N + R + V)) == 0
+    A, H, L, N, R, V = formulas.A, formulas.H, formulas.L, formulas.N, formulas.R, formulas.V
+    assert sympy.expand(formulas.marginal_flops("expanded") - 2 * H * (L * (N + V) + N + R - A + V)) == 0
     for form in ABSORBED:
         assert sympy.expand(formulas.marginal_flops(form) - 2 * H * (2 * L + R)) == 0
 
 
 def test_marginal_bytes_have_their_closed_forms():
-    E, H, L, N, R, V = formulas.E, formulas.H, formulas.L, formulas.N, formulas.R, formulas.V
-    assert sympy.expand(formulas.marginal_bytes("expanded") - E * (L + R + 2 * H * (N + R + V))) == 0
+    A, E, H, L, N, R, V = (getattr(formulas, name) for name in "AEHLNRV")
+    assert sympy.expand(formulas.marginal_bytes("expanded") - E * (L + R + 2 * H * (N + R - A + V))) == 0
     for form in ABSORBED:
         assert sympy.expand(formulas.marginal_bytes(form) - E * (L + R)) == 0
 
@@ -181,11 +181,11 @@ def test_evaluate_names_the_letters_that_have_no_value():
 
 
 def test_break_even_has_its_closed_form():
-    L, N, T, V = formulas.L, formulas.N, formulas.T, formulas.V
+    A, L, N, T, V = (getattr(formulas, name) for name in "ALNTV")
     limit = formulas.break_even_queries(long_context=True)
-    assert sympy.simplify(limit - L * (N + V) / (2 * L - N - V)) == 0
+    assert sympy.simplify(limit - L * (N + V) / (2 * L + A - N - V)) == 0
     finite = formulas.break_even_queries()
-    assert sympy.simplify(finite - T * L * (N + V) / (L * (N + V) + T * (2 * L - N - V))) == 0
+    assert sympy.simplify(finite - T * L * (N + V) / (L * (N + V) + T * (2 * L + A - N - V))) == 0
 
 
 @pytest.mark.parametrize(

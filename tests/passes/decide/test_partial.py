@@ -318,7 +318,7 @@ def test_the_latent_is_the_hidden_state():
 
 
 def test_two_parts_gain_what_the_whole_does():
-    heads, width = formulas.H, {formulas.L: 11, formulas.N: 5, formulas.V: 3}
+    heads, width = formulas.H, {formulas.L: 11, formulas.N: 5, formulas.V: 3, formulas.A: 0}
     parts = [AbsorbedColumns("keys", 4, 11, 5, 4), AbsorbedColumns("values", 4, 11, 3, 4)]
     whole = (heads * formulas.absorption_gain()).subs({heads: 4, **width})
     assert sympy.expand(sum(part_gain(p) for p in parts) - whole) == 0

@@ -90,6 +90,10 @@ LINEAR = {
         lambda z, w, u: F.linear(z, w) - torch.einsum("btij,ijo->bto", z.view(B, T, 2, 4), u),
         [W(6, L), W(2, 4, 6)],
     ),
+    "a sum of columns from two weights and one map": (
+        lambda z, w, u, v: torch.cat([z @ w, z @ u], -1) + z @ v,
+        [W(L, 6), W(L, 4), W(L, 10)],
+    ),
     "a sum of maps that see heads and columns": (
         lambda z, w, u: (F.linear(z, w).view(B, T, 2, 3) * 0.5).flatten(2) + F.linear(z, u),
         [W(6, L), W(6, L, seed=3)],
@@ -446,9 +450,16 @@ STOPS = {
     "a bias per position": ("position_dependent", lambda z, w, p: z @ w + p, [W(L, 6), W(T, 6)], []),
     "a factor per sequence": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(B, 1, 1)], []),
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
-    "a sum of two sources": ("too_many_sources", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
-    "a sum of columns and something else": (
+    "a sum of two sources, neither projected": ("position_dependent", lambda z, w, p: z * w + p, [W(L)], [z()]),
+    "a residual connection": ("position_dependent", lambda z, w, p: z + (z * p) @ w, [W(L, L)], [z()]),
+    "a sum of more sources than are told apart": (
         "position_dependent",
+        lambda z, w, *p: functools.reduce(operator.add, p, z @ w),
+        [W(L, L)],
+        [z(), z(), z(), z()],
+    ),
+    "a sum of columns and something else": (
+        "unsupported_op",
         lambda z, w, p, r: torch.cat([z @ w, p], -1) + r,
         [W(L, 6)],
         [z(B, T, 4), z(T, 10)],
@@ -469,7 +480,6 @@ STOPS = {
         [],
     ),
     "a sum of a map and what it is a map of": ("position_dependent", lambda z, w: z @ w + z, [W(L, L)], []),
-    "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "what is positive": ("nonlinear", lambda z, w: (lambda k: torch.where(k > 0, k, 0.0))(z @ w), [W(L, 6)], []),
     "some tokens hidden": (
         "position_dependent",
@@ -686,12 +696,6 @@ STOPS = {
     "a vector projected to": ("token_mixing", lambda z, w: z @ w, [W(L)], []),
     "a bias of more axes": ("unsupported_op", lambda z, w, b: torch.addmm(b, z.view(-1, L), w), [W(L, 6), W(1, 6)], []),
     "einsum of two activations": ("token_mixing", lambda z, w: torch.einsum("btl,bsl->bts", z @ w, z), [W(L, L)], []),
-    "a sum of columns from two weights and one map": (
-        "unsupported_op",
-        lambda z, w, u, v: torch.cat([z @ w, z @ u], -1) + z @ v,
-        [W(L, 6), W(L, 4), W(L, 10)],
-        [],
-    ),
     "a map and a constant stacked": (
         "token_mixing",
         lambda z, w, b: torch.stack([z @ w, b.expand(B, T, 6)], 1),
@@ -816,14 +820,14 @@ def test_a_table_of_positions_is_no_weight_whatever_the_source():
 
 _KINDS = [
     "linear", "left", "permute", "split", "merge", "slice", "select", "unsqueeze", "expand", "mul", "add", "scale",
-    "cat", "pad", "lora", "repeat", "scatter",
+    "cat", "pad", "lora", "repeat", "scatter", "sum", "added row",
 ]  # fmt: skip
 
 
 def _random_chain(rng):
-    """A function of z and weights made of random steps, and its weights; every shape is small and often equal."""
+    """A function of rows and weights made of random steps, and these; every shape is small and often equal."""
     sizes = [2, 2, 2] if rng.random() < 0.5 else [2, 3, 4]  # equal sizes on purpose: nothing may be told by size
-    weights, steps = [], []
+    weights, steps, rows = [], [], [z(*sizes)]
     shape = list(sizes)
 
     def weight(*dims):
@@ -887,6 +891,14 @@ def _random_chain(rng):
         elif kind == "lora":
             i = weight(shape[-1], shape[-1])
             steps.append(lambda x, w, i=i: F.linear(x, w[i]) - 0.5 * F.linear(F.linear(x, w[i]), w[i].mT))
+        elif kind == "sum" and len(rows) < 3:  # of images of two rows
+            i, at = weight(shape[-1], 3), len(rows)
+            rows.append(z(*shape[:-1], 3, seed=at + 1))
+            steps.append(lambda x, w, i=i, at=at: x * 0.5 - F.linear(w[-at], w[i]))
+        elif kind == "added row" and len(rows) < 3 and len(shape) > 1:  # that some of the axes share
+            at = len(rows)
+            rows.append(z(*(1 if rng.random() < 0.3 else s for s in shape), seed=at + 1))
+            steps.append(lambda x, w, at=at: torch.add(x, w[-at], alpha=2))
         elif kind == "repeat" and math.prod(shape) < 100:
             counts = [2 if d == k else 1 for d in range(len(shape))]
             steps.append(lambda x, w, c=tuple(counts): x.repeat(c))
@@ -894,12 +906,13 @@ def _random_chain(rng):
         elif kind == "scatter" and shape[-1] > 1:
             steps.append(lambda x, w: torch.slice_scatter(x, 2.0 * x[..., :1], -1, 1, 2))
 
-    def fn(z, *w):
+    def fn(z, *more):
+        others = len(rows) - 1
         for step in steps:
-            z = step(z, w)
+            z = step(z, (*more[others:], *more[:others][::-1]))
         return z.clone()
 
-    return fn, sizes, weights
+    return fn, rows, weights
 
 
 @pytest.mark.thorough
@@ -908,18 +921,18 @@ def test_random_chains_are_what_their_maps_say(block):
     rng = random.Random(block)
     reached = 0
     for case in range(30):
-        fn, sizes, weights = _random_chain(rng)
-        data = z(*sizes)
-        program = trace(fn, [data], weights)
+        fn, rows, weights = _random_chain(rng)
+        program = trace(fn, rows, weights)
         lmap = linear_map(program)
-        value = evaluate(program, lmap, data, *weights)
-        assert error(value, fn(data, *weights)) < 1e-11, f"case {case}: {program.gm.code}"
+        value = evaluate(program, lmap, *rows, *weights)
+        assert error(value, fn(*rows, *weights)) < 1e-11, f"case {case}: {program.gm.code}"
         reached += all(p.source is None or p.source.op == "placeholder" for p in lmap.pieces)
-        _assert_linear(lmap, fn, data, weights)
+        first = program.gm.graph.find_nodes(op="placeholder")[0]
+        _assert_linear(lmap, first, fn, rows[0], [*rows[1:], *weights])
     assert reached >= 6, "the walk hardly ever reaches the input: the chains show nothing"
 
 
-def _assert_linear(lmap, fn, data, weights):
+def _assert_linear(lmap, source, fn, data, weights):
     """Where the walk reached z, the function is affine in z, and a row that is a token of z is blind to the others."""
     if any(p.source is None or p.source.op != "placeholder" for p in lmap.pieces):
         return
@@ -928,7 +941,7 @@ def _assert_linear(lmap, fn, data, weights):
     both = fn(2.0 * data - 3.0 * other, *weights) - zero
     assert error(both + 1.0, 2.0 * (fn(data, *weights) - zero) - 3.0 * (fn(other, *weights) - zero) + 1.0) < 1e-11
     for axis in range(data.dim()):
-        kept = _token_axis(lmap, axis)
+        kept = _token_axis([p for p in lmap.pieces if p.source is source], axis)
         if kept is None:
             continue
         changed = data.clone()
@@ -937,10 +950,10 @@ def _assert_linear(lmap, fn, data, weights):
         assert not differs[1:].any(), "a row depends on another row of the source"
 
 
-def _token_axis(lmap, axis):
+def _token_axis(pieces, axis):
     """The axis of the result that is exactly axis ``axis`` of the source in every piece, and not of its weights."""
     places = set()
-    for p in lmap.pieces:
+    for p in pieces:
         own = p.source_axes[axis]
         if not own or any(f is not None and set(own) & set(f.atoms) for f in (p.weight, p.bias)):
             return None

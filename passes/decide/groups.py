@@ -1,0 +1,73 @@
+"""Analysis: groups of heads with a latent each, where the group is an axis of its own.
+
+In ``k = einsum("btgl,glhn->bghtn", c, W)`` each group has rows and a weight of its own. To an attention whose queries,
+keys and output have that axis, too, it is what a batch is: ``q_g (c_g W_g) = (q_g W_g^T) c_g`` within each group.
+Otherwise a weight that differs along an axis of the rows ends a walk: along the tokens it is a table of positions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.site import AttentionSite, Operand
+from mla_compile.passes.decide.records import pieces_of
+from mla_compile.passes.decide.sources import choose_sources
+from mla_compile.passes.ir.graph import packet, shape
+from mla_compile.passes.ir.operators import decode, is_contraction
+from mla_compile.passes.ir.walk import REACH, reachable
+from mla_compile.passes.linear.records import Maps
+
+aten = torch.ops.aten
+
+
+def with_groups(sites: Sequence[AttentionSite], maps: Maps) -> Maps:
+    """The analysis that follows products with a weight for each group, on the way to K and V of ``sites``."""
+    for site in sites:
+        operands = [*(p.k for p in site.products), site.v]
+        for node in _ends(operands, maps):
+            trial = maps.with_virtual(replace(maps.virtual, grouped=maps.virtual.grouped | {node}))
+            if all(_blind(site, o, node, trial) for o in operands):
+                maps = trial
+    return maps
+
+
+def _ends(operands: Sequence[Operand], maps: Maps) -> list[fx.Node]:
+    """The products at which the walks end because of a weight that differs along an axis of the rows."""
+    found: dict[fx.Node, None] = {}
+    pieces = pieces_of([maps.map(o.node) for o in operands])
+    # From the rows that a weight of all groups made, the group is a column of that weight, and no axis.
+    batched = any(_is_batched(v.node, maps) for p in pieces for v in p.path)
+    for at in (maps, maps.with_sources(choose_sources(pieces)[0])) if batched else (maps,):
+
+        def behind(node: fx.Node, at: Maps = at) -> list[fx.Node]:
+            ends = {p.source for p in at.map(node).pieces if p.source is not None} & at.reasons.keys()
+            stops = [at.reasons[end] for end in ends]
+            found.update((s.node, None) for s in stops if s.code == "head_dependent_latent" and is_contraction(s.node))
+            # A sum of what ended there with something else ended, too, and so did a part of it.
+            further = (s.node for s in stops if decode(s.node) is not None or packet(s.node) in (aten.add, aten.sub))
+            return [n for stopped in further for n in at.operands(stopped)]
+
+        deque(reachable((o.node for o in operands), behind, REACH), maxlen=0)
+    return sorted(found)
+
+
+def _is_batched(node: fx.Node, maps: Maps) -> bool:
+    """Whether ``node`` is a product with several matrices."""
+    return is_contraction(node) and any(maps.is_weight(n) and len(shape(n)) > 2 for n in node.all_input_nodes)
+
+
+def _blind(site: AttentionSite, operand: Operand, node: fx.Node, maps: Maps) -> bool:
+    """Whether no weight behind ``operand`` differs from key to key where the walk goes on behind ``node``."""
+    cuts, _ = choose_sources(pieces_of([maps.map(operand.node)]))
+    for at in (maps, maps.with_sources(cuts - {node})):
+        for piece in at.map(operand.node).pieces:
+            factors = {a for f in (piece.weight, piece.bias) if f is not None for a in f.atoms}
+            dims = zip(operand.axes, piece.axes, strict=True)
+            if any(factors & set(own) for axis, own in dims if set(axis) & set(site.keys)):
+                return False
+    return True

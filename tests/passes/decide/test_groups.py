@@ -1,0 +1,81 @@
+"""Groups of heads with a latent each, where the group is an axis of its own: a group is a batch entry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mla_compile.codes import Code
+from tests.support.programs import decide, seeded
+from tests.support.tiers import also
+
+B, G, H, S, T, L, N, R, V = 2, 4, 3, 1, 9, 12, 6, 4, 5
+
+
+def sdpa(q, k, v, mask=None):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+
+
+def einsum(q, c, r, w_k, w_v, mask):
+    return sdpa(q, torch.einsum("btgl,glhn->bghtn", c, w_k), torch.einsum("btgl,glhv->bghtv", c, w_v))
+
+
+def matmul(q, c, r, w_k, w_v, mask):
+    rows = c.permute(2, 0, 1, 3).flatten(1, 2)  # a product for each group: [G,B*T,L]
+    k, v = (torch.bmm(rows, w.flatten(2)).view(G, B, T, H, -1).permute(1, 0, 3, 2, 4) for w in (w_k, w_v))
+    return sdpa(q, k, v)
+
+
+def masked(q, c, r, w_k, w_v, mask):
+    k, v = torch.einsum("btgl,glhn->bghtn", c, w_k), torch.einsum("btgl,glhv->bghtv", c, w_v)
+    return sdpa(q, k, v, mask[:, None, None] > 0)
+
+
+def written_out(q, c, r, w_k, w_v, mask):
+    k, v = torch.einsum("btgl,glhn->bgthn", c, w_k), torch.einsum("btgl,glhv->bgthv", c, w_v)
+    scores = torch.einsum("bghsn,bgthn->bghst", q, k) * 0.3
+    return torch.einsum("bghst,bgthv->bghsv", scores.softmax(-1), v)
+
+
+def groups_share_a_rotary_key(q, c, r, w_k, w_v, mask):
+    k = torch.einsum("btgl,glhn->bghtn", c, w_k[..., :-R])
+    k = torch.cat([k, r[:, None, None].expand(-1, G, H, -1, -1)], -1)
+    return sdpa(q, k, torch.einsum("btgl,glhv->bghtv", c, w_v))
+
+
+def groups_add_a_shared_key(q, c, r, w_k, w_v, mask):
+    k = torch.einsum("btgl,glhn->bghtn", c, w_k) + F.pad(r, (0, N - R))[:, None, None]
+    return sdpa(q, k, torch.einsum("btgl,glhv->bghtv", c, w_v))
+
+
+FORMS = (einsum, matmul, masked, written_out, groups_share_a_rotary_key, groups_add_a_shared_key)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batch", [B, *also("combination", 1)])
+def test_a_group_is_a_batch_entry(form, batch, monkeypatch):
+    monkeypatch.setitem(globals(), "B", batch)
+    inputs = [seeded(batch, G, H, S, N, seed=1), seeded(batch, T, G, L, seed=2), seeded(batch, T, R, seed=3)]
+    shapes = [(G, L, H, N), (G, L, H, V)]
+
+    def of(q, c, r, *weights):
+        return form(q, c, r, *weights, mask=r[..., 0].mul(0).add(torch.arange(T) - 2)[:, None])
+
+    _, outcome = decide(of, inputs, *shapes, verify=True)
+    (site,) = outcome.report.sites
+    assert (site.code, site.kept) == (Code.ABSORBED, ()), site.reason
+    assert site.dims.G == G
+    shared = R if form in (groups_share_a_rotary_key, groups_add_a_shared_key) else 0
+    assert site.values_read_after == G * L + shared
+    assert site.values_read_before == G * H * (N + V)
+
+
+def test_a_weight_for_each_token_is_none_of_a_group():
+    def fn(q, c, w_k, w_v):
+        return sdpa(q, torch.einsum("btl,tlhn->bhtn", c, w_k), torch.einsum("btl,lhv->bhtv", c, w_v))
+
+    inputs = [seeded(B, H, S, N, seed=1), seeded(B, T, L, seed=2)]
+    _, outcome = decide(fn, inputs, (T, L, H, N), (L, H, V))
+    (site,) = outcome.report.sites
+    assert site.parts == ("values",)

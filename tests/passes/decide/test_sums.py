@@ -1,0 +1,141 @@
+"""Keys and values that are sums of images of several rows: absorbed as an image of the joined rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from mla_compile.codes import Code
+from tests.support.programs import decide, seeded
+from tests.support.tiers import also
+
+B, H, T, L, M, N, V = 2, 3, 9, 12, 7, 6, 5  # M: width of the second rows
+
+
+def heads(x):
+    return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, scale=0.3)
+
+
+def shared_key_added(q, a, b, r, w_k, w_v):
+    return attend(q, heads(a @ w_k) + r[:, None], heads(a @ w_v))
+
+
+def shared_key_taken_off_first(q, a, b, r, w_k, w_v):
+    return attend(q, torch.sub(r[:, None], heads(a @ w_k), alpha=0.5), heads(a @ w_v))
+
+
+def keys_of_two(q, a, b, r, w_k, w_v, u_k):
+    return attend(q, heads(a @ w_k + b @ u_k), heads(a @ w_v))
+
+
+def values_of_two(q, a, b, r, w_k, w_v, u_v):
+    return attend(q, heads(a @ w_k), 0.7 * heads(a @ w_v) + heads(b @ u_v) * 0.3)
+
+
+def values_of_the_second_alone_and_keys_of_two(q, a, b, r, w_k, u_k, u_v):
+    return attend(q, heads(a @ w_k) - heads(b @ u_k), heads(b @ u_v))
+
+
+def both_of_two(q, a, b, r, w, u):
+    k, v = heads(a @ w + b @ u).split([N, V], -1)
+    return attend(q, k, v)
+
+
+def both_of_two_and_a_rotary_key(q, a, b, r, w, u):
+    k, v = heads(a @ w + b @ u).split([N - 2, V], -1)
+    return attend(q, torch.cat([k, r[:, None, :, :2].expand(-1, H, -1, -1)], -1), v)
+
+
+def a_sum_beside_a_rotary_key(q, a, b, r, w_k, u_k, w_v):
+    k = heads(a @ w_k) + heads(b @ u_k)
+    return attend(q, torch.cat([r[:, None, :, :2].expand(-1, H, -1, -1), k], -1), heads(a @ w_v))
+
+
+def joined_columns_added(q, a, b, r, w_k, u_k, w_v):
+    k = torch.cat([heads(a @ w_k), r[:, None, :, :2].expand(-1, H, -1, -1)], -1)
+    return attend(q, k + heads(b @ u_k), heads(a @ w_v))
+
+
+def three_and_biases(q, a, b, r, w_k, u_k, w_v, u_v, x, y, z):
+    k = heads(F.linear(a, w_k.mT, x)) + heads(F.linear(b, u_k.mT, y)) + r[:, None]
+    return attend(q, k, heads(a @ w_v) + heads(F.linear(b, u_v.mT, z)) - r[:, None, :, :V])
+
+
+def projected_again(q, a, b, r, w_k, u_k, w_v, again):
+    return attend(q, (heads(a @ w_k) + heads(b @ u_k)) @ again, heads(a @ w_v))
+
+
+W_K, W_V, U_K, U_V = (L, H * N), (L, H * V), (M, H * N), (M, H * V)
+FORMS = {
+    shared_key_added: (W_K, W_V),
+    shared_key_taken_off_first: (W_K, W_V),
+    keys_of_two: (W_K, W_V, U_K),
+    values_of_two: (W_K, W_V, U_V),
+    values_of_the_second_alone_and_keys_of_two: (W_K, U_K, U_V),
+    both_of_two: ((L, H * (N + V)), (M, H * (N + V))),
+    both_of_two_and_a_rotary_key: ((L, H * (N - 2 + V)), (M, H * (N - 2 + V))),
+    a_sum_beside_a_rotary_key: ((L, H * (N - 2)), (M, H * (N - 2)), W_V),
+    joined_columns_added: ((L, H * (N - 2)), U_K, W_V),
+    three_and_biases: (W_K, U_K, W_V, U_V, (H * N,), (H * N,), (H * V,)),
+    projected_again: (W_K, U_K, W_V, (N, N)),
+}
+
+
+def rows():
+    return [seeded(B, T, width, seed=width) for width in (L, M, N)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("S", [1, *also("combination", 3)])
+def test_a_sum_is_an_image_of_joined_rows(form, S):
+    inputs = [seeded(B, H, S, N, seed=3), *rows()]
+    program, outcome = decide(form, inputs, *FORMS[form])
+    (site,) = outcome.report.sites
+    assert (site.code, site.kept) == (Code.ABSORBED, ()), site.reason
+    weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(FORMS[form])]
+    assert count(outcome.program.gm, inputs, weights) <= count(program.gm, inputs, weights)
+
+
+def gated(of):
+    def form(q, a, b, r, w_k, w_v, low, up):
+        k, v = heads(a @ w_k), heads(a @ w_v)
+        more = heads(of(a, a @ low @ up))
+        return attend(q, k + more, v - more[..., :V])
+
+    return form
+
+
+GATES = {
+    "of the row": lambda a, x: x * a[..., :1].sigmoid(),
+    "before": lambda a, x: a[..., :1].sigmoid() * x,
+    "divided": lambda a, x: x / (1 + a[..., 1:2].square()),
+    "of the sequence": lambda a, x: x * a.mean((1, 2), keepdim=True),
+}
+STAYING = {  # along the columns; from what the weight makes
+    "rotation": lambda a, x: x * a[..., :1].add(torch.arange(H * N)).cos(),
+    "norm": lambda a, x: x * x.square().mean(-1, keepdim=True).add(1).rsqrt(),
+}
+
+
+@pytest.mark.parametrize("gate", [*GATES, *STAYING])
+def test_a_factor_for_each_row_moves_before_the_weight(gate):
+    inputs = [seeded(B, H, 1, N, seed=3), *rows()]
+    shapes = (W_K, W_V, (L, 2), (2, H * N))
+    program, outcome = decide(gated({**GATES, **STAYING}[gate]), inputs, *shapes, verify=True)
+    (site,) = outcome.report.sites
+    assert ((site.code, site.kept) == (Code.ABSORBED, ())) is (gate in GATES), site.reason
+    if gate in GATES:
+        weights = [seeded(*shape, seed=20 + k) / shape[-1] ** 0.5 for k, shape in enumerate(shapes)]
+        assert count(outcome.program.gm, inputs, weights) < count(program.gm, inputs, weights)
+
+
+def count(gm, inputs, weights):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        gm(*inputs, *weights)
+    return counter.get_total_flops()
