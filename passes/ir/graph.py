@@ -27,6 +27,9 @@ ORIGIN = "mla_compile_origin"
 DECIDED_BY = "mla_compile_decided_by"
 """Key in the metadata of virtual nodes (:func:`virtual`): the nodes of the graph that determine their values."""
 
+HANDED_OVER = "mla_compile_handed_over"
+"""Key in the metadata of inputs that Dynamo hands on to this graph from before a graph break."""
+
 SPELLED = "mla_compile_spelled"
 """Key in the metadata of nodes that were given another spelling: the operator that the user called."""
 

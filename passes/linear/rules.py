@@ -99,7 +99,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if cause is not None:
             return cause
         projected = all(p.projected for p in (*left.pieces, *right.pieces))
-        code = "too_many_sources" if projected else "position_dependent"
+        code = "too_many_sources" if projected else "unsupported_op"
         return Stop(node, code, "a sum of maps of different sources")
     for m, x in ((left, a), (right, b)):
         if len(shape(x)) != len(shape(node)) or m.axis is not None:
@@ -124,7 +124,7 @@ def _spoilt(maps: Maps, one: LinearMap, other: LinearMap) -> Stop | None:
 def _sum(a: Piece, b: Piece, factor: float, node: fx.Node) -> Piece | Stop:
     """``a + factor * b`` for two maps of one source: the weights are added (LoRA)."""
     if a.source is None or a.source is not b.source or (a.weight is None) != (b.weight is None):
-        return Stop(node, "position_dependent", "a sum of maps of different sources")
+        return Stop(node, "unsupported_op", "a sum of maps of different sources")
     # Both maps are brought to the same factors before their atoms are matched one to one.
     for x, y in zip((*a.axes, *a.source_axes), (*b.axes, *b.source_axes), strict=True):
         splits = common_factors(x, y)

@@ -448,7 +448,7 @@ STOPS = {
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
     "a sum of two sources": ("too_many_sources", lambda z, w, p: z @ w + p @ w, [W(L, 6)], [z()]),
     "a sum of columns and something else": (
-        "position_dependent",
+        "unsupported_op",
         lambda z, w, p, r: torch.cat([z @ w, p], -1) + r,
         [W(L, 6)],
         [z(B, T, 4), z(T, 10)],
@@ -468,8 +468,8 @@ STOPS = {
         [W(2, 4, 6), W(4, 2, 6)],
         [],
     ),
-    "a sum of a map and what it is a map of": ("position_dependent", lambda z, w: z @ w + z, [W(L, L)], []),
-    "a sum with other tokens": ("position_dependent", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
+    "a sum of a map and what it is a map of": ("unsupported_op", lambda z, w: z @ w + z, [W(L, L)], []),
+    "a sum with other tokens": ("unsupported_op", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "what is positive": ("nonlinear", lambda z, w: (lambda k: torch.where(k > 0, k, 0.0))(z @ w), [W(L, 6)], []),
     "some tokens hidden": (
         "position_dependent",
@@ -698,7 +698,7 @@ STOPS = {
         [W(L, 6), W(6)],
         [],
     ),
-    "a weight from the inputs": ("position_dependent", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
+    "a weight from the inputs": ("unsupported_weight", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
     "a bias from the inputs": ("unsupported_op", F.linear, [W(6, L)], [z(6)]),
     "a vector for a weight": ("unsupported_op", F.linear, [W(L)], []),
     "an einsum that sums a weight with a column": (
