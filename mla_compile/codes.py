@@ -161,7 +161,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.UNSUPPORTED_WEIGHT: CodeInfo(
         "refused",
-        "an up-projection weight has a layout or dtype that cannot be used here (sparse, float8), or is an argument",
+        "an up-projection weight has a layout or dtype that cannot be used (sparse, float8), or comes from the inputs",
         "dequantize the up-projection weight in the graph, or keep it dense in bfloat16, float16 or float32; and let a "
         "module hold it, as an nn.Parameter or by register_buffer",
     ),

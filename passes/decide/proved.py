@@ -58,13 +58,15 @@ class Proofs:
             return stop
         if self._mixes_tokens(node):
             return stop if stop.code in ("token_mixing", "nonlinear") else _stop(node, "token_mixing", "mixes tokens")
+        if stop.code == "nonlinear" and not _sums(node):
+            return stop
         if self._differs_by_position(node):
             how = "has a factor or a term that differs from token to token"
             return stop if stop.code == "position_dependent" else _stop(node, "position_dependent", how)
         if self._multiplies_rows(node):
             return stop if stop.code == "nonlinear" else _stop(node, "nonlinear", "multiplies rows by what they make")
         guessed = stop == unexplained(self.maps, node)
-        if stop.code in _STATED[3:] or (stop.code == "nonlinear" and not _sums(node)):
+        if stop.code in _STATED[3:]:
             return stop
         return Stop(node, "unsupported_op", f"no rule for {operator_name(node)}" if guessed else stop.detail)
 

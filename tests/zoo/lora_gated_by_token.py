@@ -4,7 +4,7 @@ token to token."""
 from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = Refused("unsupported_op")
 
 
 class Attention(LatentLayer):

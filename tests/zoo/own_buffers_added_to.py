@@ -5,7 +5,7 @@ import torch
 
 from tests.zoo.base import Buffered, Refused, at_numbers
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = Refused("expanded_cache")
 
 
 class Attention(Buffered):

@@ -5,7 +5,7 @@ import torch
 
 from tests.zoo.base import Carry, InPart, Usual, rows
 
-EXPECTED = InPart("keys", "position_dependent")
+EXPECTED = InPart("keys", "unsupported_op")
 
 
 class Attention(Usual):

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import mla_compile
 from mla_compile.codes import Code
 from tests.support.modules import MLA, H, L, N, V, inputs
-from tests.support.programs import codes, export, optimized, refused, seeded
+from tests.support.programs import absorbed, codes, export, optimized, refused, run, seeded
 
 B, T = 2, 7
 POSITION, UNKNOWN, MIXED = Code.POSITION_DEPENDENT, Code.UNSUPPORTED_OP, Code.TOKEN_MIXING
@@ -25,7 +26,7 @@ class Spoiled(MLA):
 
     def forward(self, x, c, other):
         k, v = self.expand(c)
-        return self.attend(self.query(x), self.step(k, other), v, None)
+        return self.finish(self.attend(self.query(x), self.step(k, other), v, None), x)
 
 
 def product(k, other):
@@ -133,6 +134,52 @@ def test_a_slice_of_the_values_is_not_all_of_them():
 
     outcome = optimized(export(Last(lambda k, other: k), [*inputs(R=0), seeded(1)]), forms="absorbed")
     assert Code.VALUES_USED_ELSEWHERE not in [kept.code for site in outcome.report.sites for kept in site.kept]
+
+
+LIKE = {
+    "ones_like": lambda q, k, v: (q, v * torch.ones_like(k[..., :1])),
+    "new_zeros": lambda q, k, v: (q, v + k.new_zeros(k.shape[2], 1)),
+    "type_as": lambda q, k, v: (q.type_as(k), v.to(k)),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_asked_for_its_dtype_and_sizes_is_not_read(name):
+    """The keys were said to be used elsewhere, or by a mask, and were computed where no compiler left them out."""
+
+    class Asks(Spoiled):
+        def attend(self, q, k, v, mask):
+            q, v = LIKE[name](q, k, v)
+            return super().attend(q, k, v, mask)
+
+    given = [*inputs(R=0), seeded(1)]
+    length = torch.export.Dim("T", min=3, max=64)
+    program = export(Asks(lambda k, other: k), given, ({}, {1: length}, {}) if name == "ones_like" else None)
+    absorbed(Asks(lambda k, other: k), given, program=program)
+
+
+def test_a_product_of_which_one_part_is_kept_as_rows_makes_the_other_alone():
+    """It went on making both, and what the rows make came on top."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(L, 6 * (N + V), bias=False)
+
+        def forward(self, q, c):
+            k, v = self.up(c).unflatten(-1, (6, N + V)).transpose(1, 2).split([N, V], -1)
+            k = k * torch.arange(T)[:, None].cos()
+            return F.scaled_dot_product_attention(q, k, v), k, v
+
+    given = [seeded(B, 6, T, N), seeded(B, T, L)]
+    program = export(Turned().double(), given)
+    outcome = optimized(program, cache="latent", forms="auto")
+    assert outcome.base.cache is not None
+    with FlopCounterMode(display=False) as before:
+        run(program, *given)
+    with FlopCounterMode(display=False) as after:
+        run(outcome.program, *given)
+    assert after.get_total_flops() <= before.get_total_flops()
 
 
 def test_advice_to_write_what_is_there_is_left_out():
