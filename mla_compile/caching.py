@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
 
-from mla_compile.analysis import Analysis, Read, analyse, canonicalize, copy_with_origins
+from mla_compile.analysis import Analysis, Read, analyse, canonicalize, copy_with_origins, weights_of
 from mla_compile.core.program import Program
 from mla_compile.passes.cache.find import CacheOfRows, Past, find_caches
 from mla_compile.passes.cache.packed import error_of
 from mla_compile.passes.cache.rewrite import LatentCache, keep_latents
 from mla_compile.passes.decide.cost import default_device, saves_cache
+from mla_compile.passes.decide.readers import narrower_readers, projection_of
 from mla_compile.passes.decide.records import Side, Verdict
-from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.passes.ir.graph import bytes_hint, is_tensor
+from mla_compile.passes.ir.operators import is_contraction
+from mla_compile.passes.ir.walk import ancestors, remove_dead_code
+from mla_compile.passes.linear.analysis import LinearMaps
+from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.rewrite.narrow import narrow
 
 
 def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> tuple[Program, Read | None]:
@@ -86,7 +92,9 @@ def _keep_rows(
     if caches:
         # In the order of the signature, whatever order attentions were found in.
         names = [node.name for node in program.placeholders]
+        made = _projections(caches, found.maps)
         program.cache = keep_latents(graph, caches, pasts, program.fake_mode)
+        _narrow(program, made)
         inputs = program.cache.inputs
         program.cache.inputs = {name: inputs[name] for name in names if name in inputs}
         torn = _torn(program, program.cache, caches)
@@ -96,6 +104,33 @@ def _keep_rows(
     for kept in caches:
         sides[kept.site.name] = sides.get(kept.site.name, frozenset()) | kept.sides
     return sides, torn
+
+
+def _projections(caches: Iterable[CacheOfRows], maps: Maps) -> dict[fx.Node, fx.Node]:
+    """The products by which what is cached was made of new rows, and those rows."""
+    found: dict[fx.Node, fx.Node] = {}
+    for cache in caches:
+        rows = [one.node for part in cache.parts if not isinstance(part, fx.Node) for one in part]
+        for source in rows:
+            at_source = maps.with_sources([source])
+            for node in ancestors(cache.node, [source]):
+                if is_contraction(node) and projection_of(node, source, at_source) is not None:
+                    found[node] = source
+    return found
+
+
+def _narrow(program: Program, made: Mapping[fx.Node, fx.Node]) -> None:
+    """Where one product made K and V, of which one is made of rows from now on, it makes the other alone."""
+    graph, maps = program.gm.graph, LinearMaps(weights_of(program), program.fake_mode)
+    alive = frozenset(graph.nodes)
+    alone: list[tuple[fx.Node, fx.Node]] = []
+    for node, source in made.items():
+        if node in alive and source in alive:
+            parts = narrower_readers(node, source, maps, lambda n: n.all_input_nodes, alive, ())
+            if parts and sum(bytes_hint(n) for n in parts if is_tensor(n)) < bytes_hint(node):
+                alone += ((part, source) for part in parts)
+    narrow(alone, maps)
+    remove_dead_code(graph)
 
 
 def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -> set[str]:

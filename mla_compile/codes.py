@@ -44,6 +44,7 @@ class Code(str, Enum):
     UNSUPPORTED_OP = "unsupported_op"
     COLLECTIVE = "collective"
     GRAPH_BREAK = "graph_break"
+    EXPANDED_INPUTS = "expanded_inputs"
     EXPANDED_CACHE = "expanded_cache"
 
     NOT_MLA = "not_mla"
@@ -160,7 +161,7 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.UNSUPPORTED_WEIGHT: CodeInfo(
         "refused",
-        "an up-projection weight has a layout or dtype that cannot be used here (sparse, float8), or is an argument",
+        "an up-projection weight has a layout or dtype that cannot be used (sparse, float8), or comes from the inputs",
         "dequantize the up-projection weight in the graph, or keep it dense in bfloat16, float16 or float32; and let a "
         "module hold it, as an nn.Parameter or by register_buffer",
     ),
@@ -186,8 +187,14 @@ CODES: dict[Code, CodeInfo] = {
     ),
     Code.GRAPH_BREAK: CodeInfo(
         "refused",
-        "K and V enter this graph as inputs, so the latent and the up-projection are out of sight",
+        "K and V come from before a graph break, so the latent and the up-projection are in another graph",
         "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it)",
+    ),
+    Code.EXPANDED_INPUTS: CodeInfo(
+        "refused",
+        "K and V are inputs of this graph: whoever calls it made them, so no latent and no up-projection is in sight",
+        "let one module make K and V of the latent and attend to them, and optimize that module; or keep the latent "
+        "and hand that over",
     ),
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",

@@ -212,7 +212,7 @@ ROOMS = {
     "passes.report": "codes core passes.decide passes.ir passes.linear passes.rewrite passes.verify",
     # From a model to what runs in its place.
     "analysis": "core passes.attention passes.canonical passes.decide passes.ir passes.linear",
-    "caching": "analysis core passes.cache passes.decide passes.ir",
+    "caching": "analysis core passes.cache passes.decide passes.ir passes.linear passes.rewrite",
     "stand_ins": "analysis core options passes.fused passes.ir passes.quantized",
     "by_heads": """analysis core errors options passes.attention passes.dependence passes.ir passes.rewrite
         passes.verify""",

@@ -67,7 +67,8 @@ class SiteReport:
         form: the form that the site runs in now (``expanded``, ``chained``, ``folded``), ``None`` if it has none.
         code: stable reason; ``mla_compile.codes.section(code)`` is where it is explained.
         reason: the same in words, for this site.
-        fix: what the user could change; ``None`` leaves the code's generic advice.
+        fix: what the user could change; ``None`` leaves the code's generic advice, and an empty text says
+            that it does not apply.
         blame: the node that prevents absorption.
         dims: the sizes, if they were found.
         values_read_before: values per context token that the attention reads as the model writes it: K and V of all

@@ -27,6 +27,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
+from mla_compile.dynamo.breaks import mark_handed_over
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
@@ -176,6 +177,7 @@ class Compiler:
             share_lengths(gm)
             program = capture.from_dynamo(gm, example_inputs)
             program.latents.update(latents)
+            mark_handed_over(gm, program.placeholders)
             if ranks is not None and sharing is not None and not sharing.heads:
                 sharing = replace(sharing, heads=not ranks.alike(program, ranks_of(self.options)))
             program.sharing, program.shared = sharing, frozenset(shared)

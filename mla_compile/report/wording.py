@@ -37,7 +37,7 @@ def rows_of(group: SiteGroup) -> Sequence[tuple[str, str]]:
         if kept.blame is not None:
             rows.append(("because of", _source(kept.blame, with_op=True)))
     if site.verdict != "absorbed":
-        rows.append(("to change it", site.fix or CODES[site.code].fix or ""))
+        rows.append(("to change it", (CODES[site.code].fix or "") if site.fix is None else site.fix))
     explained = [*([site.code] if site.verdict in ("kept", "refused") else []), *(kept.code for kept in site.kept)]
     rows.append(("see", "\n".join(dict.fromkeys(section(code) for code in explained))))
     if site.dims is not None:

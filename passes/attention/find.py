@@ -155,8 +155,11 @@ def _fused_problem(
     if isinstance(scale, fx.Node) or not isinstance(size(val(q).shape[-1]), int):
         return Stop(node, "unsupported_op", "a scale or head width that is not a constant")
     if causal and not same_sizes([a.size for a in queries], [b.size for b in keys]):
-        detail = "is_causal with fewer queries than keys (PyTorch aligns it to the first key)"
-        return Stop(node, "unsupported_op", detail)
+        one = all(same(a.size, 1) for a in queries)
+        sees = "the one query sees the first key only" if one else "the first query sees the first key only"
+        detail = f"is_causal with another number of queries than keys: PyTorch aligns it to the first key, so {sees}"
+        fix = "leave is_causal out if the one query is to see all keys" if one else "give a mask instead"
+        return Stop(node, "unsupported_op", detail, fix)
     return None
 
 

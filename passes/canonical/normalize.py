@@ -23,16 +23,22 @@ After: ``new = index_put(k, [None, None, at], unsqueeze(view(x, ...), 0))``, wit
 Before: ``zero(k)``; ``fill(k, lift_fresh_copy(constant))``, which is what ``k.zero_()`` and ``k[:] = 0`` become
 
 After: ``zeros_like(k)``; ``full_like(k, 0.0)``, which read nothing of what is overwritten
+
+Before: ``ones_like(k)``; ``k.new_zeros(size)``; ``type_as(q, k)`` of a ``k`` that is computed here
+
+After: ``full(k's sizes, 1)``; ``full(size, 0)``; ``_to_copy(q, dtype)``, for which ``k`` need not be computed
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mla_compile.passes.ir.arrange import same_layout
-from mla_compile.passes.ir.graph import Builder, args_of, packet, shape, val
+from mla_compile.passes.ir.graph import Builder, args_of, is_tensor, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Assign,
     Broadcast,
@@ -46,7 +52,8 @@ from mla_compile.passes.ir.operators import (
     WriteRows,
     decode,
 )
-from mla_compile.passes.ir.sizes import same_sizes
+from mla_compile.passes.ir.sizes import same, same_sizes
+from mla_compile.passes.ir.walk import REACH, ancestors
 
 aten = torch.ops.aten
 
@@ -58,6 +65,8 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
         if (number := _filled_with(node)) is not None:
             like = Builder(node, fake_mode).call(aten.full_like.default, args_of(node)[0], number)
             node.replace_all_uses_with(like)
+        elif (told := _told(node, fake_mode)) is not None:
+            node.replace_all_uses_with(told)
         elif _is_empty(node):
             node.replace_all_uses_with(args_of(node)[0])
         elif _is_write_of_all(node) or _is_write_over_all(node):
@@ -72,6 +81,50 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
         graph.erase_node(node)
         removed += 1
     return removed
+
+
+def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
+    """The same without a tensor that ``node`` asks for its dtype, device and sizes alone; None where there is none."""
+    op, given = packet(node), args_of(node)
+    converts = op is aten.type_as or (op is aten.to and is_tensor(given[1]))
+    asked = given[1] if converts else given[0] if op in (*_LIKE, *_NEW) else None
+    if asked is None or not _is_computed(asked) or node.kwargs.get("pin_memory"):
+        return None
+    builder, made = Builder(node, fake_mode), val(node)
+    if converts:
+        same = val(given[0]).device == made.device and len(given) == 2 and not node.kwargs and not _is_returned(node)
+        return builder.cast(given[0], made.dtype) if same else None
+    if made.layout is not torch.strided:
+        return None
+    sizes = given[1] if op in _NEW else [_length(builder, asked, dim) for dim in range(made.dim())]
+    value = _LIKE.get(op, _NEW.get(op))
+    filled = given[-1] if value is None else value
+    new = builder.call(aten.full.default, sizes, filled, dtype=made.dtype, device=made.device)
+    return same_layout(builder, new, node)
+
+
+def _length(builder: Builder, node: fx.Node, dim: int) -> int | fx.Node:
+    """An axis of ``node`` as an argument, asked of the first tensor behind it that has one of that length."""
+    length, behind = shape(node)[dim], islice(ancestors(node), REACH)
+    having = [(n, k) for n in behind if is_tensor(n) for k, other in enumerate(shape(n)) if same(other, length)]
+    return builder.size(*min(having, default=(node, dim)))
+
+
+_LIKE = {aten.zeros_like: 0, aten.ones_like: 1, aten.full_like: None}
+_NEW = {aten.new_zeros: 0, aten.new_ones: 1, aten.new_full: None}
+"""Operators that fill a tensor like another, and the number; None: the last argument is it."""
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether ``node`` is no input, nor a part or another view of one: what is like a buffer may empty it."""
+    while node.op == "call_function" and (how := decode(node)) is not None:
+        if isinstance(how, (Write, WriteOne, WriteRows)):
+            node = how.base
+        elif isinstance(x := getattr(how, "x", None), fx.Node):
+            node = x
+        else:
+            break
+    return node.op == "call_function"
 
 
 def _stacked_part(node: fx.Node) -> fx.Node | None:

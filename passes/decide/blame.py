@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.proved import Proofs
+from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.residual import shortcut
-from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, packet, val
+from mla_compile.passes.decide.sources import choose_sources
+from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, val
 from mla_compile.passes.ir.operators import (
     Copy,
     Join,
@@ -28,12 +31,15 @@ from mla_compile.passes.ir.operators import (
 )
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import REACH, reachable
+from mla_compile.passes.ir.walk import REACH, ancestors, reachable
 from mla_compile.passes.linear.records import Maps, quantizes
 from mla_compile.passes.linear.stops import barred, unexplained
 from mla_compile.passes.quantized.foreign import foreign_name, foreign_rows
 
 aten = torch.ops.aten
+
+_WRITES = (aten.where, aten.index_put, aten.scatter, aten.index_add)
+"""Operators by which tokens are written into a buffer, besides those that :func:`decode` reads."""
 
 _PICKS = (aten.gather, aten.index, aten.index_select)
 """Operators that read rows of a buffer at positions."""
@@ -48,12 +54,13 @@ class Search:
 
     Usually a projection that makes rows wider. ``own`` are the nodes that the queries are computed from: a projection
     from one of those starts at the hidden state, not at a latent. ``rows`` are the latent rows already known for this
-    site: any projection from them counts, even one that makes nothing wider.
+    site: any projection from them counts, even one that makes nothing wider. ``proofs``: what is shown of operators.
     """
 
     maps: Maps
     own: Container[fx.Node]
     rows: Collection[fx.Node]
+    proofs: Proofs
 
 
 def explained(source: fx.Node, search: Search) -> Stop | None:
@@ -65,7 +72,7 @@ def explained(source: fx.Node, search: Search) -> Stop | None:
 
 def explain_source(source: fx.Node, site: AttentionSite, maps: Maps, rows: Collection[fx.Node]) -> Stop | None:
     """:func:`explained` for ``site``, the rest of which is projected from ``rows``."""
-    return explained(source, Search(maps, of_queries(site, maps), rows))
+    return explained(source, Search(maps, of_queries(site, maps), rows, Proofs(site, maps)))
 
 
 def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
@@ -83,7 +90,9 @@ def _blocked_projection(source: fx.Node, search: Search) -> Stop | None:
     # Projected from what the queries are made of: that is the hidden state, as in plain attention.
     if all(n in search.own for n in source.all_input_nodes if not maps.is_weight(n)):
         return None
-    return stop if stop.code in ("head_dependent_latent", "position_dependent", "unsupported_weight") else None
+    if stop.code not in ("head_dependent_latent", "position_dependent", "unsupported_weight"):
+        return None
+    return search.proofs.shown(stop)
 
 
 def _foreign_product(node: fx.Node, rows: fx.Node) -> Stop:
@@ -108,6 +117,8 @@ def _by_an_input(source: fx.Node, search: Search) -> Stop | None:
         return None
     for rows, other in (operands, operands[::-1]):
         given, wider = _moved(other), bytes_hint(rows) < bytes_hint(source)
+        if search.maps.is_weight(given):
+            return None
         if _is_input(given) and not _is_input(_moved(rows)) and wider and rows not in search.own:
             how = f"rows are multiplied by {given}, an input of the graph that is no weight of the model"
             return Stop(source, "unsupported_weight", how)
@@ -142,7 +153,7 @@ def _behind(source: fx.Node, search: Search) -> Stop | None:
         if not is_tensor(node):
             continue
         if node in search.rows or _is_expansion(node, search):
-            return _blame(node, reader, source, search.maps)
+            return _blame(node, reader, source, search)
         blocked = _blocked_projection(node, search)
         if blocked is not None:
             return blocked
@@ -172,28 +183,37 @@ def _is_expansion(node: fx.Node, search: Search) -> bool:
     return False
 
 
-def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, maps: Maps) -> Stop:
+def _blame(expansion: fx.Node, reader: dict[fx.Node, fx.Node], source: fx.Node, search: Search) -> Stop:
     """The first node after the up-projection that has no linear map, preferably one whose code says why."""
-    stops: list[Stop] = []
+    maps, said = search.maps, list[Stop]()
     node = expansion
-    walked: set[fx.Node] = set()
     while node is not source:
         node = reader[node]
-        walked.add(node)
-        if node in maps.reasons:
-            stops.append(maps.reasons[node])
-    stop = next((s for s in stops if s.code != "unsupported_op"), stops[0] if stops else unexplained(maps, source))
-    node = stop.node
-    if _joins_heads(node, maps):
-        return Stop(node, "head_dependent_latent", "heads made of different rows are joined and read together")
-    # A node beside the way, such as the other term of a sum, holds no cache of these rows.
-    if node in walked and (stop.code == "token_mixing" or packet(node) is aten.where):
-        for n in node.all_input_nodes:
-            buffer, selected = _whole(n)
-            if _is_input(buffer) and n is not expansion and not maps.is_weight(n) and val(buffer).is_floating_point():
-                how = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
-                return Stop(node, "expanded_cache", f"the cache holds K and V per head, not the latent{how}")
-    return stop
+        if (stop := maps.reasons.get(node)) is not None:
+            # The cause may lie beside the way, as the other term of a sum does, and holds no cache of these rows then.
+            of_a_cache = _of_a_cache(node, expansion, search) if stop.node is node else None
+            said.append(of_a_cache or search.proofs.shown(stop))
+    found = next((s for s in said if s.code != "unsupported_op"), said[0] if said else None)
+    found = found or search.proofs.shown(unexplained(maps, source))
+    if _joins_heads(found.node, maps):
+        return Stop(found.node, "head_dependent_latent", "heads made of different rows are joined and read together")
+    return found
+
+
+def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | None:
+    """The reason where ``node`` joins what an up-projection made to, or chooses it over, what an input holds."""
+    how = decode(node)
+    if isinstance(how, (Join, Write, WriteRows)) and how.dim not in search.proofs.tokens.get(node, ()):
+        return None
+    if not isinstance(how, (Join, Write, WriteOne, WriteRows)) and packet(node) not in _WRITES:
+        return None
+    for n in node.all_input_nodes:
+        buffer, selected = _whole(n)
+        kept = _is_input(buffer) and n is not expansion and not search.maps.is_weight(n)
+        if kept and val(buffer).is_floating_point():
+            several = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
+            return Stop(node, "expanded_cache", f"the cache holds K and V per head, not the latent{several}")
+    return None
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -223,3 +243,26 @@ def _joins_heads(node: fx.Node, maps: Maps) -> bool:
     if isinstance(how, Stack):  # along an axis that no row has
         return bool(pieces)
     return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[how.dim])
+
+
+def plain_side(site: AttentionSite, side: str, nodes: Sequence[fx.Node], maps: Maps) -> Stop | None:
+    """Why ``nodes``, the keys or values of ``site``, stay where nothing makes them of a latent; None where one does."""
+    pieces = pieces_of([maps.map(node) for node in nodes])
+    at_rows = maps.with_sources(choose_sources(pieces, of_queries(site, maps))[0])
+    if any(p.projected for p in pieces_of([at_rows.map(node) for node in nodes])):
+        return None
+    if made_outside(nodes, maps):
+        return from_outside(nodes[0], f"the {side}", nodes)
+    return Stop(nodes[0], "not_mla", f"the {side} are no linear image of narrower rows that all heads share")
+
+
+def made_outside(nodes: Sequence[fx.Node], maps: Maps) -> bool:
+    """Whether ``nodes`` are computed without any weight of this graph."""
+    return not any(maps.is_weight(a) for node in nodes for a in chain([node], ancestors(node)) if a.op != "get_attr")
+
+
+def from_outside(node: fx.Node, what: str, made: Sequence[fx.Node]) -> Stop:
+    """The reason where inputs alone make K and V. That Dynamo broke the graph is said only where it did."""
+    if any(HANDED_OVER in a.meta for one in made for a in chain([one], ancestors(one))):
+        return Stop(node, "graph_break", f"{what} enter this graph from before a graph break: what makes them is there")
+    return Stop(node, "expanded_inputs", f"{what} enter this graph as inputs: nothing in it makes them of a latent")

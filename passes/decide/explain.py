@@ -6,19 +6,26 @@ the way, and what the walk ended at is the explanation. If none does, the attent
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TypeGuard
 
 from torch import fx
 
 from mla_compile.passes.attention.site import AttentionSite, Product
-from mla_compile.passes.decide.blame import SYMPTOMS, Search, explained, of_queries
+from mla_compile.passes.decide.blame import (
+    SYMPTOMS,
+    Search,
+    explained,
+    from_outside,
+    made_outside,
+    of_queries,
+    plain_side,
+)
 from mla_compile.passes.decide.plan import make_part_plan, make_plan
+from mla_compile.passes.decide.proved import Proofs
 from mla_compile.passes.decide.records import AbsorbPlan, Side, pieces_of, repeats
 from mla_compile.passes.decide.sources import choose_sources
 from mla_compile.passes.ir.labels import product_labels
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.ir.walk import ancestors
 from mla_compile.passes.linear.records import Maps
 
 
@@ -31,9 +38,10 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     if failed.code not in SYMPTOMS:
         return failed
     own = of_queries(site, maps)
-    sides = [[maps.map(p.k.node) for p in site.products], [maps.map(site.v.node)]]
-    pieces = pieces_of([*sides[0], *sides[1]])
-    at_cuts = _plans(site, maps.with_sources(choose_sources(pieces, any_width=True)[0]))
+    operands = ([p.k.node for p in site.products], [site.v.node])
+    pieces = pieces_of([maps.map(node) for nodes in operands for node in nodes])
+    at_rows = maps.with_sources(choose_sources(pieces, any_width=True)[0])
+    at_cuts = _plans(site, at_rows)
     # Refused for its width alone: with the width out of the way, all obligations hold.
     rows, too_wide = [], None
     if failed.code == "not_mla" and wide is not None and wide not in own:
@@ -45,19 +53,25 @@ def explain_refusal(site: AttentionSite, failed: Stop, maps: Maps, wide: fx.Node
     for plan in _plans(site, maps) if failed.code != "not_mla" or rows else ():
         if _by_weights_alone(plan):
             return plan
-    illegal = [side for side, plan in zip(sides, at_cuts[1:], strict=True) if not _shared(plan)]
-    for source in dict.fromkeys(p.source for side in illegal or sides for p in pieces_of(side)):
-        found = None if source is None else explained(source, Search(maps, own, rows))
-        # Where all heads share K and V, as in MQA, nothing can depend on the head.
-        if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
-            return found
+    illegal = [k for k, plan in enumerate(at_cuts[1:]) if not _shared(plan)]
+    # From the rows on: the weights of two projections may be one map of what the first reads, and none of the rows.
+    for one in (maps, at_rows):
+        search = Search(one, own, rows, Proofs(site, one))
+        of_sides = [[one.map(n) for n in nodes] for nodes in operands]
+        for source in dict.fromkeys(p.source for k in illegal or (0, 1) for p in pieces_of(of_sides[k])):
+            found = None if source is None else explained(source, search)
+            # Where all heads share K and V, as in MQA, nothing can depend on the head.
+            if found is not None and (found.code != "head_dependent_latent" or not _shared_by_heads(site, maps)):
+                # A cache that nothing can be made of rows for is no reason: the attention over it is.
+                return site.problem if found.code == "expanded_cache" and site.problem is not None else found
     if too_wide is not None:
         return too_wide
-    # A compiler that broke the graph left the projections in another one, and only the user can mend that.
-    if failed.code == "not_mla" and _made_outside(site, maps) and not _shared_by_heads(site, maps):
-        return Stop(
-            site.node, "graph_break", "K and V enter this graph as inputs: nothing in it makes them of a latent"
-        )
+    of_heads = not _shared_by_heads(site, maps)
+    if failed.code == "not_mla" and of_heads and made_outside([*operands[0], *operands[1]], maps):
+        return from_outside(site.node, "K and V", [*operands[0], *operands[1]])
+    if failed.code == "per_head_rope":
+        plain = (plain_side(site, side, nodes, maps) for side, nodes in zip(("keys", "values"), operands, strict=True))
+        return next((stop for stop in plain if stop is not None), failed)
     projected = [p for p in pieces if p.projected]
     if failed.code != "not_mla" and projected and all(p.source in own for p in projected):
         return Stop(site.node, "not_mla", "K and V are projected from hidden states, which the queries are made of")
@@ -78,12 +92,6 @@ def _shared(plan: AbsorbPlan | Stop) -> bool:
 def _by_weights_alone(plan: AbsorbPlan | Stop) -> TypeGuard[Stop]:
     """Whether weights or views mix tokens, or treat them differently: no walk ends at those."""
     return isinstance(plan, Stop) and plan.code in ("token_mixing", "position_dependent")
-
-
-def _made_outside(site: AttentionSite, maps: Maps) -> bool:
-    """Whether K and V are computed without any weight of this graph."""
-    operands = (*(p.k.node for p in site.products), site.v.node)
-    return not any(maps.is_weight(a) for node in operands for a in chain([node], ancestors(node)) if a.op != "get_attr")
 
 
 def _shared_by_heads(site: AttentionSite, maps: Maps) -> bool:

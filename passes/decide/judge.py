@@ -28,7 +28,7 @@ from mla_compile.passes.decide.fold_sides import fold_widths
 from mla_compile.passes.decide.fuse import with_fusions
 from mla_compile.passes.decide.partial import partial
 from mla_compile.passes.decide.plan import make_plan
-from mla_compile.passes.decide.readers import narrower_readers, other_reader
+from mla_compile.passes.decide.readers import narrower_readers, other_reader, tokens_read
 from mla_compile.passes.decide.records import AbsorbPlan, Side, Verdict, pieces_of
 from mla_compile.passes.decide.residual import is_hidden_state
 from mla_compile.passes.decide.sources import choose_sources
@@ -79,7 +79,7 @@ class _Judge:
             plan = replace(plan, visible=plan.visible.dense)
         if isinstance(plan, Stop):
             stop = explain_refusal(site, plan, maps, wide)
-            refused = Verdict(site, Code(stop.code), stop.detail, stop.node)
+            refused = Verdict(site, Code(stop.code), stop.detail, stop.node, fix=stop.fix)
             return self.part(refused, stop, maps)
         # Before the problem of the site is looked at: plain attention with an odd mask is no MLA that was refused.
         if _is_hidden_state(plan, maps):
@@ -89,7 +89,8 @@ class _Judge:
         if plan.dims.latent_values >= narrowest and is_hidden_state(plan.latent.node):
             return Verdict(site, Code.NOT_MLA, "K and V are projected from hidden states, which are no narrower")
         if site.problem is not None:
-            return Verdict(site, Code(site.problem.code), site.problem.detail, site.problem.node)
+            problem = site.problem
+            return Verdict(site, Code(problem.code), problem.detail, problem.node, fix=problem.fix)
         # Of rows that are cached in any case, only the work is left to compare.
         if not saves_cache(plan.dims) and not are_cached(plan.latent.node):
             rows, whole = plan.dims.latent_values, plan.dims.expanded_values
@@ -153,7 +154,7 @@ class _Judge:
                 if narrowed is not None:
                     verdicts[index] = replace(verdict, narrowed=narrowed)
                     continue
-                read = _taken_back(verdict, which, node, alive)
+                read = _taken_back(verdict, which, node, alive, self.maps)
                 verdicts[index] = self._instead(verdict, which, node, read, computed[verdict.site.node], options)
                 break
             else:
@@ -320,11 +321,15 @@ def _expansion_alive(verdict: Verdict, alive: _Alive) -> tuple[Side, fx.Node] | 
     return next(((which, node) for which, node, _ in _expansions(verdict) if node in alive.nodes), None)
 
 
-def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive) -> Verdict:
+def _taken_back(verdict: Verdict, which: Side, node: fx.Node, alive: _Alive, maps: Maps) -> Verdict:
     for mask in (m.operand.node for m in verdict.site.masks):
         if depends_on(mask, [node]):
             code = Code.MASK_DEPENDS_ON_KEYS
             return replace(verdict, code=code, reason=CODES[code].meaning, blame=mask)
+    source = next(source for _, made, source in _expansions(verdict) if made is node)
+    if (part := tokens_read(node, source, maps, alive.reads, alive.nodes)) is not None:
+        reason = f"some tokens of the {which} are read beside the attention, and nothing makes those alone"
+        return replace(verdict, code=Code.UNSUPPORTED_OP, reason=reason, blame=part)
     code = Code.KEYS_USED_ELSEWHERE if which == "keys" else Code.VALUES_USED_ELSEWHERE
     reader = other_reader(node, alive.reads, alive.nodes)
     if reader.op == "output":

@@ -16,7 +16,7 @@ from torch import fx
 from mla_compile.codes import Code
 from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite
-from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries
+from mla_compile.passes.decide.blame import SYMPTOMS, explain_source, of_queries, plain_side
 from mla_compile.passes.decide.call_sizes import call_sizes
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice, Device, Forms, choose_parts
 from mla_compile.passes.decide.plan import make_part_plan
@@ -134,7 +134,7 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
             yield _kept_part(side, failed)
             continue
         if not absorbed:
-            yield _kept_part(side, _why(site, nodes, maps, failed, read))
+            yield _kept_part(side, _why(site, side, nodes, maps, failed, read))
             continue
         terms = plan.keys if side == "keys" else plan.vals
         own = {t.piece.source for t in terms if t.piece.source is not None and not t.piece.projected}
@@ -143,7 +143,8 @@ def _kept(plan: AbsorbPlan, maps: Maps, failed: Stop, keep: Collection[Side]) ->
                 own_stop = maps.reasons.get(rows.node)
                 # A walk that ended at a dropout or a nonlinearity has a better reason than that heads differ.
                 if own_stop is None or own_stop.code not in ("dropout", "nonlinear"):
-                    own_stop = Stop(rows.node, "per_head_rope", "every head has rows of its own")
+                    code = "per_head_rope" if side == "keys" else "head_dependent_latent"
+                    own_stop = Stop(rows.node, code, "every head has rows of its own")
                 stop = explain_source(rows.node, site, maps, read) or own_stop
                 yield _kept_part(f"some columns of the {side}", stop)
 
@@ -152,12 +153,16 @@ def _kept_part(what: str, stop: Stop) -> KeptPart:
     return KeptPart(what, Code(stop.code), stop.detail, locate(stop.node))
 
 
-def _why(site: AttentionSite, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]) -> Stop:
+def _why(
+    site: AttentionSite, side: Side, nodes: list[fx.Node], maps: Maps, failed: Stop, read: Collection[fx.Node]
+) -> Stop:
     """Why the side made by ``nodes`` stays: why the whole failed, unless a better reason is found behind this side."""
     # These say what was found at the end of a walk; any other code names the operator that is in the way.
     if failed.code not in (*SYMPTOMS, "cost_latent_wide", "unsupported_op"):
         return failed
     pieces = pieces_of([maps.map(n) for n in nodes])
     found = (explain_source(p.source, site, maps, read) for p in pieces if p.source is not None)
-    default = failed if failed.node in nodes else Stop(nodes[0], failed.code, failed.detail)
-    return next((f for f in found if f is not None), default)
+    said = next((f for f in found if f is not None), None)
+    if said is None and failed.code in ("per_head_rope", "not_mla", "expanded_inputs", "graph_break"):
+        said = plain_side(site, side, nodes, maps)
+    return said or (failed if failed.node in nodes else Stop(nodes[0], failed.code, failed.detail))

@@ -16,7 +16,7 @@ from mla_compile.core.program import view_source
 from mla_compile.passes.decide.row_slices import with_slices_of
 from mla_compile.passes.ir.axes import flatten
 from mla_compile.passes.ir.graph import args_of, bytes_hint, is_tensor, is_tuple, is_virtual, packet, shape, val
-from mla_compile.passes.ir.operators import decode
+from mla_compile.passes.ir.operators import Select, Slice, decode
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.walk import reachable
 from mla_compile.passes.linear.records import Maps, Piece, VirtualSources
@@ -72,6 +72,35 @@ def narrower_readers(
         else:
             return None
     return tuple(found)
+
+
+def tokens_read(
+    expansion: fx.Node,
+    source: fx.Node,
+    maps: Maps,
+    reads: Callable[[fx.Node], Collection[fx.Node]],
+    alive: Collection[fx.Node],
+) -> fx.Node | None:
+    """A slice by which tokens of ``expansion`` are read, where nothing reads all of them; None where something does.
+
+    Arguments as for :func:`narrower_readers`.
+    """
+    at_source = maps.with_sources([source])
+
+    def cuts(node: fx.Node) -> bool:
+        how = decode(node)
+        if not isinstance(how, (Slice, Select)) or bytes_hint(node) >= bytes_hint(how.x):
+            return False
+        return any(a in p.source_atoms for p in at_source.map(how.x).pieces for a in p.axes[how.dim])
+
+    def users(node: fx.Node) -> Iterable[fx.Node]:
+        moves = node is expansion or is_tuple(node) or (decode(node) is not None and not cuts(node))
+        return (u for u in node.users if u in alive and node in reads(u)) if moves else ()
+
+    found = list(reachable([expansion], users))
+    if any((is_tensor(n) and decode(n) is None and n is not expansion) or n.op == "output" for n in found):
+        return None
+    return next((n for n in found if is_tensor(n) and cuts(n)), None)
 
 
 def other_reader(

@@ -14,7 +14,8 @@ from mla_compile.core.records import KeptPart
 from mla_compile.passes.attention.site import AttentionSite, Operand, Product, Visible
 from mla_compile.passes.decide.cost import AbsorbedColumns, Choice
 from mla_compile.passes.ir.axes import Atom, Axis, axis_size, fixed_size, flatten
-from mla_compile.passes.ir.sizes import Size
+from mla_compile.passes.ir.graph import shape
+from mla_compile.passes.ir.sizes import Size, same
 from mla_compile.passes.linear.records import LinearMap, Maps, Piece, Term
 
 Side = Literal["keys", "values"]
@@ -148,6 +149,7 @@ class Verdict:
     For a site that is absorbed in part, ``parts`` is what is absorbed, ``kept`` what is not and why, and ``instead``
     the verdict that stands if the part is given up. ``narrowed`` lists nodes, each with its source, that are to be made
     alone because the rest of their projection is no longer read. ``fusion``: of a site that is absorbed by hand.
+    ``fix``: what the user could change, where it is not what the code says.
     """
 
     site: AttentionSite
@@ -163,6 +165,7 @@ class Verdict:
     narrowed: tuple[tuple[fx.Node, fx.Node], ...] = ()
     notes: tuple[str, ...] = ()
     fusion: Fusion | None = None
+    fix: str | None = None
 
     @property
     def absorb(self) -> bool:
@@ -190,9 +193,16 @@ def repeats(operand: Operand, atom: Atom, maps: Maps) -> bool:
     at = next((k for k, axis in enumerate(operand.axes) if atom in axis), None)
     if at is None:
         return True
-    found = maps.map(operand.node)
+    return axis_is_broadcast(operand.node, at, maps)
+
+
+def axis_is_broadcast(node: fx.Node, dim: int, maps: Maps) -> bool:
+    """Whether ``node`` has the same numbers all along its axis ``dim``."""
+    if maps.is_weight(node):
+        return same(shape(node)[dim], 1)
+    found = maps.map(node)
     # Of parts that are joined along the axis, each may be the same everywhere and differ from the next one.
-    return found.axis != at and all(_is_broadcast(set(p.axes[at]), p) for p in found.pieces)
+    return found.axis != dim and all(_is_broadcast(set(p.axes[dim]), p) for p in found.pieces)
 
 
 def _is_broadcast(axis: set[Atom], piece: Piece) -> bool:

@@ -22,6 +22,12 @@ from mla_compile.passes.ir.operators import decode
 from mla_compile.passes.ir.sizes import same, same_sizes
 
 aten = torch.ops.aten
+_ALONG_ONE = {
+    "cumsum": (1, "dim"), "cumprod": (1, "dim"), "flip": (1, "dims"), "roll": (2, "dims"), "index_select": (1, "dim"),
+    "gather": (1, "dim"), "scatter": (1, "dim"), "index_copy": (1, "dim"), "index_add": (1, "dim"),
+}  # fmt: skip
+"""Operators that have the axes of their first operand, and where they are told along which they work."""
+
 Instead: TypeAlias = "tuple[Callable[..., object], tuple[fx.node.Argument, ...]]"
 
 
@@ -75,6 +81,64 @@ def step(node: fx.Node, dim: int) -> Step | None:
     # Without a known length there are no positions to name; with one, there is nothing to take apart.
     if not isinstance(length, int) or length == 1 or node.op != "call_function":
         return None
+    return _step(node, dim, length)
+
+
+def along(node: fx.Node, dim: int) -> dict[fx.Node, int]:
+    """The operands that have axis ``dim`` of ``node``, each with its number there, whatever is done along it.
+
+    Unlike :func:`step` it names no positions, so lengths may be symbols and tokens may be mixed on the way. An operand
+    that broadcasts along the axis is not among them.
+    """
+    if node.op != "call_function" or not is_tensor(node) or same(shape(node)[dim], 1):
+        return {}
+    how, rank = decode(node), len(shape(node))
+    if isinstance(how, (operators.Slice, operators.Repeat)):
+        return {how.x: dim}
+    if isinstance(how, operators.Join):
+        return dict.fromkeys(how.parts, dim)
+    if isinstance(how, (operators.Write, operators.WriteRows)):
+        return {how.base: dim, how.x: dim}
+    name = getattr(packet(node), "__name__", "")
+    if name in ("sum", "mean", "amax", "amin", "logsumexp"):
+        gone = () if argument(node, 2, "keepdim", False) else reduced(node)
+        kept = [d for d in range(len(shape(args_of(node)[0]))) if d not in gone]
+        return {args_of(node)[0]: kept[dim]}
+    if name in _ALONG_ONE or (name in ("conv1d", "conv2d", "convolution") and dim != 1):
+        return {args_of(node)[0]: dim}
+    if name in ("view_as_real", "view_as_complex") and dim < min(rank, len(shape(args_of(node)[0]))):
+        return {args_of(node)[0]: dim}
+    if name == "getitem" and isinstance(args_of(node)[0], fx.Node) and how is None:
+        whole = args_of(node)[0]
+        return {whole.args[0]: dim} if is_tensor(whole.args[0]) and len(shape(whole.args[0])) == rank else {}
+    found = _step(node, dim, shape(node)[dim])  # a symbol is only compared with others
+    if isinstance(found, Blind):
+        return {n: place.dim for n, place in found.reads.items()}
+    return {} if found is None else {p.node: p.dim for p in found.parts}
+
+
+def reduced(node: fx.Node) -> tuple[int, ...]:
+    """The axes of its first operand that a sum, a mean or a maximum runs over."""
+    rank, dims = len(shape(args_of(node)[0])), argument(node, 1, "dim")
+    dims = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+    return tuple(axis(d, rank) for d in dims)
+
+
+def worked_along(node: fx.Node) -> tuple[int, ...]:
+    """The axes along which an operator that keeps all axes reads other positions than the one it writes."""
+    name, rank = getattr(packet(node), "__name__", ""), len(shape(node))
+    if name == "index":
+        return tuple(d for d, given in enumerate(args_of(node)[1]) if given is not None)
+    if name in ("conv1d", "conv2d", "convolution"):
+        return tuple(range(2, rank))
+    if name not in _ALONG_ONE:
+        return ()
+    dims = argument(node, *_ALONG_ONE[name])
+    dims = [dims] if isinstance(dims, int) else dims
+    return tuple(axis(d, rank) for d in dims) if dims else tuple(range(rank))  # `roll` of no axis rolls them all
+
+
+def _step(node: fx.Node, dim: int, length: int) -> Step | None:
     how = decode(node)
     move = _MOVES.get(type(how))
     if move is not None:

@@ -30,6 +30,9 @@ DECIDED_BY = "mla_compile_decided_by"
 TOLD = "mla_compile_told"
 """Key in the metadata of an attention: what its user should be told of how it was read, in words."""
 
+HANDED_OVER = "mla_compile_handed_over"
+"""Key in the metadata of inputs that Dynamo hands on to this graph from before a graph break."""
+
 SPELLED = "mla_compile_spelled"
 """Key in the metadata of nodes that were given another spelling: the operator that the user called."""
 

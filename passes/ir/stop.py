@@ -9,8 +9,12 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Stop:
-    """Why the walk ended at ``node``: a code of :mod:`mla_compile.codes` and the detail in words."""
+    """Why the walk ended at ``node``: a code of :mod:`mla_compile.codes` and the detail in words.
+
+    ``fix``: what the user could change, where the code's own advice is not it.
+    """
 
     node: fx.Node
     code: str
     detail: str
+    fix: str | None = None

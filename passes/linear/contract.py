@@ -200,7 +200,7 @@ def add_weight(maps: Maps, node: fx.Node, x: fx.Node, bias: fx.Node, factor: flo
 def linear(maps: Maps, node: fx.Node) -> LinearMap | Stop:
     x, weight, bias = args_of(node)[0], args_of(node)[1], argument(node, 2, "bias")
     if not maps.is_weight(weight) and not maps.is_weight(x):
-        return Stop(node, "position_dependent", "a projection whose weight is computed from the inputs")
+        return Stop(node, "unsupported_weight", "a projection whose weight is computed from the inputs")
     # A bias that is computed from the inputs makes the result no fixed map of `x`.
     if maps.is_weight(x) or (bias is not None and not maps.is_weight(bias)):
         return unexplained(maps, node)

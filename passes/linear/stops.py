@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mla_compile.passes.ir.collectives import is_collective
-from mla_compile.passes.ir.graph import args_of, argument, is_tensor, operator_name, packet, shape, val
+from mla_compile.passes.ir.graph import HANDED_OVER, args_of, argument, is_tensor, operator_name, packet, shape, val
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED
 from mla_compile.passes.ir.stop import Stop
@@ -63,7 +63,8 @@ def barred(_: object, node: fx.Node) -> Stop:
 def unexplained(maps: KnowsRows, node: fx.Node) -> Stop:
     """The reason for an operator that has no rule, or that is used in a way its rule does not cover."""
     if node.op != "call_function":
-        return Stop(node, "graph_break", f"{node.name} is an input of this graph")
+        code = "graph_break" if HANDED_OVER in node.meta else "expanded_inputs"
+        return Stop(node, code, f"{node.name} is an input of this graph")
     name = getattr(packet(node), "__name__", str(node.target))
     if is_collective(node):
         return Stop(node, "collective", f"{operator_name(node)}: numbers of other ranks come in here")

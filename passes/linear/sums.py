@@ -63,7 +63,7 @@ def add(maps: Maps, node: fx.Node) -> LinearMap | Stop:
         if cause is not None:
             return cause
         if not all(val(n).dtype.is_floating_point for n in (a, b, node)) or not _are_rows(left, right):
-            return Stop(node, "position_dependent", "a sum of maps of different sources")
+            return Stop(node, "unsupported_op", "a sum of maps of different sources")
         left, right = (broadcast_to(m, shape(node)) for m in (left, right))
     if isinstance(left, Stop) or isinstance(right, Stop):
         return left if isinstance(left, Stop) else right
@@ -192,7 +192,7 @@ def _merged(a: Piece, b: Piece, node: fx.Node) -> list[Piece] | Stop:
     Two, where each was projected to something narrower on its way: the rows that they are then made of.
     """
     if (a.weight is None) != (b.weight is None):
-        return Stop(node, "position_dependent", "a sum of maps of different sources")
+        return Stop(node, "unsupported_op", "a sum of maps of different sources")
     if (narrow := _narrowest(a)) and (other := _narrowest(b)) and a.projected and b.projected:
         common = {v.node for v in b.path}
         shared = [bytes_hint(v.node) for v in a.path if v.node in common and v.contractions < a.path[-1].contractions]

@@ -53,8 +53,8 @@ def check(name):
     sites = [site for report in backend.reports() for site in report.sites]
     assert bool(sites) == (name not in WITHOUT_ATTENTION)
     # canine joins the first token to the rows of every window: no longer the very rows that the queries are made of.
-    # Keys and values of an encoder that a cache brings into a decode step could be on the far side of a graph break.
-    known = {Code.NOT_MLA, *{"canine": [Code.COST_PREFILL], "whisper": [Code.GRAPH_BREAK]}.get(name, [])}
+    # Keys and values of an encoder that a cache brings into a decode step were made in another call.
+    known = {Code.NOT_MLA, *{"canine": [Code.COST_PREFILL], "whisper": [Code.EXPANDED_INPUTS]}.get(name, [])}
     assert {site.code for site in sites} <= known, [(site.code, site.reason, site.blame) for site in sites]
 
 

@@ -6,7 +6,7 @@ from torch.func import functional_call
 from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Refused, carried
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = Refused("unsupported_weight")
 
 
 class Attention(LatentLayer):

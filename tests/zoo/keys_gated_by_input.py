@@ -5,7 +5,7 @@ import torch
 
 from tests.zoo.base import Refused, Usual, carried
 
-EXPECTED = Refused("position_dependent")
+EXPECTED = Refused("unsupported_op")
 
 
 class Attention(Usual):

@@ -6,7 +6,7 @@ import torch
 
 from tests.zoo.base import Refused, Usual, carried
 
-EXPECTED = Refused("token_mixing")
+EXPECTED = Refused("unsupported_op")
 LEGAL = True
 
 

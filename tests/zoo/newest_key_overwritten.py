@@ -3,7 +3,7 @@ for K: that row is no image of the latent."""
 
 from tests.zoo.base import InPart, Usual, carried
 
-EXPECTED = InPart("values", "token_mixing")
+EXPECTED = InPart("values", "unsupported_op")
 
 
 class Attention(Usual):

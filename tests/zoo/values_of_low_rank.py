@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.zoo.base import Carry, InPart, Layer, causal, rope, rows
 
-EXPECTED = InPart("values", "per_head_rope")
+EXPECTED = InPart("values", "not_mla")
 
 
 class Attention(Layer):

@@ -337,7 +337,7 @@ def test_keys_that_enter_the_graph():
         def forward(self, q, k, v):
             return F.scaled_dot_product_attention(q, k, v)
 
-    refused(Inputs(), [seeded(2, H, s, w) for s, w in ((1, N), (7, N), (7, V))], Code.GRAPH_BREAK)
+    refused(Inputs(), [seeded(2, H, s, w) for s, w in ((1, N), (7, N), (7, V))], Code.EXPANDED_INPUTS)
 
 
 class Heads(nn.Module):
@@ -595,8 +595,8 @@ class RowsGiven(nn.Module):
 @pytest.mark.singly
 @pytest.mark.parametrize("S", [1, 3])
 @pytest.mark.parametrize("heads", ["einsum", "mixed", "matmul", "broadcast", "expanded", "own"])
-def test_rows_that_come_in_are_cut_off_by_a_graph_break_only_where_every_head_has_its_own(heads, S):
+def test_rows_that_come_in_are_keys_and_values_only_where_every_head_has_its_own(heads, S):
     lead = (2, H) if heads == "own" else (2,)
     given = [seeded(2, H, S, L + R), seeded(*lead, 7, L, seed=1), seeded(*lead, 7, R, seed=2)]
-    code = Code.GRAPH_BREAK if heads == "own" else Code.NOT_MLA
+    code = Code.EXPANDED_INPUTS if heads == "own" else Code.NOT_MLA
     assert codes(optimized(export(RowsGiven(heads), given))) == [code]

@@ -450,10 +450,10 @@ STOPS = {
     "a bias per position": ("position_dependent", lambda z, w, p: z @ w + p, [W(L, 6), W(T, 6)], []),
     "a factor per sequence": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6), W(B, 1, 1)], []),
     "a factor from the inputs": ("position_dependent", lambda z, w, p: (z @ w) * p, [W(L, 6)], [z(B, T, 1)]),
-    "a sum of two sources, neither projected": ("position_dependent", lambda z, w, p: z * w + p, [W(L)], [z()]),
-    "a residual connection": ("position_dependent", lambda z, w, p: z + (z * p) @ w, [W(L, L)], [z()]),
+    "a sum of two sources, neither projected": ("unsupported_op", lambda z, w, p: z * w + p, [W(L)], [z()]),
+    "a residual connection": ("unsupported_op", lambda z, w, p: z + (z * p) @ w, [W(L, L)], [z()]),
     "a sum of more sources than are told apart": (
-        "position_dependent",
+        "unsupported_op",
         lambda z, w, *p: functools.reduce(operator.add, p, z @ w),
         [W(L, L)],
         [z(), z(), z(), z()],
@@ -479,7 +479,8 @@ STOPS = {
         [W(2, 4, 6), W(4, 2, 6)],
         [],
     ),
-    "a sum of a map and what it is a map of": ("position_dependent", lambda z, w: z @ w + z, [W(L, L)], []),
+    "a sum of a map and what it is a map of": ("unsupported_op", lambda z, w: z @ w + z, [W(L, L)], []),
+    "a sum with other tokens": ("unsupported_op", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "what is positive": ("nonlinear", lambda z, w: (lambda k: torch.where(k > 0, k, 0.0))(z @ w), [W(L, 6)], []),
     "some tokens hidden": (
         "position_dependent",
@@ -702,7 +703,7 @@ STOPS = {
         [W(L, 6), W(6)],
         [],
     ),
-    "a weight from the inputs": ("position_dependent", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
+    "a weight from the inputs": ("unsupported_weight", lambda z, w, p: F.linear(z @ w, p), [W(L, 6)], [z(5, 6)]),
     "a bias from the inputs": ("unsupported_op", F.linear, [W(6, L)], [z(6)]),
     "a vector for a weight": ("unsupported_op", F.linear, [W(L)], []),
     "an einsum that sums a weight with a column": (

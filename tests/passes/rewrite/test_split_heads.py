@@ -68,7 +68,7 @@ def data(B=2, S=1, T=7, more=G, dims=(N + R, V), **sizes):
     return [*inputs(B, S, T, **sizes), *(seeded(B, more, T, d, seed=5 + k) for k, d in enumerate(dims))]
 
 
-def split(module, given, dynamic=None, kept=Code.GRAPH_BREAK, parts=(LATENT,), **options):
+def split(module, given, dynamic=None, kept=Code.EXPANDED_INPUTS, parts=(LATENT,), **options):
     """The heads of the latent are absorbed, the others are kept and say why; the numbers stay."""
     outcome = optimized(export(module, given, dynamic), **{"forms": "absorbed", **options})
     (site,) = outcome.report.sites
@@ -259,7 +259,7 @@ def test_precision_and_a_report_that_can_be_stored():
     assert site.drawing is not None
     assert Report.from_dict(json.loads(outcome.report.to_json())).sites == outcome.report.sites
     assert f"{LATENT} only" in str(outcome.report)
-    assert f"{DENSE} (graph_break)" in str(outcome.report)
+    assert f"{DENSE} (expanded_inputs)" in str(outcome.report)
 
 
 def test_a_prompt_stays_whole_and_the_report_says_what_could_be():

@@ -1,0 +1,203 @@
+"""Whether what a code states was shown of an attention; what is said of the operator instead where it was not.
+
+A walk ends at an operator because no rule covers it, which says nothing yet of what the operator does. Which axis of it
+holds the key tokens does: it is followed from K and V back to the operator. A factor is position-dependent if it has
+that axis and is made of positions; tokens are mixed if other positions of that axis are read. What is shown by neither
+is named, as an operator that has no rule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from mla_compile.passes.attention.site import AttentionSite
+from mla_compile.passes.decide.records import axis_is_broadcast
+from mla_compile.passes.dependence.steps import along, reduced, worked_along
+from mla_compile.passes.ir.axes import flatten
+from mla_compile.passes.ir.graph import args_of, is_tensor, operator_name, packet, shape, val
+from mla_compile.passes.ir.labels import matmul_labels, product_labels
+from mla_compile.passes.ir.operators import Join, Slice, decode, is_contraction
+from mla_compile.passes.ir.stop import Stop
+from mla_compile.passes.ir.walk import REACH, reachable
+from mla_compile.passes.linear.records import Maps
+from mla_compile.passes.linear.stops import unexplained
+
+aten = torch.ops.aten
+
+_SUMS = (aten.add, aten.sub)
+_CHOICES = (aten.where, aten.masked_fill)
+_REDUCTIONS = (aten.sum, aten.mean, aten.amax, aten.amin, aten.logsumexp)
+_STATED = (
+    "position_dependent",
+    "token_mixing",
+    "nonlinear",
+    "head_dependent_latent",
+    "unsupported_weight",
+    "unsupported_op",
+)
+Labelled = tuple[tuple[fx.Node, str], tuple[fx.Node, str], str]
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """What can be shown of operators behind K and V of one attention."""
+
+    site: AttentionSite
+    maps: Maps
+
+    def shown(self, stop: Stop) -> Stop:
+        """``stop`` if what its code states was shown; else what was, or the operator by its name."""
+        node = stop.node
+        if stop.code not in _STATED or not is_tensor(node) or node.op != "call_function":
+            return stop
+        if self._mixes_tokens(node):
+            return stop if stop.code in ("token_mixing", "nonlinear") else _stop(node, "token_mixing", "mixes tokens")
+        if stop.code == "nonlinear" and not _sums(node):
+            return stop
+        if self._differs_by_position(node):
+            how = "has a factor or a term that differs from token to token"
+            return stop if stop.code == "position_dependent" else _stop(node, "position_dependent", how)
+        if self._multiplies_rows(node):
+            return stop if stop.code == "nonlinear" else _stop(node, "nonlinear", "multiplies rows by what they make")
+        guessed = stop == unexplained(self.maps, node)
+        if stop.code in _STATED[3:]:
+            return stop
+        return Stop(node, "unsupported_op", f"no rule for {operator_name(node)}" if guessed else stop.detail)
+
+    @cached_property
+    def tokens(self) -> dict[fx.Node, set[int]]:
+        """The axes of nodes behind K and V that hold the key tokens."""
+        found: dict[fx.Node, set[int]] = {}
+        operands = (*(p.k for p in self.site.products), self.site.v)
+        keys = set(self.site.keys)
+        pending = deque((o.node, d) for o in operands for d, own in enumerate(o.axes) if keys & set(own))
+        while pending and len(found) < 4 * REACH:
+            node, dim = pending.popleft()
+            if dim not in found.setdefault(node, set()):
+                found[node].add(dim)
+                pending.extend(along(node, dim).items())
+        return found
+
+    def _of(self, node: fx.Node) -> set[int]:
+        return self.tokens.get(node, set())
+
+    def _mixes_tokens(self, node: fx.Node) -> bool:
+        """Whether a token of ``node`` is computed from several tokens of an operand that depends on inputs."""
+        mine = self._of(node)
+        if mine & set(worked_along(node)) or _reorders(node, mine):
+            return True
+        if packet(node) in _REDUCTIONS:
+            x, gone = args_of(node)[0], reduced(node)
+            return any(d in gone for d in self._of(x)) or self._parts_of_one_axis(x, along_all(node, mine), gone)
+        labelled = _labels(node)
+        if labelled is None:
+            return False
+        left, right, out = labelled
+        for dim in mine:
+            for x, labels in (left, right):
+                summed = [labels.index(c) for c in labels if c not in out]
+                if not self.maps.is_weight(x) and out[dim] not in labels and self._rows_lie_along(x, summed):
+                    return True
+        return False
+
+    def _rows_lie_along(self, x: fx.Node, dims: Iterable[int]) -> bool:
+        """Whether axes of ``x`` are rows of what it is made of, and not the columns."""
+        pieces = [p for p in self.maps.map(x).pieces if p.source is not None]
+        return any(a in flatten(p.source_axes[:-1]) for p in pieces for d in dims for a in p.axes[d])
+
+    def _parts_of_one_axis(self, x: fx.Node, kept: Collection[int], gone: Collection[int]) -> bool:
+        """Whether axes of ``x`` that are kept and axes that are not are one axis of the rows: windows of tokens."""
+        for piece in self.maps.map(x).pieces:
+            for own in piece.source_axes:
+                has = [any(a in own for d in dims for a in piece.axes[d]) for dims in (kept, gone)]
+                if all(has):
+                    return True
+        return False
+
+    def _differs_by_position(self, node: fx.Node) -> bool:
+        """Whether ``node`` combines rows with what differs along the tokens, and is made of positions."""
+        if packet(node) is aten.view_as_complex:
+            return any(packet(user) is aten.mul and self._differs_by_position(user) for user in node.users)
+        tagged = torch.Tag.pointwise in getattr(node.target, "tags", ()) or packet(node) in _CHOICES
+        if not tagged and _labels(node) is None:
+            return False
+        operands = [n for n in node.all_input_nodes if is_tensor(n)]
+        for dim in self._of(node):
+            varies = [n for n, at in along(node, dim).items() if not axis_is_broadcast(n, at, self.maps)]
+            # Of a factor that is the same for all tokens the rows are the only operand that differs.
+            if min(len(operands), len(varies)) > 1 and any(self._is_positional(node, n) for n in varies):
+                return True
+        return False
+
+    def _is_positional(self, node: fx.Node, other: fx.Node) -> bool:
+        if self.maps.is_weight(other):
+            return True
+        if packet(node) in _CHOICES:
+            return val(other).dtype == torch.bool
+        # Rows of the model come in as floating numbers and are projected; positions and their angles are not.
+        behind = list(reachable([other], lambda n: [m for m in n.all_input_nodes if not self.maps.is_weight(m)], REACH))
+        inputs = [n for n in behind if n.op == "placeholder" and is_tensor(n) and val(n).is_floating_point()]
+        if packet(node) in _SUMS:
+            return not inputs and len(behind) < REACH
+        return not any(_projects(n, self.maps) for n in behind)
+
+    def _multiplies_rows(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a product, token by token, of two tensors that are computed from the same rows."""
+        labelled = _labels(node)
+        operands = [n for n in node.all_input_nodes if is_tensor(n) and not self.maps.is_weight(n)]
+        if len(operands) != 2 or (labelled is None and packet(node) not in (aten.mul, aten.div)):
+            return False
+        each = all(all(n in along(node, dim) for n in operands) for dim in self._of(node))
+        return bool(self._of(node)) and each and self.maps.same_rows(*operands)
+
+
+def along_all(node: fx.Node, dims: Iterable[int]) -> set[int]:
+    """The axes of its only operand that ``dims`` of ``node`` are."""
+    return {at for dim in dims for at in along(node, dim).values()}
+
+
+def _reorders(node: fx.Node, dims: Collection[int]) -> bool:
+    """Whether ``node`` joins slices of one tensor in another order than they had."""
+    how = decode(node)
+    if not isinstance(how, Join) or how.dim not in dims:
+        return False
+    slices = [s for s in map(decode, how.parts) if isinstance(s, Slice) and s.dim == how.dim and s.taken is not None]
+    taken = [position for s in slices for position in s.taken or ()]
+    return len(slices) == len(how.parts) and len({s.x for s in slices}) == 1 and taken != sorted(set(taken))
+
+
+def _stop(node: fx.Node, code: str, what: str) -> Stop:
+    return Stop(node, code, f"{operator_name(node)} {what}")
+
+
+def _sums(node: fx.Node) -> bool:
+    """Whether an operator that is no rule's is linear all the same."""
+    return packet(node) in (aten.sum, aten.mean, aten.cumsum)
+
+
+def _labels(node: fx.Node) -> Labelled | None:
+    op, given = packet(node), args_of(node)
+    if op in (aten.addmm, aten.baddbmm):
+        left, right, out = matmul_labels(len(shape(given[1])), len(shape(given[2])))
+        return (given[1], left), (given[2], right), out
+    if op is aten.linear:
+        labels = "abcdefghijklmnopqrstuvw"[: len(shape(node))]
+        return (given[0], labels), (given[1], "z" + labels[-1]), labels[:-1] + "z"
+    return product_labels(node) if op in (aten.matmul, aten.bmm, aten.mm, aten.einsum) else None
+
+
+def _projects(node: fx.Node, maps: Maps) -> bool:
+    """Whether a weight sums over features of floating rows in ``node``."""
+    if not is_contraction(node):
+        return False
+    labelled = _labels(node)
+    if labelled is None:
+        return True
+    (left, a), (right, b), out = labelled
+    return (maps.is_weight(left) or maps.is_weight(right)) and bool({*a, *b} - set(out))

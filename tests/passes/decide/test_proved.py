@@ -1,0 +1,216 @@
+"""A code is given where what it states was shown; else the operator is named, without advice that does not apply."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import mla_compile
+from mla_compile.codes import Code
+from tests.support.modules import MLA, H, L, N, V, inputs
+from tests.support.programs import absorbed, codes, export, optimized, refused, run, seeded
+
+B, T = 2, 7
+POSITION, UNKNOWN, MIXED = Code.POSITION_DEPENDENT, Code.UNSUPPORTED_OP, Code.TOKEN_MIXING
+
+
+class Spoiled(MLA):
+    """``step`` on the expanded keys [B,H,T,N], with a further input."""
+
+    def __init__(self, step):
+        super().__init__(up="two", R=0)
+        self.step = step
+
+    def forward(self, x, c, other):
+        k, v = self.expand(c)
+        return self.finish(self.attend(self.query(x), self.step(k, other), v, None), x)
+
+
+def product(k, other):
+    """Two tensors that are computed from the rows, multiplied token by token."""
+    return torch.einsum("bhtr,bhtrn->bhtn", k[..., :2], k[..., 2:4, None] * k[..., None, :])
+
+
+KEYS = {
+    "a row that all heads share is added": (lambda k, r: k + r[:, None], (B, T, N), UNKNOWN),
+    "a row of each head is added": (lambda k, r: k + r, (B, H, T, N), UNKNOWN),
+    "positions are added": (lambda k, r: k + torch.arange(T)[:, None], (1,), POSITION),
+    "a factor of each sequence": (lambda k, g: k * g, (B, 1, 1, 1), UNKNOWN),
+    "a factor of each head": (lambda k, g: k * g, (H, 1, 1), UNKNOWN),
+    "a factor of each token": (lambda k, g: k * g, (T, 1), POSITION),
+    "a matrix of each token": (lambda k, g: torch.einsum("bhtn,tnm->bhtm", k, g), (T, N, N), POSITION),
+    "a product with itself": (product, (1,), Code.NONLINEAR),
+    "a product of other tokens": (lambda k, r: (k @ k.mT) @ k, (1,), MIXED),
+    "the mean of a head": (lambda k, r: k - k.mean(-1, keepdim=True), (1,), UNKNOWN),
+    "the mean of all tokens": (lambda k, r: k - k.mean(2, keepdim=True), (1,), MIXED),
+    "tokens joined": (lambda k, r: torch.cat([k[:, :, :3], k[:, :, 3:] * 2], 2), (1,), UNKNOWN),
+    "tokens in another order": (lambda k, r: torch.cat([k[:, :, 3:], k[:, :, :3]], 2), (1,), MIXED),
+    "along the features": (lambda k, r: k.cumsum(-1), (1,), UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_what_is_done_to_the_keys(name):
+    step, shape, code = KEYS[name]
+    outcome = optimized(export(Spoiled(step), [*inputs(R=0), seeded(*shape, seed=9)]), forms="absorbed")
+    (site,) = outcome.report.sites
+    assert [(k.part, k.code) for k in site.kept] == [("keys", code)], site.kept
+
+
+class Beside(nn.Module):
+    """Keys, values or both from rows that are no narrower, or from outside, beside a latent."""
+
+    def __init__(self, keys, values):
+        super().__init__()
+        self.plain, self.up = nn.Linear(3 * N * H, H * N, bias=False), nn.Linear(L, H * N, bias=False)
+        self.sides = keys, values
+
+    def forward(self, q, c, given, x):
+        made = {"latent": self.up(c), "given": given, "plain": self.plain(x)}
+        k, v = (made[side].unflatten(-1, (H, N)).transpose(1, 2) for side in self.sides)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "code"),
+    [
+        ("plain", "latent", Code.NOT_MLA),
+        ("latent", "plain", Code.NOT_MLA),
+        ("given", "latent", Code.EXPANDED_INPUTS),
+        ("latent", "given", Code.EXPANDED_INPUTS),
+        ("given", "given", Code.EXPANDED_INPUTS),
+    ],
+)
+def test_keys_and_values_of_two_kinds(keys, values, code):
+    """It was said that the keys have a rotary part for each head, where they are plain."""
+    given = [seeded(B, H, 1, N), seeded(B, T, L), seeded(B, T, H * N), seeded(B, T, 3 * H * N)]
+    outcome = optimized(export(Beside(keys, values).double(), given), forms="absorbed")
+    (site,) = outcome.report.sites
+    assert code in [site.code, *(kept.code for kept in site.kept)]
+    assert Code.PER_HEAD_ROPE not in [site.code, *(kept.code for kept in site.kept)]
+
+
+class Grouped(nn.Module):
+    """Groups of heads with a latent each, their weights in one parameter; a sum over the groups mixes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(64, 2 * L)
+        self.up = nn.ParameterList([nn.Parameter(seeded(2, L, H, w)) for w in (N, V)])
+
+    def forward(self, q, x, past):
+        c = torch.cat([past, self.down(x)], 1) if past is not None else self.down(x)
+        k, v = (torch.einsum("btgl,glhn->bghtn", c.unflatten(-1, (2, L)), w).relu() for w in self.up)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("past", [None, seeded(B, T, 2 * L)])
+def test_weights_that_are_there_are_not_said_to_be_missing(past):
+    given = [seeded(B, 2, H, 1, N), seeded(B, T, 64), past]
+    (code,) = codes(optimized(export(Grouped().double(), given), forms="absorbed"))
+    assert code in (Code.NONLINEAR, Code.HEAD_DEPENDENT_LATENT)
+
+
+def test_one_query_of_the_first_key():
+    """The cache was blamed for it: PyTorch aligns `is_causal` to the first key."""
+
+    class Causal(Spoiled):
+        def attend(self, q, k, v, mask):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    outcome = refused(Causal(lambda k, other: k), [*inputs(R=0), seeded(1)], UNKNOWN)
+    (site,) = outcome.report.sites
+    assert "first key only" in site.reason
+    assert "is_causal" in site.fix
+
+
+def test_a_slice_of_the_values_is_not_all_of_them():
+    class Last(Spoiled):
+        def attend(self, q, k, v, mask):
+            return super().attend(q, k, v, mask) + v[:, :, -1:]
+
+    outcome = optimized(export(Last(lambda k, other: k), [*inputs(R=0), seeded(1)]), forms="absorbed")
+    assert Code.VALUES_USED_ELSEWHERE not in [kept.code for site in outcome.report.sites for kept in site.kept]
+
+
+LIKE = {
+    "ones_like": lambda q, k, v: (q, v * torch.ones_like(k[..., :1])),
+    "new_zeros": lambda q, k, v: (q, v + k.new_zeros(k.shape[2], 1)),
+    "type_as": lambda q, k, v: (q.type_as(k), v.to(k)),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_asked_for_its_dtype_and_sizes_is_not_read(name):
+    """The keys were said to be used elsewhere, or by a mask, and were computed where no compiler left them out."""
+
+    class Asks(Spoiled):
+        def attend(self, q, k, v, mask):
+            q, v = LIKE[name](q, k, v)
+            return super().attend(q, k, v, mask)
+
+    given = [*inputs(R=0), seeded(1)]
+    length = torch.export.Dim("T", min=3, max=64)
+    program = export(Asks(lambda k, other: k), given, ({}, {1: length}, {}) if name == "ones_like" else None)
+    absorbed(Asks(lambda k, other: k), given, program=program)
+
+
+def test_a_product_of_which_one_part_is_kept_as_rows_makes_the_other_alone():
+    """It went on making both, and what the rows make came on top."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(L, 6 * (N + V), bias=False)
+
+        def forward(self, q, c):
+            k, v = self.up(c).unflatten(-1, (6, N + V)).transpose(1, 2).split([N, V], -1)
+            k = k * torch.arange(T)[:, None].cos()
+            return F.scaled_dot_product_attention(q, k, v), k, v
+
+    given = [seeded(B, 6, T, N), seeded(B, T, L)]
+    program = export(Turned().double(), given)
+    outcome = optimized(program, cache="latent", forms="auto")
+    assert outcome.base.cache is not None
+    with FlopCounterMode(display=False) as before:
+        run(program, *given)
+    with FlopCounterMode(display=False) as after:
+        run(outcome.program, *given)
+    assert after.get_total_flops() <= before.get_total_flops()
+
+
+def test_advice_to_write_what_is_there_is_left_out():
+    step = lambda k, r: torch.cat([k[:, :, :3], k[:, :, 3:] * 2], 2)  # noqa: E731
+    both = type("Both", (Spoiled,), {"expand": lambda self, c: [step(one, None) for one in MLA.expand(self, c)]})
+    outcome = refused(both(lambda k, r: k), [*inputs(R=0), seeded(1)], UNKNOWN)
+    (site,) = outcome.report.sites
+    assert (site.code, site.fix) == (UNKNOWN, "")
+    assert "to change it" not in str(outcome.report)
+
+
+def test_a_graph_break_is_one_that_dynamo_made():
+    """K and V of the caller's dict, made in an earlier call, are handed over by no break; local variables are."""
+
+    class Kept(Spoiled):
+        def forward(self, q, c, cache):
+            if "k" not in cache:
+                cache["k"], cache["v"] = self.expand(c)
+            if not cache.get("whole"):
+                torch._dynamo.graph_break()
+            return F.scaled_dot_product_attention(q, cache["k"], cache["v"])
+
+    class Broken(Spoiled):
+        def forward(self, q, c):
+            k, v = self.expand(c)
+            torch._dynamo.graph_break()
+            return F.scaled_dot_product_attention(q, k, v)
+
+    q, c = seeded(B, H, 1, N), seeded(B, T, L)
+    with torch.no_grad():
+        assert {s.code for s in mla_compile.explain(Broken(None), q, c).sites} == {Code.GRAPH_BREAK}
+        for whole in (True, False):
+            cache = {"k": seeded(B, H, T, N), "v": seeded(B, H, T, V), "whole": whole}
+            assert {s.code for s in mla_compile.explain(Kept(None), q, c, cache).sites} == {Code.EXPANDED_INPUTS}
