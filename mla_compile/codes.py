@@ -44,6 +44,7 @@ class Code(str, Enum):
     UNSUPPORTED_OP = "unsupported_op"
     COLLECTIVE = "collective"
     GRAPH_BREAK = "graph_break"
+    WRAPPED_FORWARD = "wrapped_forward"
     EXPANDED_CACHE = "expanded_cache"
 
     NOT_MLA = "not_mla"
@@ -188,6 +189,14 @@ CODES: dict[Code, CodeInfo] = {
         "refused",
         "K and V enter this graph as inputs, so the latent and the up-projection are out of sight",
         "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it)",
+    ),
+    Code.WRAPPED_FORWARD: CodeInfo(
+        "refused",
+        "a library wrapped the forwards of modules in what Dynamo does not follow, so the graph is cut around each and "
+        "K and V enter it as inputs",
+        "with accelerate: put the whole model on one device and remove the hooks "
+        "(accelerate.hooks.remove_hook_from_module(model, recurse=True)) before optimize(), or shard it over devices "
+        "with tensor parallelism; else unwrap the forward, or tell register_quantized_linear of the class of the layer",
     ),
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",

@@ -27,6 +27,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
+from mla_compile.core.wrapped import Unwrapped
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.monitor import watch_current_function
@@ -34,6 +35,7 @@ from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.sizes import share_lengths
+from mla_compile.dynamo.wrappers import told
 from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
@@ -102,6 +104,7 @@ class Compiler:
         self.recompiles = recompiles
         self.buffers = buffers
         self.compilations = Compilations("") if compilations is None else compilations
+        self.wrapped = Unwrapped()
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -197,6 +200,7 @@ class Compiler:
                 kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
                 warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
+        outcome = replace(outcome, report=told(outcome.report, self.wrapped.left))
         self.reports.append(outcome.report)
         done = _Rewritten(program, outcome, folds)
         if self.explain_only:
