@@ -188,15 +188,18 @@ CODES: dict[Code, CodeInfo] = {
     Code.GRAPH_BREAK: CodeInfo(
         "refused",
         "K and V enter this graph as inputs, so the latent and the up-projection are out of sight",
-        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it)",
+        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it); where "
+        "a library wrapped the forwards of layers (quantization, placement) call mla_compile.optimize(model), which "
+        "takes such wrappers off or calls the layer as one operator",
     ),
     Code.WRAPPED_FORWARD: CodeInfo(
         "refused",
         "a library wrapped the forwards of modules in what Dynamo does not follow, so the graph is cut around each and "
         "K and V enter it as inputs",
-        "with accelerate: put the whole model on one device and remove the hooks "
-        "(accelerate.hooks.remove_hook_from_module(model, recurse=True)) before optimize(), or shard it over devices "
-        "with tensor parallelism; else unwrap the forward, or tell register_quantized_linear of the class of the layer",
+        "with accelerate: load the whole model onto one device (no device_map that spreads or offloads it), or remove "
+        "its hooks (accelerate.hooks.remove_hook_from_module(model, recurse=True)), then optimize() it; for more "
+        "devices there is tensor parallelism; with other wrappers: set the layer's own forward back, or tell "
+        "register_quantized_linear of its class",
     ),
     Code.EXPANDED_CACHE: CodeInfo(
         "refused",

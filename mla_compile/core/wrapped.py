@@ -201,7 +201,7 @@ class _Copier:
         if not self._follows(module, inner):
             called = self._called(module, inner, wrapper)
             if called is None:
-                self.found.note(f"{_library(inner or forward)} wraps the forward of {type(module).__name__}")
+                self.found.note(_who(module, inner or forward))
             return called or module
         if inner is None:  # a function that may hold the original: what is below it stays as it is
             return module
@@ -310,7 +310,11 @@ def _is_disabled(function: object) -> bool:
     return bool(getattr(getattr(function, "__func__", function), "_torchdynamo_disable", False))
 
 
-def _library(function: object) -> str:
-    """Who wrote a function that stands for a forward: by its code, as ``functools.wraps`` copies the names."""
-    code = getattr(getattr(function, "__func__", function), "__globals__", {})
-    return str(code.get("__name__") or getattr(function, "__module__", "an unknown library")).partition(".")[0]
+def _who(module: nn.Module, forward: object) -> str:
+    """Who stands in the way, by the function that was written: ``functools.wraps`` copies the names of another."""
+    function = getattr(getattr(forward, "__func__", forward), "_torchdynamo_orig_callable", forward)
+    function = getattr(function, "__func__", function)
+    names = getattr(function, "__globals__", {})
+    written = str(names.get("__name__") or getattr(function, "__module__", "an unknown module"))
+    how = "is under torch.compiler.disable" if _is_disabled(forward) else "is wrapped"
+    return f"the forward of {type(module).__name__} {how} (by {written})"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import counters
 
 from mla_compile.capture import capture
 from mla_compile.codes import Code
@@ -15,6 +19,8 @@ from mla_compile.core.program import Inputs
 from mla_compile.core.wrapped import Unwrapped, unwrap
 from mla_compile.passes.quantized.layers import is_known
 from mla_compile.report.report import Report
+
+_DISABLED = re.compile(r"Skip calling function `<function (\S+) at (0x[0-9a-f]+)>` since it was wrapped with")
 
 
 def take_off(module: torch.nn.Module) -> Unwrapped:
@@ -36,14 +42,30 @@ def _is_captured(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
 
 
 def told(report: Report, left: Mapping[str, int]) -> Report:
-    """The report, in which attentions that were cut off name the wrappers ``left``, each around so many modules."""
-    if not left:
+    """The report, in which attentions that were cut off name the wrappers ``left``, each around so many modules.
+
+    Where none is known, the functions are named at which Dynamo broke graphs of this process, because somebody switched
+    it off for them.
+    """
+    who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
+    code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK
+    skipped = [] if who or all(site.code != Code.GRAPH_BREAK for site in report.sites) else _skipped()
+    who += [f"Dynamo broke a graph at {name}, which is under torch.compiler.disable" for name in skipped]
+    if not who:
         return report
-    who = "; ".join(f"{what} ({count} module{'s' if count > 1 else ''})" for what, count in left.items())
     sites = [
-        replace(site, code=Code.WRAPPED_FORWARD, reason=f"{site.reason}: {who}")
-        if site.code == Code.GRAPH_BREAK
-        else site
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})") if site.code == Code.GRAPH_BREAK else site
         for site in report.sites
     ]
     return replace(report, sites=tuple(sites))
+
+
+def _skipped() -> list[str]:
+    """The functions under ``torch.compiler.disable`` that broke a graph of this process, with their modules."""
+    found = {match.groups() for reason in counters["graph_break"] if (match := _DISABLED.search(reason))}
+    if not found:
+        return []
+    places = {int(place, 16): name for name, place in found}
+    functions = (one for one in gc.get_objects() if id(one) in places)
+    modules = {id(one): getattr(one, "__module__", "") for one in functions if isinstance(one, FunctionType)}
+    return sorted({f"{modules[place]}.{name}" if modules.get(place) else name for place, name in places.items()})

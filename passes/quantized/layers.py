@@ -12,6 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from mla_compile.core.layers import CALL, CalledLayer, find
 from mla_compile.passes.ir.schema import schema_name
@@ -53,9 +57,26 @@ def _of_tensors(called: CalledLayer, dequantize: Callable[[nn.Module], Any] | No
     given = dequantize
 
     def of_tensors(*, weights: list[Tensor], layer: str) -> Any:
-        return given(called.with_tensors(weights))
+        with _NumbersOfLibraries():
+            return given(called.with_tensors(weights))
 
     return of_tensors
+
+
+class _NumbersOfLibraries(TorchFunctionMode):
+    """Has a trace make the numbers that a library keeps in tensors, such as the limits of a format."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _made(tensor: Tensor) -> Tensor:
+        if type(tensor) is not Tensor or tensor.dim() or tensor.is_meta:
+            return tensor
+        with unset_fake_temporarily(), disable_proxy_modes_tracing():
+            value = tensor.item()
+        return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
 _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
