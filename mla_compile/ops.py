@@ -157,6 +157,7 @@ def _register() -> torch.library.Library:
     _register_op(library, layers.CALL, layers.SCHEMA, layers.run, layers.fake)
     _refuse_gradient(library, layers.CALL)
     register_flop_formula(torch.ops.mla_compile.call_layer)(layers.flops)
+    _register_op(library, layers.WEIGHT, layers.WEIGHT_SCHEMA, layers.run_weight, layers.fake_weight)
     return library
 
 

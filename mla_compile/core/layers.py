@@ -3,6 +3,9 @@
 ``mla_compile::call_layer(rows, weights, layer) -> y`` is the layer's own forward, whatever that does, called with rows
 [..., in]; it returns y [..., out] in the dtype of the rows. ``layer`` names it among those of this process. Its tensors
 stand in the graph as ``weights``, so that the passes can say what the layer multiplies by.
+
+``mla_compile::layer_weight(weights, layer) -> W`` is the weight [out, in] that a layer rounds in each call, computed by
+its library: in another precision it would be rounded to other numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from mla_compile.errors import InputError
 
 CALL = "mla_compile::call_layer"
 SCHEMA = "(Tensor rows, Tensor[] weights, str layer) -> Tensor"
+WEIGHT, WEIGHT_SCHEMA = "mla_compile::layer_weight", "(Tensor[] weights, str layer) -> Tensor"
 
 _numbers = itertools.count()
 _called: weakref.WeakValueDictionary[str, CalledLayer] = weakref.WeakValueDictionary()
@@ -35,7 +39,10 @@ class CalledLayer:
         inner: the function below the wrappers that only place tensors, which takes the layer and its rows. None: it is
             not known, and the layer computes with its own tensors whatever it is given.
         width: that of what the layer returns.
+        rounded: the weight of a module like it, where it rounds one in each call.
     """
+
+    rounded: Callable[[nn.Module], Tensor] | None = None
 
     def __init__(self, layer: nn.Module, plain: nn.Module, inner: Callable[..., Tensor] | None, width: int) -> None:
         self.layer = layer
@@ -99,6 +106,19 @@ def run(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
 def fake(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
     """Its shape and dtype."""
     return rows.new_empty(*rows.shape[:-1], find(layer).width)
+
+
+def run_weight(weights: list[Tensor], layer: str) -> Tensor:
+    """What the other operator computes."""
+    called = find(layer)
+    assert called.rounded is not None
+    with torch.no_grad():
+        return called.rounded(called.with_tensors(weights)).clone()
+
+
+def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
+    """Its shape and dtype: those of the weight that is not rounded, which comes first."""
+    return torch.empty_like(weights[0])
 
 
 def flops(rows: Any, weights: Any, layer: str, **_: Any) -> int:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mla_compile.core.layers import CALL
+from mla_compile.core.layers import CALL, WEIGHT
 from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, substitute
 from mla_compile.passes.ir.graph import Builder, val
 
@@ -215,7 +215,7 @@ def is_foreign(op: object) -> bool:
     if not isinstance(op, torch._ops.OpOverload):
         return False
     own = ("aten", "prims", "prim", "mla_compile")
-    return op.namespace not in own or op._opname.startswith(_PACKED) or op._schema.name == CALL
+    return op.namespace not in own or op._opname.startswith(_PACKED) or op._schema.name in (CALL, WEIGHT)
 
 
 def _holds(value: object, expr: Expr) -> bool:

@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from mla_compile.core.layers import CALL, CalledLayer, find
 from mla_compile.passes.ir.schema import schema_name
@@ -57,26 +53,9 @@ def _of_tensors(called: CalledLayer, dequantize: Callable[[nn.Module], Any] | No
     given = dequantize
 
     def of_tensors(*, weights: list[Tensor], layer: str) -> Any:
-        with _NumbersOfLibraries():
-            return given(called.with_tensors(weights))
+        return given(called.with_tensors(weights))
 
     return of_tensors
-
-
-class _NumbersOfLibraries(TorchFunctionMode):
-    """Has a trace make the numbers that a library keeps in tensors, such as the limits of a format."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._made, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def _made(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or tensor.dim() or tensor.is_meta:
-            return tensor
-        with unset_fake_temporarily(), disable_proxy_modes_tracing():
-            value = tensor.item()
-        return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
 
 
 _PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
@@ -96,14 +75,17 @@ def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
     if rounds and scheme.output_activations is not None:
         return None
 
-    def dequantize(own: Any) -> tuple[Tensor, Tensor | None]:
-        if status == _PACKED:
-            return _unpacked(own, scheme), own.bias
-        if rounds and status in _BEFORE and scheme.weights is not None:
-            library: dict[str, Any] = vars(sys.modules[_module(called.inner)])
-            rounded = library["forward_quantize"](own, own.weight, "weight", scheme.weights)
-            return rounded, own.bias
-        return own.weight, own.bias
+    if rounds and status in _BEFORE and scheme.weights is not None:
+        forward_quantize = vars(sys.modules[_module(called.inner)])["forward_quantize"]
+        called.rounded = lambda own: forward_quantize(own, own.weight, "weight", scheme.weights)
+
+        def dequantize(own: Any) -> tuple[Tensor, Tensor | None]:
+            kept = (*own._parameters.values(), *own._buffers.values())
+            return torch.ops.mla_compile.layer_weight([t for t in kept if t is not None], called.name), own.bias
+    else:
+
+        def dequantize(own: Any) -> tuple[Tensor, Tensor | None]:
+            return _unpacked(own, scheme) if status == _PACKED else own.weight, own.bias
 
     return QuantizedLinear(
         "rows", _of_tensors(called, dequantize), rounds=rounds and scheme.input_activations is not None

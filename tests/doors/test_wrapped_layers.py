@@ -156,3 +156,21 @@ def test_a_hook_that_removes_itself_is_gone_from_both() -> None:
     for one in (model, fast):
         one(*GIVEN)
     assert seen == [Small, Small]
+
+
+def test_a_weight_that_its_library_rounds_in_each_call_is_rounded_by_it() -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = Small().eval()
+    weights = quantization.QuantizationArgs(num_bits=4, type="int", strategy="channel", symmetric=True)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    config = quantization.QuantizationConfig(config_groups={"all": scheme}, quantization_status="frozen")
+    quantization.apply_quantization_config(model, config)
+    for layer in (model.down, model.k, model.v, model.out):
+        layer.weight_scale.data.copy_(layer.weight.abs().amax(-1, keepdim=True) / 7.5)
+    want = model(*GIVEN)
+    fast = optimize(model, **{**FAST, "verify": True})
+    torch.testing.assert_close(fast(*GIVEN), want)
+    assert codes(fast) == ["absorbed"]
+    model.k.weight_scale.mul_(2)
+    torch.testing.assert_close(fast(*GIVEN), model(*GIVEN))
+    assert not torch.allclose(fast(*GIVEN), want)
