@@ -14,7 +14,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from mla_compile.capture import capture
-from mla_compile.codes import Code
+from mla_compile.codes import CODES, Code
 from mla_compile.core.program import Inputs
 from mla_compile.core.wrapped import Unwrapped, unwrap
 from mla_compile.passes.quantized.layers import is_known
@@ -54,7 +54,9 @@ def told(report: Report, left: Mapping[str, int]) -> Report:
     if not who:
         return report
     sites = [
-        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})") if site.code == Code.GRAPH_BREAK else site
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix)
+        if site.code == Code.GRAPH_BREAK
+        else site
         for site in report.sites
     ]
     return replace(report, sites=tuple(sites))
