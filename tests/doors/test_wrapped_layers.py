@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,7 +53,7 @@ def without_gradients() -> Iterator[None]:
 def test_hooks_of_accelerate_that_move_nothing_are_taken_off() -> None:
     model = Small().eval()
     want = model(*GIVEN)
-    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    model = pytest.importorskip("accelerate").dispatch_model(model, {"": "cpu"}, force_hooks=True)
     report = explain(model, *GIVEN)
     fast = optimize(model, **FAST)
     for one in (fast, copy.deepcopy(fast), optimize(fast, **FAST)):
@@ -68,7 +67,7 @@ def test_hooks_of_accelerate_that_move_nothing_are_taken_off() -> None:
 def test_hooks_of_accelerate_that_load_weights_are_named() -> None:
     model = Small().eval()
     want = model(*GIVEN)
-    model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    model = pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
     fast = optimize(model, **FAST)
     with pytest.warns(MlaCompileWarning, match="wrapped_forward"):
         torch.testing.assert_close(fast(*GIVEN), want)
