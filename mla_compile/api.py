@@ -16,7 +16,7 @@ from mla_compile.capture import cache_change, capture, emit
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
-from mla_compile.core.modules import copy_models, models_within, shallow
+from mla_compile.core.modules import HookOf, copy_models, models_within, shallow
 from mla_compile.core.program import Program
 from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
@@ -221,10 +221,16 @@ def _optimize_module(
 
 
 def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A module object that shares parameters, buffers and submodules (also those replaced later) but not hooks."""
+    """A module object that shares parameters, buffers and submodules (also those replaced later) but not hooks.
+
+    It has the hooks of ``module``, as long as that has them.
+    """
     fast = shallow(module)
     for name, value in vars(module).items():
-        if name.endswith("_hooks") or "_hooks_" in name:
+        if name in ("_forward_hooks", "_forward_pre_hooks"):
+            shared = {key: hook if isinstance(hook, HookOf) else HookOf(value, key) for key, hook in value.items()}
+            vars(fast)[name] = type(value)(shared)
+        elif name.endswith("_hooks") or "_hooks_" in name:
             vars(fast)[name] = copy.copy(value)
     forward = vars(fast).get("forward")
     if isinstance(forward, CompiledForward):  # already one of ours: start again from what it was made from

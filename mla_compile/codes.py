@@ -44,6 +44,7 @@ class Code(str, Enum):
     UNSUPPORTED_OP = "unsupported_op"
     COLLECTIVE = "collective"
     GRAPH_BREAK = "graph_break"
+    WRAPPED_FORWARD = "wrapped_forward"
     EXPANDED_INPUTS = "expanded_inputs"
     EXPANDED_CACHE = "expanded_cache"
 
@@ -188,7 +189,18 @@ CODES: dict[Code, CodeInfo] = {
     Code.GRAPH_BREAK: CodeInfo(
         "refused",
         "K and V come from before a graph break, so the latent and the up-projection are in another graph",
-        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it)",
+        "remove the graph break between the up-projection and the attention (TORCH_LOGS=graph_breaks names it); where "
+        "a library wrapped the forwards of layers (quantization, placement) call mla_compile.optimize(model), which "
+        "takes such wrappers off or calls the layer as one operator",
+    ),
+    Code.WRAPPED_FORWARD: CodeInfo(
+        "refused",
+        "a library wrapped the forwards of modules in what Dynamo does not follow, so the graph is cut around each and "
+        "K and V enter it as inputs",
+        "with accelerate: load the whole model onto one device (no device_map that spreads or offloads it), or remove "
+        "its hooks (accelerate.hooks.remove_hook_from_module(model, recurse=True)), then optimize() it; for more "
+        "devices there is tensor parallelism; with other wrappers: set the layer's own forward back, or tell "
+        "register_quantized_linear of its class",
     ),
     Code.EXPANDED_INPUTS: CodeInfo(
         "refused",

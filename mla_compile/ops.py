@@ -14,6 +14,7 @@ attention chooses keys (:class:`mla_compile.kernels.call.IndexCall`).
 (:mod:`mla_compile.kernels.linear`).
 ``mla_compile::copy_after(x, before) -> y``: a contiguous copy of ``x``, made when ``before`` is there, of which nothing
 is read: what orders calls that do not depend on each other.
+``mla_compile::call_layer(rows, weights, layer) -> y``: a layer of some library (:mod:`mla_compile.core.layers`).
 
 :func:`mla_compile.kernels.decode.run` chooses among the kernels of CPU, CUDA and the reference; a device with neither
 kernel runs the reference until one is registered for it, in ``_register``, under its dispatch key. Schemas are
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from mla_compile.core import layers
 from mla_compile.kernels import alike, checks, decode, index, linear, reference, shared
 from mla_compile.kernels.call import ALIKE, DENSE, INDEX, PAGED, SCHEDULE, DecodeCall, IndexCall
 
@@ -152,6 +154,10 @@ def _register() -> torch.library.Library:
     register_flop_formula(torch.ops.mla_compile.few_rows_linear)(_rows_flops)
     _register_op(library, AFTER, "(Tensor x, Tensor before) -> Tensor", _copy_after, _fake_copy_after)
     _refuse_gradient(library, AFTER)
+    _register_op(library, layers.CALL, layers.SCHEMA, layers.run, layers.fake)
+    _refuse_gradient(library, layers.CALL)
+    register_flop_formula(torch.ops.mla_compile.call_layer)(layers.flops)
+    _register_op(library, layers.WEIGHT, layers.WEIGHT_SCHEMA, layers.run_weight, layers.fake_weight)
     return library
 
 
@@ -178,7 +184,7 @@ def _refuse_gradient(library: torch.library.Library, name: str) -> None:
     torch.library.register_autograd(name, no_gradient, setup_context=no_gradient, lib=library)
 
 
-if not hasattr(torch.ops.mla_compile, "copy_after"):
+if not hasattr(torch.ops.mla_compile, "call_layer"):
     _LIBRARY = _register()
 
 decode_attention = torch.ops.mla_compile.decode_attention.default

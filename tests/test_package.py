@@ -193,13 +193,13 @@ ROOMS = {
     "kernels.index": """kernels.call kernels.checks kernels.cpu kernels.devices kernels.kinds kernels.launch
         kernels.plan kernels.reference kernels.triton""",
     "kernels.linear": "core errors kernels.cpu",
-    "ops": """kernels.alike kernels.call kernels.checks kernels.decode kernels.index kernels.linear
+    "ops": """core kernels.alike kernels.call kernels.checks kernels.decode kernels.index kernels.linear
         kernels.reference kernels.shared""",
     # Passes know no doors, and no kernels but through their operators.
     "passes.ir": "core",
     "passes.linear": "passes.ir",
     "passes.attention": "passes.ir",
-    "passes.quantized": "errors passes.ir",
+    "passes.quantized": "core errors passes.ir",
     "passes.fused": "passes.ir passes.rewrite",
     "passes.dependence": "passes.ir",
     "passes.canonical": "passes.attention passes.ir",
@@ -226,8 +226,8 @@ ROOMS = {
     "capture": "core errors passes.cache passes.ir repeats",
     "runtime": "core errors pass_state passes.cache passes.decide passes.ir",
     "repeats": "core",
-    "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir pipeline repeats report runtime
-        version""",
+    "dynamo": """capture codes core errors kernels.cpu options pass_state passes.ir passes.quantized pipeline repeats
+        report runtime version""",
     "onnx": """capture core errors kernels.call kernels.devices kernels.plan kernels.tiles kernels.triton kernels.tuned
         ops options passes.ir pipeline report runtime version""",
     # The doors.

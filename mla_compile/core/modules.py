@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -25,6 +26,19 @@ def shallow(module: Module) -> Module:
     made: Module = object.__new__(type(module))
     vars(made).update(vars(module))
     return made
+
+
+@dataclass
+class HookOf:
+    """A hook in a copy of a module: that of the module, as long as it has it. Hooks may remove themselves."""
+
+    hooks: dict[int, Callable[..., Any]]
+    key: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the hook returns; None, by which nothing is changed, where it is gone."""
+        hook = self.hooks.get(self.key)
+        return None if hook is None else hook(*args, **kwargs)
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

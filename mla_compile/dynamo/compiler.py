@@ -27,6 +27,7 @@ from mla_compile.codes import Code
 from mla_compile.core.program import Call, Inputs, Program
 from mla_compile.core.records import PassRecord
 from mla_compile.core.sharing import Sharing
+from mla_compile.core.wrapped import Unwrapped
 from mla_compile.dynamo.breaks import mark_handed_over
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
@@ -36,6 +37,7 @@ from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sh
 from mla_compile.dynamo.recompiles import Recompiles, guard_module, running
 from mla_compile.dynamo.settling import settle
 from mla_compile.dynamo.sizes import share_lengths
+from mla_compile.dynamo.wrappers import told
 from mla_compile.errors import MlaCompileError, RankError, WeightError, brief, warn
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
@@ -105,6 +107,7 @@ class Compiler:
         self.buffers = buffers
         self.compilations = Compilations("") if compilations is None else compilations
         self.told: set[str] = set()
+        self.wrapped = Unwrapped()
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -202,6 +205,7 @@ class Compiler:
                 kind = "" if isinstance(error, MlaCompileError) else f"{type(error).__name__}: "
                 warn(f"a graph with attention is compiled in its original form, because of a failure: {kind}{error}")
             return None
+        outcome = replace(outcome, report=told(outcome.report, self.wrapped.left))
         self.reports.append(outcome.report)
         done = _Rewritten(program, outcome, folds)
         if self.explain_only:

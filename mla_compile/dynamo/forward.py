@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_map_only
 
 from mla_compile.core.modules import models_within, shallow
 from mla_compile.core.places import Place
+from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.recompiles import Recompiles, running
 from mla_compile.dynamo.trace import trace
+from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import InputError, MlaCompileError, warn
 from mla_compile.options import Options
 from mla_compile.report.report import NOTHING_YET, Report
@@ -33,7 +36,7 @@ _GLOBAL_HOOKS = (
 )
 
 
-class CompiledForward:
+class CompiledForward(OwnForward):
     """The ``forward`` of an optimized module, through ``copy.deepcopy`` and pickling of the module.
 
     A deep copy and an unpickled copy are optimized with the same options, and compile anew.
@@ -77,17 +80,41 @@ class CompiledForward:
         self.__signature__ = inspect.signature(types.MethodType(type(module).forward, module))
         self.__code__ = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # torch.export reads it
         self._run = compiled_entry(self.compiler, **settings)
-        self._buffers = (
-            OwnBuffers(module, self._plain, _kept_buffers(replace(options, verify=False)))
-            if self._may_own_buffers()
-            else None
-        )
+        self._unwrapped: Unwrapped | None = None
+        self._buffers = self._own_buffers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; compiled, unless gradients are wanted or another compiler is tracing it."""
-        if _is_traced() or self._is_within() or self._trains() or self._is_watched():
-            forward = self._replaced or functools.partial(type(self.module).forward, self.module)
-            return forward(*args, **kwargs)
+        if _is_traced() or self._is_within():
+            return self._plainly(*args, **kwargs)
+        device = self._device_of_all()
+        if device is None:
+            return self._called(args, kwargs)
+        if (hook := vars(self.module).get("_hf_hook")) is None:
+            return self._called(*tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs)))
+        return hook.post_forward(self.module, self._called(*hook.pre_forward(self.module, *args, **kwargs)))
+
+    def _device_of_all(self) -> torch.device | None:
+        """Where wrappers put the inputs of this call, if they were taken off; None: there are none.
+
+        They are looked for in the first call and not before: libraries finish a model by hooks that run then.
+        """
+        if self.outer is not None:
+            outer = vars(self.outer).get("forward")
+            return outer._device_of_all() if isinstance(outer, CompiledForward) else None
+        if self._unwrapped is None:
+            self._unwrapped = take_off(self.module)
+            for part in (self, *self._parts()):
+                part.compiler.wrapped = self._unwrapped
+        return self._unwrapped.device
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._replaced or functools.partial(type(self.module).forward, self.module)
+        return forward(*args, **kwargs)
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._trains() or self._is_watched():
+            return self._plainly(*args, **kwargs)
         with self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
@@ -101,9 +128,16 @@ class CompiledForward:
         if hasattr(self.module, "get_compiled_call"):
             vars(self.module)["get_compiled_call"] = self.call_module
 
-    def _may_own_buffers(self) -> bool:
+    def below(self, forward: Callable[..., Any] | None) -> None:
+        """From now on this is the module's own forward; None: that of its class."""
+        self._replaced = forward
+        self._buffers = self._own_buffers()
+
+    def _own_buffers(self) -> OwnBuffers | None:
         # A forward that was set on the object is bound to the original, whose buffers it would read.
-        return self.compiler.options.cache == "latent" and self._replaced is None
+        if self.compiler.options.cache != "latent" or self._replaced is not None:
+            return None
+        return OwnBuffers(self.module, self._plain, _kept_buffers(replace(self.options, verify=False)))
 
     def _plain(self) -> torch.nn.Module:
         """The module as it was before: the same weights, buffers and submodules."""

@@ -20,9 +20,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from mla_compile.core.modules import shallow
 from mla_compile.core.places import Place, tensors_of
+from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
+from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief, first_line, nearest
 from mla_compile.options import Options
 from mla_compile.report.report import Report
@@ -70,6 +73,7 @@ def trace(
     empty: Collection[Place],
 ) -> Trace:
     """Traces one forward, in which the buffers ``empty`` hold zeros; raises what :func:`explain_module` does."""
+    module, wrapped = _unwrapped(module)
     try:
         inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     except TypeError as error:
@@ -81,6 +85,7 @@ def trace(
         try:
             with copies((module, args, kwargs)) as copied, torch.no_grad():
                 compiler = Compiler(options, explain_only=True, buffers=BuffersInTrace(copied[0], empty))
+                compiler.wrapped = wrapped
                 compiled_entry(compiler)(*copied)
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             # The trace may need values (a branch, an index): try again with real ones where there are any.
@@ -98,6 +103,15 @@ def trace(
         said = f"{type(module).__name__} cannot be captured: Dynamo made no graph of its forward"
         raise CaptureError("; ".join((said, *breaks)))
     return Trace(compiler, breaks)
+
+
+def _unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, Unwrapped]:
+    """The module, or a copy without the wrappers that Dynamo does not follow."""
+    made = shallow(module)
+    if isinstance(vars(made).get("forward"), OwnForward):  # it is another module's
+        del vars(made)["forward"]
+    found = take_off(made)
+    return (module if made._modules is module._modules else made), found
 
 
 def _one_line(reason: str) -> str:

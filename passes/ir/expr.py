@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.core.layers import CALL, WEIGHT
 from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, substitute
 from mla_compile.passes.ir.graph import Builder, val
 
@@ -213,7 +214,8 @@ def is_foreign(op: object) -> bool:
     """
     if not isinstance(op, torch._ops.OpOverload):
         return False
-    return op.namespace not in ("aten", "prims", "prim", "mla_compile") or op._opname.startswith(_PACKED)
+    own = ("aten", "prims", "prim", "mla_compile")
+    return op.namespace not in own or op._opname.startswith(_PACKED) or op._schema.name in (CALL, WEIGHT)
 
 
 def _holds(value: object, expr: Expr) -> bool:

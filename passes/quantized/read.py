@@ -18,6 +18,7 @@ from mla_compile.passes.ir.schema import named_arguments, schema_name
 from mla_compile.passes.ir.sizes import same
 from mla_compile.passes.ir.stand_in import BARRED, DROPPED, STANDS_FOR, WAITS, stand_in
 from mla_compile.passes.ir.walk import reachable
+from mla_compile.passes.quantized.layers import product_of
 from mla_compile.passes.quantized.library import MEMBERS, PRODUCTS, ROWS
 from mla_compile.passes.quantized.registry import QuantizedLinear, registered
 from mla_compile.passes.quantized.rows import RowTracker
@@ -33,10 +34,15 @@ def is_quantized(graph: fx.Graph) -> bool:
 
 
 def _rounds(node: fx.Node) -> bool:
-    if packet(node) is aten.round or registered.get(node) is not None:
+    if packet(node) is aten.round:
         return True
     name = schema_name(node)
-    return PRODUCTS.get(node) is not None or name in ROWS
+    return _known(node) is not None or name in ROWS
+
+
+def _known(node: fx.Node) -> QuantizedLinear | None:
+    """What is known of the product that ``node`` calls."""
+    return registered.get(node) or PRODUCTS.get(node) or product_of(node)
 
 
 def add_stand_ins(
@@ -100,7 +106,7 @@ class _Reader:
         call = args_of(node)[0] if packet(node) is operator.getitem else node
         if packet(node) is operator.getitem and args_of(node)[1] != 0:
             return None
-        known = registered.get(call) or PRODUCTS.get(call)
+        known = _known(call)
         if known is None:
             return None
         told = named_arguments(call)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from mla_compile.passes.ir.schema import schema_name
 
@@ -40,6 +40,7 @@ class Products:
     def __init__(self, known: Mapping[str, QuantizedLinear]) -> None:
         self._known = dict(known)
         self._found: dict[str, QuantizedLinear | None] = {}  # asked of every node of every graph
+        self.layers: dict[type[nn.Module], QuantizedLinear] = {}
 
     def add(self, name: str, product: QuantizedLinear) -> None:
         self._known[name] = product

@@ -38,6 +38,7 @@ def test_codes_are_stable():
         "unsupported_op": "refused",
         "collective": "refused",
         "graph_break": "refused",
+        "wrapped_forward": "refused",
         "expanded_inputs": "refused",
         "expanded_cache": "refused",
         "not_mla": "not_mla",

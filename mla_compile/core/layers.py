@@ -1,0 +1,129 @@
+"""Layers that compiled code calls as one operator, because their library wrapped a forward that Dynamo cannot follow.
+
+``mla_compile::call_layer(rows, weights, layer) -> y`` is the layer's own forward, whatever that does, called with rows
+[..., in]; it returns y [..., out] in the dtype of the rows. ``layer`` names it among those of this process. Its tensors
+stand in the graph as ``weights``, so that the passes can say what the layer multiplies by.
+
+``mla_compile::layer_weight(weights, layer) -> W`` is the weight [out, in] that a layer rounds in each call, computed by
+its library: in another precision it would be rounded to other numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mla_compile.errors import InputError
+
+CALL = "mla_compile::call_layer"
+SCHEMA = "(Tensor rows, Tensor[] weights, str layer) -> Tensor"
+WEIGHT, WEIGHT_SCHEMA = "mla_compile::layer_weight", "(Tensor[] weights, str layer) -> Tensor"
+
+_numbers = itertools.count()
+_called: weakref.WeakValueDictionary[str, CalledLayer] = weakref.WeakValueDictionary()
+
+
+class CalledLayer:
+    """A layer and its name in graphs. A copy calls a copy of the layer.
+
+    Attributes:
+        layer: the library's object, with all that it wrapped the forward in. It is what is called.
+        plain: a module that holds the same tensors in dicts, where the library may have something else.
+        inner: the function below the wrappers that only place tensors, which takes the layer and its rows. None: it is
+            not known, and the layer computes with its own tensors whatever it is given.
+        width: that of what the layer returns.
+        rounded: the weight of a module like it, where it rounds one in each call.
+    """
+
+    rounded: Callable[[nn.Module], Tensor] | None = None
+
+    def __init__(self, layer: nn.Module, plain: nn.Module, inner: Callable[..., Tensor] | None, width: int) -> None:
+        self.layer = layer
+        self.plain = plain
+        self.inner = inner
+        self.width = width
+        self.name = f"{type(layer).__name__}_{next(_numbers)}"
+        _called[self.name] = self
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the layer, as they are now."""
+        named = (*self.plain._parameters.values(), *self.plain._buffers.values())
+        return [t for t in named if t is not None]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> nn.Module:
+        """A module with the attributes of the layer, the inner forward, and these tensors in the place of its own."""
+        made: nn.Module = object.__new__(type(self.layer))
+        vars(made).update(vars(self.layer))
+        given = iter(tensors)
+        for kind in ("_parameters", "_buffers"):
+            own: dict[str, Tensor | None] = vars(self.plain)[kind]
+            vars(made)[kind] = {name: None if value is None else next(given) for name, value in own.items()}
+        if self.inner is not None:
+            vars(made)["forward"] = types.MethodType(self.inner, made)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CalledLayer:
+        layer, plain = copy.deepcopy((self.layer, self.plain), memo)
+        return CalledLayer(layer, plain, self.inner, self.width)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CalledLayer, (self.layer, self.plain, self.inner, self.width)
+
+
+def find(name: str) -> CalledLayer:
+    """The layer of that name. Raises :class:`InputError` where it is of another process, or is gone."""
+    found = _called.get(name)
+    if found is None:
+        raise InputError(f"{CALL} calls the layer {name}, which is not in this process: optimize the model again here")
+    return found
+
+
+def run(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
+    """What the operator computes."""
+    called = find(layer)
+    # Values that were drawn for a check, for one, are not the layer's own.
+    own = called.inner is None or all(
+        a.data_ptr() == b.data_ptr() for a, b in zip(called.tensors, weights, strict=True)
+    )
+    with torch.no_grad():
+        y = called.layer.forward(rows) if own else called.with_tensors(weights).forward(rows)
+    if y.dtype != rows.dtype or y.shape != (*rows.shape[:-1], called.width):
+        raise InputError(
+            f"{type(called.layer).__name__} returned {y.dtype} {list(y.shape)} for rows {rows.dtype} "
+            f"{list(rows.shape)}, expected {rows.dtype} [..., {called.width}]"
+        )
+    return y.contiguous() if y is not rows else y.clone()
+
+
+def fake(rows: Tensor, weights: list[Tensor], layer: str) -> Tensor:
+    """Its shape and dtype."""
+    return rows.new_empty(*rows.shape[:-1], find(layer).width)
+
+
+def run_weight(weights: list[Tensor], layer: str) -> Tensor:
+    """What the other operator computes."""
+    called = find(layer)
+    assert called.rounded is not None
+    with torch.no_grad():
+        return called.rounded(called.with_tensors(weights)).clone()
+
+
+def fake_weight(weights: list[Tensor], layer: str) -> Tensor:
+    """Its shape and dtype: those of the weight that is not rounded, which comes first."""
+    return torch.empty_like(weights[0])
+
+
+def flops(rows: Any, weights: Any, layer: str, **_: Any) -> int:
+    """2KO for each row, as torch counts a product."""
+    count = 2 * find(layer).width
+    for size in rows:
+        count *= size
+    return int(count)

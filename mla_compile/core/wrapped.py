@@ -1,0 +1,320 @@
+"""Copies of modules without what libraries wrapped around their forwards, where Dynamo does not follow that.
+
+Two kinds of wrappers are taken off. Some only place tensors (accelerate's hooks, the offloading of compressed-tensors):
+where everything is on one device already they move nothing, and the forward below them runs. Others compute (roundings
+of compressed-tensors, functions under ``torch.compiler.disable``): a layer of rows in one of these is called as one
+operator, :mod:`mla_compile.core.layers`.
+
+The originals stay as they are. A copy has the very dicts of tensors and hooks of its original, so that whoever changes
+these changes both.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from mla_compile.core.layers import CalledLayer
+from mla_compile.core.modules import shallow
+
+_CLOSED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule)
+Function = Callable[..., Any]
+IsKnown = Callable[[nn.Module, Function], bool]
+"""Whether a function that stands for the forward of a layer is known as one that Dynamo does not follow."""
+IsCaptured = Callable[[Function, Tensor], bool]
+"""Whether the forward of a layer of rows becomes one graph; called with a row."""
+
+
+class OwnForward:
+    """The forward of a module that is a copy already."""
+
+    def below(self, forward: Function | None) -> None:
+        """From now on this is the module's own forward; None: that of its class."""
+        raise NotImplementedError
+
+
+@dataclass
+class Unwrapped:
+    """What came of the wrappers of a model.
+
+    Attributes:
+        device: where everything is, if wrappers that place tensors were taken off: inputs belong there.
+        left: what is still in Dynamo's way, in words: who does what, and around how many modules.
+    """
+
+    device: torch.device | None = None
+    left: dict[str, int] = field(default_factory=dict)
+
+    def note(self, what: str) -> None:
+        """Adds a wrapper to those that are left."""
+        self.left[what] = self.left.get(what, 0) + 1
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """A wrapper that places tensors.
+
+    Attributes:
+        inner: the forward below it, which takes the module and its arguments; None: not known.
+        devices: those that it moves to or from.
+        library: whose it is.
+        moves: what else it does than to place everything on one device, in words.
+        tensors: the parameters and buffers by name, where it keeps them in something else than a dict.
+    """
+
+    inner: Function | None
+    devices: frozenset[str]
+    library: str
+    moves: str = ""
+    tensors: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def unwrap(root: nn.Module, known: IsKnown, captured: IsCaptured) -> Unwrapped:
+    """Puts copies in the place of wrapped modules below ``root``, a copy, which gets a dict of submodules of its own.
+
+    Wrappers around ``root`` itself that only place tensors are taken off its :class:`OwnForward`.
+    """
+    found = Unwrapped()
+    placing = {m: w for m in root.modules() if (w := _placing(m)) is not None}
+    if placing and not _moves_nothing(placing, found):
+        return found
+    copier = _Copier(placing, known, captured, found)
+    if placing or any(copier.is_wrapped(m) for m in root.modules()):
+        copier.in_place(root)
+    return found
+
+
+def _moves_nothing(placing: Mapping[nn.Module, _Placing], found: Unwrapped) -> bool:
+    """Whether all tensors are where each wrapper moves them to; else what is moved is noted."""
+    tensors = [t for m in placing for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+    devices = {d for wrapper in placing.values() for d in wrapper.devices} | {_name(t.device) for t in tensors}
+    busy = [w for w in placing.values() if w.moves]
+    if len(devices) == 1 and not busy:
+        found.device = torch.device(devices.pop())
+        return True
+    for wrapper in busy or placing.values():
+        what = wrapper.moves or f"moves tensors between devices ({', '.join(sorted(devices))})"
+        found.note(f"{wrapper.library} {what}")
+    return False
+
+
+def _placing(module: nn.Module) -> _Placing | None:
+    own = vars(module)
+    if "_hf_hook" in own and "_old_forward" in own:
+        return _of_accelerate(own["_hf_hook"], own["_old_forward"])
+    if "_original_forward_func" in own and hasattr(own["_parameters"], "offloaded_values"):
+        return _of_compressed_tensors(own)
+    return None
+
+
+def _of_accelerate(hook: Any, below: Any) -> _Placing:
+    """``add_hook_to_module``: a hook before and after the forward that the module had."""
+    devices, moves = set[str](), ""
+    for one in getattr(hook, "hooks", (hook,)):
+        kind = type(one).__name__
+        if kind != "AlignDevicesHook":
+            moves = f"runs its {kind}"
+        elif one.offload:
+            moves = "loads weights before each call and drops them behind it (offload)"
+        elif one.execution_device is not None:
+            devices.add(_name(one.execution_device))
+    return _Placing(getattr(below, "__func__", None), frozenset(devices), "accelerate", moves)
+
+
+def _of_compressed_tensors(own: Mapping[str, Any]) -> _Placing:
+    """``offload_module``: tensors come to one device when they are read, and inputs when the module is called."""
+    caches = {kind: own[kind] for kind in ("_parameters", "_buffers")}
+    places = {_name(place) for c in caches.values() for place in (c.onload_device, c.offload_device)}
+    tensors = {kind: cache.offloaded_values for kind, cache in caches.items()}
+    return _Placing(own["_original_forward_func"], frozenset(places), "compressed-tensors", "", tensors)
+
+
+def _name(place: Any) -> str:
+    """A device by name, with its index where it has one; "disk" is no device of torch's."""
+    if place == "disk":
+        return "disk"
+    device = torch.device(place)
+    return (
+        str(torch.device(device.type, 0 if device.index is None else device.index)) if device.type != "cpu" else "cpu"
+    )
+
+
+class _Copier:
+    """Copies of modules, each made once."""
+
+    def __init__(
+        self, placing: Mapping[nn.Module, _Placing], known: IsKnown, captured: IsCaptured, found: Unwrapped
+    ) -> None:
+        self.placing = placing
+        self.known = known
+        self.captured = captured
+        self.found = found
+        self.copies: dict[nn.Module, nn.Module] = {}
+        self.followed: dict[object, bool] = {}
+
+    def is_wrapped(self, module: nn.Module) -> bool:
+        """Whether Dynamo may not see what the module's class says that it does."""
+        replaced = vars(module).get("forward")
+        if replaced is None:
+            forward = type(module).forward
+            return _is_disabled(forward) or self.known(module, forward)
+        return not isinstance(replaced, (OwnForward, _Call))
+
+    def in_place(self, module: nn.Module) -> None:
+        """Takes the wrappers off a module that is a copy already, and off all below it."""
+        forward, wrapper = vars(module).get("forward"), self.placing.get(module)
+        if wrapper is not None:
+            if isinstance(forward, OwnForward):
+                forward.below(self._bound(module, wrapper.inner))
+            vars(module).update(wrapper.tensors)
+        children = self._children(module)
+        if children is not None:
+            vars(module)["_modules"] = children
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        """The module, or a copy of it that Dynamo follows."""
+        if module not in self.copies:
+            self.copies[module] = module  # if it is its own descendant
+            self.copies[module] = self._copied(module)
+        return self.copies[module]
+
+    def _children(self, module: nn.Module) -> dict[str, nn.Module | None] | None:
+        """The submodules by name, some of them copies; None where all are what they were."""
+        new = {name: None if child is None else self.copy(child) for name, child in module._modules.items()}
+        return new if any(child is not module._modules[name] for name, child in new.items()) else None
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        forward = vars(module).get("forward")
+        if isinstance(forward, OwnForward):
+            self.in_place(module)
+            return module
+        if isinstance(module, _CLOSED) or isinstance(forward, _Call):
+            return module
+        wrapper = self.placing.get(module)
+        inner = wrapper.inner if wrapper is not None else _function(module)
+        if not self._follows(module, inner):
+            called = self._called(module, inner, wrapper)
+            if called is None:
+                self.found.note(_who(module, inner or forward))
+            return called or module
+        if inner is None:  # a function that may hold the original: what is below it stays as it is
+            return module
+        children = self._children(module)
+        if wrapper is None and children is None:
+            return module
+        made = _bare(module, wrapper)
+        if children is not None:
+            vars(made)["_modules"] = children
+        if (bound := self._bound(made, inner)) is not None:
+            vars(made)["forward"] = bound
+        return made
+
+    @staticmethod
+    def _bound(module: nn.Module, inner: Function | None) -> Function | None:
+        return None if inner is None or inner is type(module).forward else types.MethodType(inner, module)
+
+    def _follows(self, module: nn.Module, inner: Function | None) -> bool:
+        """Whether Dynamo can look into the forward of a layer: tried once for each function."""
+        forward = vars(module).get("forward", inner) if inner is None else inner
+        if _is_disabled(forward):
+            return False
+        if inner is not None and self.known(module, inner):
+            return False
+        # No layer of rows: it is left to the trace of the model.
+        if inner is type(module).forward or (rows := _one_row(module)) is None:
+            return True
+        key = type(module), getattr(forward, "__code__", forward)
+        if key not in self.followed:
+            self.followed[key] = self.captured(_method(module, inner), rows)
+        return self.followed[key]
+
+    def _called(self, module: nn.Module, inner: Function | None, wrapper: _Placing | None) -> nn.Module | None:
+        """A copy that calls ``module`` as one operator; None where that is not known to be a layer of rows."""
+        width = _width(module)
+        if width is None or module._modules:
+            return None
+        if inner is None or not self.known(module, inner):
+            rows = _one_row(module)
+            with torch.no_grad():
+                y = None if rows is None else _method(module, inner)(rows)
+            if rows is None or not isinstance(y, Tensor) or y.dtype != rows.dtype or y.shape != (1, width):
+                return None
+        made = _bare(module, wrapper)
+        vars(made)["forward"] = _Call(CalledLayer(module, made, inner, width))
+        return made
+
+
+class _Call:
+    """The forward of a copy whose original is called as one operator."""
+
+    def __init__(self, called: CalledLayer) -> None:
+        self.called = called
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One operator where Dynamo traces it without gradients; else the original, as it is."""
+        if len(args) != 1 or kwargs or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+            return self.called.layer.forward(*args, **kwargs)
+        (rows,) = args
+        if (torch.is_grad_enabled() and rows.requires_grad) or torch.is_autocast_enabled(rows.device.type):
+            return self.called.layer.forward(rows)
+        return torch.ops.mla_compile.call_layer(rows, self.called.tensors, self.called.name)
+
+
+def _bare(module: nn.Module, wrapper: _Placing | None) -> nn.Module:
+    """A copy that shares the dicts of tensors and of hooks, without the marks of a wrapper."""
+    made = shallow(module)
+    for name in ("forward", "_hf_hook", "_old_forward", "_original_forward_func"):
+        vars(made).pop(name, None)
+    if wrapper is not None:
+        vars(made).update(wrapper.tensors)
+    return made
+
+
+def _function(module: nn.Module) -> Function | None:
+    """What runs as the module's forward, as a function of the module and its arguments; None: it is no method of it."""
+    own = vars(module).get("forward")
+    if own is None:
+        forward: Function = type(module).forward
+        return forward
+    return own.__func__ if isinstance(own, types.MethodType) and own.__self__ is module else None
+
+
+def _method(module: nn.Module, inner: Function | None) -> Function:
+    forward: Function = module.forward if inner is None else types.MethodType(inner, module)
+    return forward
+
+
+def _width(module: nn.Module) -> int | None:
+    """How many features a layer of rows returns."""
+    width = getattr(module, "out_features", None)
+    return width if isinstance(width, int) and isinstance(getattr(module, "in_features", None), int) else None
+
+
+def _one_row(module: nn.Module) -> Tensor | None:
+    """A row of zeros for a layer of rows."""
+    dtypes = [t.dtype for t in module.parameters(recurse=False) if t.is_floating_point() and t.dtype.itemsize > 1]
+    if _width(module) is None or not dtypes:
+        return None
+    device = next(module.parameters(recurse=False)).device
+    return torch.zeros(1, int(module.in_features), dtype=dtypes[0], device=device)  # type: ignore[arg-type]
+
+
+def _is_disabled(function: object) -> bool:
+    """Whether ``torch.compiler.disable`` made a function, or a method of it."""
+    return bool(getattr(getattr(function, "__func__", function), "_torchdynamo_disable", False))
+
+
+def _who(module: nn.Module, forward: object) -> str:
+    """Who stands in the way, by the function that was written: ``functools.wraps`` copies the names of another."""
+    function = getattr(getattr(forward, "__func__", forward), "_torchdynamo_orig_callable", forward)
+    function = getattr(function, "__func__", function)
+    names = getattr(function, "__globals__", {})
+    written = str(names.get("__name__") or getattr(function, "__module__", "an unknown module"))
+    how = "is under torch.compiler.disable" if _is_disabled(forward) else "is wrapped"
+    return f"the forward of {type(module).__name__} {how} (by {written})"

@@ -1,0 +1,73 @@
+"""Wrappers around forwards that Dynamo does not follow: how they are found, and what a report says of those left."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+
+from mla_compile.capture import capture
+from mla_compile.codes import CODES, Code
+from mla_compile.core.program import Inputs
+from mla_compile.core.wrapped import Unwrapped, unwrap
+from mla_compile.passes.quantized.layers import is_known
+from mla_compile.report.report import Report
+
+_DISABLED = re.compile(r"Skip calling function `<function (\S+) at (0x[0-9a-f]+)>` since it was wrapped with")
+
+
+def take_off(module: torch.nn.Module) -> Unwrapped:
+    """:func:`mla_compile.core.wrapped.unwrap` for ``module``, a copy."""
+    return unwrap(module, is_known, _is_captured)
+
+
+def _is_captured(forward: Callable[..., Any], rows: torch.Tensor) -> bool:
+    def backend(gm: fx.GraphModule, example_inputs: Inputs) -> Callable[..., Any]:
+        capture.from_dynamo(gm, example_inputs)
+        return gm
+
+    try:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            torch.compile(forward, backend=backend, fullgraph=True)(rows)
+    except Exception:  # noqa: BLE001  it is a library's code that is traced, and then runs
+        return False
+    return True
+
+
+def told(report: Report, left: Mapping[str, int]) -> Report:
+    """The report, in which attentions that were cut off name the wrappers ``left``, each around so many modules.
+
+    Where none is known, the functions are named at which Dynamo broke graphs of this process, because somebody switched
+    it off for them.
+    """
+    who = [f"{what}, {count} module{'s' if count > 1 else ''}" for what, count in left.items()]
+    code = Code.WRAPPED_FORWARD if who else Code.GRAPH_BREAK
+    skipped = [] if who or all(site.code != Code.GRAPH_BREAK for site in report.sites) else _skipped()
+    who += [f"Dynamo broke a graph at {name}, which is under torch.compiler.disable" for name in skipped]
+    if not who:
+        return report
+    sites = [
+        replace(site, code=code, reason=f"{site.reason} ({'; '.join(who)})", fix=CODES[code].fix)
+        if site.code == Code.GRAPH_BREAK
+        else site
+        for site in report.sites
+    ]
+    return replace(report, sites=tuple(sites))
+
+
+def _skipped() -> list[str]:
+    """The functions under ``torch.compiler.disable`` that broke a graph of this process, with their modules."""
+    found = {match.groups() for reason in counters["graph_break"] if (match := _DISABLED.search(reason))}
+    if not found:
+        return []
+    places = {int(place, 16): name for name, place in found}
+    functions = (one for one in gc.get_objects() if id(one) in places)
+    modules = {id(one): getattr(one, "__module__", "") for one in functions if isinstance(one, FunctionType)}
+    return sorted({f"{modules[place]}.{name}" if modules.get(place) else name for place, name in places.items()})

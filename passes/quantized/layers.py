@@ -1,0 +1,106 @@
+"""Layers of libraries that are called as one operator: which are products with a weight, and what the weight is.
+
+A layer is known by the function that its library put in the place of its forward, or by its class where a user
+registered one. Nothing of the libraries is imported: what they dequantize with is asked of that function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from mla_compile.core.layers import CALL, CalledLayer, find
+from mla_compile.passes.ir.schema import schema_name
+from mla_compile.passes.quantized.registry import Dequantize, QuantizedLinear, registered
+
+Describe = Callable[[CalledLayer], QuantizedLinear | None]
+
+
+def is_known(layer: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a layer is called as one operator, whose ``forward`` a library put in the place of its class's."""
+    return _given(layer) is not None or _module(forward) in LAYERS
+
+
+def product_of(node: fx.Node) -> QuantizedLinear | None:
+    """What is known of the layer that ``node`` calls."""
+    if schema_name(node) != CALL:
+        return None
+    called = find(str(node.args[2]))
+    if (given := _given(called.layer)) is not None:
+        return QuantizedLinear("rows", _of_tensors(called, given.dequantize), given.rounds)
+    describe = LAYERS.get(_module(called.inner))
+    return None if describe is None else describe(called)
+
+
+def _given(layer: nn.Module) -> QuantizedLinear | None:
+    """What a user has registered for the class of a layer, or for one that it is derived from."""
+    return next((registered.layers[kind] for kind in type(layer).__mro__ if kind in registered.layers), None)
+
+
+def _module(function: object) -> str:
+    """Where a function was written: ``functools.wraps`` copies its other names."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def _of_tensors(called: CalledLayer, dequantize: Callable[[nn.Module], Any] | None) -> Dequantize | None:
+    """``dequantize`` of the arguments of the operator, where it is given for the layer."""
+    if dequantize is None:
+        return None
+    given = dequantize
+
+    def of_tensors(*, weights: list[Tensor], layer: str) -> Any:
+        return given(called.with_tensors(weights))
+
+    return of_tensors
+
+
+_PACKED, _BEFORE = "compressed", ("initialized", "calibration", "frozen")
+
+
+def _compressed_tensors(called: CalledLayer) -> QuantizedLinear | None:
+    """``F.linear`` between roundings of rows and results, and in earlier states with a rounded weight.
+
+    A packed layer is unpacked by a hook of the model before it first runs; a trace sees it as it was loaded.
+    """
+    layer: Any = called.layer
+    scheme = getattr(layer, "quantization_scheme", None)
+    status = str(getattr(getattr(layer, "quantization_status", None), "value", ""))
+    if not isinstance(layer, nn.Linear) or scheme is None:
+        return None
+    rounds = getattr(layer, "quantization_enabled", True) and bool(status)
+    if rounds and scheme.output_activations is not None:
+        return None
+
+    if rounds and status in _BEFORE and scheme.weights is not None:
+        forward_quantize = vars(sys.modules[_module(called.inner)])["forward_quantize"]
+        called.rounded = lambda own: forward_quantize(own, own.weight, "weight", scheme.weights)
+
+        def dequantize(own: Any) -> tuple[Tensor, Tensor | None]:
+            kept = (*own._parameters.values(), *own._buffers.values())
+            return torch.ops.mla_compile.layer_weight([t for t in kept if t is not None], called.name), own.bias
+    else:
+
+        def dequantize(own: Any) -> tuple[Tensor, Tensor | None]:
+            return _unpacked(own, scheme) if status == _PACKED else own.weight, own.bias
+
+    return QuantizedLinear(
+        "rows", _of_tensors(called, dequantize), rounds=rounds and scheme.input_activations is not None
+    )
+
+
+def _unpacked(own: Any, scheme: Any) -> Tensor:
+    registry: Any = sys.modules["compressed_tensors.compressors.base"]
+    state: dict[str, Any] = dict((*own.named_parameters(), *own.named_buffers()))
+    if "weight_shape" in state:  # it is read as numbers, which a trace does not have
+        state["weight_shape"] = torch.Size((own.out_features, own.in_features))
+    compressor = registry.BaseCompressor.get_value_from_registry(scheme.format.value)
+    weight: Tensor = compressor.decompress(state, scheme)["weight"]
+    return weight
+
+
+LAYERS: dict[str, Describe] = {"compressed_tensors.quantization.lifecycle.forward": _compressed_tensors}
+"""What is known of a library's layers, by the module of the function that stands for their forward."""
