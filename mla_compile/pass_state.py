@@ -16,13 +16,13 @@ from mla_compile.core.drawing import SiteDrawing
 from mla_compile.core.program import Program
 from mla_compile.core.records import PassRecord, SiteReport
 from mla_compile.options import Options
+from mla_compile.passes.cache.held import Held, held
 from mla_compile.passes.decide.cost import AbsorbedColumns, Fold
 from mla_compile.passes.decide.records import Verdict
 from mla_compile.passes.ir.collectives import received_bytes
 from mla_compile.passes.ir.stop import Stop
 from mla_compile.passes.report.draw import Sketch
 from mla_compile.passes.report.heads import attentions, reports_of, shown
-from mla_compile.passes.report.held import Held, held
 from mla_compile.passes.report.site import unfollowed_report
 from mla_compile.passes.rewrite.records import Absorbed, Folded
 from mla_compile.passes.rewrite.split_heads import SplitSite

@@ -183,7 +183,7 @@ ROOMS = {
     "kernels.kinds": "kernels.call",
     "kernels.shared": "kernels.call kernels.tiles",
     "kernels.plan": "errors kernels.devices kernels.tiles kernels.tuned",
-    "kernels.cpu": "kernels.call kernels.reference",
+    "kernels.cpu": "core kernels.call kernels.reference",
     "kernels.triton": "errors kernels.call kernels.devices kernels.plan kernels.shared kernels.tiles",
     "kernels.hopper": "kernels.call kernels.devices kernels.kinds kernels.plan kernels.shared kernels.triton",
     "kernels.launch": """errors kernels.call kernels.checks kernels.devices kernels.hopper kernels.kinds
@@ -217,8 +217,8 @@ ROOMS = {
     "by_heads": """analysis core errors options passes.attention passes.dependence passes.ir passes.rewrite
         passes.verify""",
     "report": "codes core errors passes.decide version",
-    "pass_state": """analysis caching codes core options passes.decide passes.ir passes.report passes.rewrite
-        passes.verify report""",
+    "pass_state": """analysis caching codes core options passes.cache passes.decide passes.ir passes.report
+        passes.rewrite passes.verify report""",
     "pass_table": """analysis by_heads codes core errors kernels.cpu kernels.launch kernels.linear pass_state
         passes.attention passes.cache passes.decide passes.ir passes.linear passes.report passes.rewrite
         passes.verify""",
@@ -239,9 +239,9 @@ ROOMS = {
     "mla_compile": "api backend batching core errors onnx ops options registration report version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",
-    "workbench": "backend core errors mla_compile models passes.decide report",
+    "workbench": "backend core errors mla_compile models passes.decide report runtime",
     "cli": "core errors models onnx report version workbench",
-    "__main__": "cli",
+    "__main__": "cli version",
 }
 
 

@@ -14,7 +14,7 @@ from mla_compile.passes.decide.proved import Proofs
 from mla_compile.passes.decide.records import pieces_of
 from mla_compile.passes.decide.residual import shortcut
 from mla_compile.passes.decide.sources import choose_sources
-from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, val
+from mla_compile.passes.ir.graph import HANDED_OVER, args_of, bytes_hint, is_tensor, is_tuple, packet, shape, val
 from mla_compile.passes.ir.operators import (
     Copy,
     Join,
@@ -242,6 +242,8 @@ def _joins_heads(node: fx.Node, maps: Maps) -> bool:
     pieces = [p for n in parts for p in maps.map(n).pieces if p.weight is not None]
     if isinstance(how, Stack):  # along an axis that no row has
         return bool(pieces)
+    if how.dim == len(shape(node)) - 1:  # columns of each head
+        return False
     return any(a in p.weight.atoms for p in pieces if p.weight is not None for a in p.axes[how.dim])
 
 

@@ -55,8 +55,16 @@ def judge(
     """One verdict per site, in order; ``sparse``: whether attention may read the keys of a list only."""
     judged = _Judge(graph, maps, device, forms, fold, sparse)
     verdicts = judged.respect_other_users([judged.whole(site) for site in sites])
+    verdicts = [_with_advice(verdict, maps) for verdict in verdicts]
     verdicts = absorbed_by_hand(graph, verdicts, maps)
     return verdicts if forms == "expanded" else with_fusions(graph, verdicts, maps)
+
+
+def _with_advice(verdict: Verdict, maps: Maps) -> Verdict:
+    """No advice where the code's is what stands there already: an operator that has a rule, which fails here."""
+    if verdict.code is Code.UNSUPPORTED_OP and verdict.fix is None and verdict.blame is not None:
+        return replace(verdict, fix="" if maps.follows(verdict.blame) else None)
+    return verdict
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from mla_compile.passes.ir.graph import TOLD, operator_name, val
 from mla_compile.passes.ir.locate import locate
 from mla_compile.passes.ir.stand_in import DROPPED
 from mla_compile.passes.ir.stop import Stop
-from mla_compile.passes.linear.rules import rule_of
 from mla_compile.passes.rewrite.records import Folded
 from mla_compile.passes.verify.comparison import Check
 
@@ -47,7 +46,7 @@ def site_report(
         verdict="absorbed" if verdict.absorb else CODES[verdict.code].verdict,
         code=verdict.code,
         reason=verdict.reason,
-        fix=_fix(verdict),
+        fix=CODES[verdict.code].fix if verdict.fix is None else verdict.fix,
         blame=None if verdict.blame is None else locate(verdict.blame),
         precision_ratio=None if check is None else check.ratio,
         notes=tuple(notes),
@@ -84,14 +83,6 @@ def site_report(
         choosing_bytes=None if chooses is None else chooses.bytes,
         choosing_fused=None if chooses is None else chooses.fused,
     )
-
-
-def _fix(verdict: Verdict) -> str | None:
-    """What the user could change; empty where the code's advice is what stands there already."""
-    if verdict.fix is not None:
-        return verdict.fix
-    known = verdict.blame is not None and rule_of(verdict.blame) is not None
-    return "" if verdict.code is Code.UNSUPPORTED_OP and known else CODES[verdict.code].fix
 
 
 def _masks(plan: AbsorbPlan) -> list[str]:

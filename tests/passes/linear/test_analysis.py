@@ -480,7 +480,6 @@ STOPS = {
         [],
     ),
     "a sum of a map and what it is a map of": ("unsupported_op", lambda z, w: z @ w + z, [W(L, L)], []),
-    "a sum with other tokens": ("unsupported_op", lambda z, w: z @ w + (z @ w)[:, :1], [W(L, 6)], []),
     "what is positive": ("nonlinear", lambda z, w: (lambda k: torch.where(k > 0, k, 0.0))(z @ w), [W(L, 6)], []),
     "some tokens hidden": (
         "position_dependent",

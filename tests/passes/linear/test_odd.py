@@ -142,7 +142,6 @@ SYMBOLIC_STOPS = {
     ),
     "tokens last, joined": ("token_mixing", lambda z, p, w: torch.cat([w.mT @ z.mT, w.mT @ z.mT * 2], -1)),
     "a size added": ("position_dependent", lambda z, p, w: z @ w + p.shape[0]),
-    "a weight times a size added": ("unsupported_op", lambda z, p, w: z @ w + w[0] * p.shape[0]),
     "a factor for each token": ("position_dependent", lambda z, p, w: (z @ w) * torch.arange(z.shape[1])[:, None]),
 }
 
