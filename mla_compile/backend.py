@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from torch._guards import TracingContext
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_compile.options import Options
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from mla_compile.report.report import Report
 
 _KEPT = 64
-_told: dict[CodeType | None, set[str]] = {}
-"""What was said of the graphs of each function that Dynamo compiles."""
+_told = WeakTensorKeyDictionary()
+"""By the first weight of a graph, what was said of the graphs of its model."""
 _recent: deque[Report] = deque(maxlen=_KEPT)
 
 
@@ -35,10 +34,12 @@ def mla(
 ) -> Callable[..., Any]:
     """The backend. ``options`` and other keyword arguments are those of :class:`mla_compile.Options` or of Inductor."""
     from mla_compile.dynamo.compiler import Compiler  # on use: it brings all passes with it
+    from mla_compile.dynamo.recompiles import parameters_of
 
     compiler = Compiler(Options.parse({**more, **(options or {})}), mode)
-    traced = TracingContext.get_traced_code() if TracingContext.try_get() else None
-    compiler.told = _told.setdefault(traced[0] if traced else None, set())
+    weights = parameters_of(gm, example_inputs)
+    if weights:
+        compiler.told = _told.setdefault(weights[0], set())
     call = compiler(gm, example_inputs)
     _recent.extend(compiler.reports)
     return call

@@ -146,7 +146,8 @@ def run(
                 new = Counter(told(s) for s in sites()[seen:])
                 if length == LENGTHS[0] and i == 0:
                     assert new == expected, describe(sites()[seen:])
-                assert set(new) <= set(expected), describe(sites()[seen:])
+                # With lengths that are open less can be shown of an operator, which is then named.
+                assert set(new) <= {*expected, "unsupported_op"}, describe(sites()[seen:])
                 seen = len(sites())
         if not {"absorbed", "kept"} & {verdict_of(said) for said in expected}:  # neither is the prompt
             assert not any(s.verdict == "absorbed" for s in sites()), describe(sites())
@@ -176,10 +177,10 @@ def test_exported(style: str) -> None:
             got_args, got_kwargs = copy.deepcopy((args, kwargs))
             loaded = fast.module()
             torch.manual_seed(dims.seed)
-            with counting(fast) as ours:
+            with counting(exported) as ours:
                 got = loaded(*got_args, **got_kwargs)
             torch.manual_seed(dims.seed)
-            with counting(fast) as before:
+            with counting(exported) as before:
                 want = original(*args, **kwargs)
         if style not in MORE_FLOPS:
             assert ours.get_total_flops() <= before.get_total_flops()

@@ -378,7 +378,7 @@ def tell(report: Report, told: set[str]) -> None:
         return
     message = f"nothing was absorbed in a graph with attention: {replace(report, graph='', passes=()).summary()}"
     if all(site.verdict == "not_mla" for site in report.sites):
-        message = "this attention is MHA, GQA or MQA, not Multi-head Latent Attention: there is no latent to absorb"
+        message = "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
     if message not in told:
         told.add(message)
         warn(message)

@@ -30,6 +30,7 @@ keep their part of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -98,7 +99,10 @@ MEANING = {
 
 
 def _attention(form: formulas.Form) -> formulas.Stage:
-    return next(stage for stage in formulas.stages(form) if stage.name == "attention")
+    found = next(stage for stage in formulas.stages(form) if stage.name == "attention")
+    # No rotary key is added to other columns.
+    alone = {what: getattr(found, what).subs(formulas.A, 0) for what in ("multiply_adds", "activations")}
+    return replace(found, **alone)
 
 
 @cache

@@ -86,7 +86,7 @@ def normalize(graph: fx.Graph, fake_mode: FakeTensorMode | None = None) -> int:
 def _told(node: fx.Node, fake_mode: FakeTensorMode | None) -> fx.Node | None:
     """The same without a tensor that ``node`` asks for its dtype, device and sizes alone; None where there is none."""
     op, given = packet(node), args_of(node)
-    converts = op is aten.type_as or (op is aten.to and is_tensor(given[1]))
+    converts = op is aten.type_as or (op is aten.to and len(given) > 1 and is_tensor(given[1]))
     asked = given[1] if converts else given[0] if op in (*_LIKE, *_NEW) else None
     if asked is None or not _is_computed(asked) or node.kwargs.get("pin_memory"):
         return None

@@ -122,7 +122,7 @@ class _Judge:
             why = _PROMPT if found.choice.absorbed else found.choice.reason
             note = f"the {sides} alone could be absorbed; {why}"
             # What a latent makes in part is MLA, whatever stands in the way of the rest, and stays for what it costs.
-            if refused.code is Code.NOT_MLA:
+            if refused.code in SYMPTOMS:
                 return replace(refused, code=Code.COST_PREFILL, reason=note, blame=None)
             return replace(refused, notes=(note,))
         reason = f"each call picks by its number of queries whether the {sides} are absorbed"

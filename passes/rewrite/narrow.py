@@ -29,7 +29,8 @@ aten = torch.ops.aten
 def narrow(nodes: Iterable[tuple[fx.Node, fx.Node]], maps: Maps) -> int:
     """Makes each node of ``(node, source)`` from the rows of its source alone; returns how many."""
     done = 0
-    for node, source in dict.fromkeys(nodes):
+    # What is read last first: a few tokens of what another site makes alone are read from rows, as they were judged.
+    for node, source in sorted(dict.fromkeys(nodes), key=lambda pair: pair[0], reverse=True):
         # Nothing reads it any more since other sites were rewritten.
         if not node.users:
             continue

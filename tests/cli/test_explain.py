@@ -31,7 +31,7 @@ def test_deepseek_v3(explained_models):
     assert said["report"]["counts"]["absorbed"] == 2
     (site,) = said["sites"]
     assert site["count"] == 61
-    assert site["dims"] == {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168}
+    assert site["dims"] == {"H": 128, "L": 512, "R": 64, "N": 128, "V": 128, "Q": 1536, "D": 7168, "A": 0, "G": 1}
     assert {row["kind"]: row["values"] for row in said["cache"]} == {"MHA": 40960, "GQA": 2560, "MQA": 320, "MLA": 576}
     (own,) = [row for row in said["cache"] if row["own"]]
     assert own["bytes"] == [61 * 576 * 2 * T for T in said["contexts"]]
@@ -232,7 +232,8 @@ def test_a_refusal_shows_the_line(explained_models):
 def test_a_module_with_its_inputs(explained_models):
     done = call("python:explained_models:absorbed", "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["sites"][0]["dims"] == {"H": 4, "L": 16, "R": 6, "N": 12, "V": 10, "Q": 32, "D": 32}
+    dims = {"H": 4, "L": 16, "R": 6, "N": 12, "V": 10, "Q": 32, "D": 32, "A": 0, "G": 1}
+    assert json.loads(done.stdout)["sites"][0]["dims"] == dims
 
 
 def test_what_is_absorbed_in_part_has_no_figures_of_the_whole(explained_models):

@@ -62,7 +62,7 @@ class Plain(torch.nn.Linear):
 def test_attention_without_a_latent_however_many_graphs_have_it(door):
     fast = door(Plain(8, 3 * 4 * 8))
     (message,) = said(lambda: [fast(torch.randn(1, tokens, 8)) for tokens in (5, 6, 1)])
-    assert message == "this attention is MHA, GQA or MQA, not Multi-head Latent Attention: there is no latent to absorb"
+    assert message == "nothing was absorbed: this attention is MHA, GQA or MQA, not Multi-head Latent Attention"
 
 
 def test_a_report_before_the_first_call_and_after_one_without_attention():

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.zoo.base import EXPANDED_CACHE, Carry, InPart, causal, rope
 from tests.zoo.values_of_low_rank import Attention as LowRank
 
-EXPECTED = InPart("values", "per_head_rope")
+EXPECTED = InPart("values", "not_mla")
 EXPORTED = EXPANDED_CACHE
 
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.zoo.base import Carry, InPart, Usual, rows
 
-EXPECTED = InPart("keys and values", "per_head_rope")
+EXPECTED = InPart("keys and values", "head_dependent_latent")
 
 
 class Attention(Usual):

@@ -152,7 +152,7 @@ def test_hidden_states_are_no_latent():
             return y.transpose(1, 2).reshape(b, s, H * V)
 
     model = Plain().eval().requires_grad_(False)
-    with pytest.warns(MlaCompileWarning, match="not MLA"):
+    with pytest.warns(MlaCompileWarning, match="not Multi-head Latent Attention"):
         mine, theirs = compare(model, compiled(model), calls=(3, 1, 1))
     assert type(theirs.keys[0]) is type(mine.keys[0]) is torch.Tensor
 

@@ -341,7 +341,7 @@ class Interleaved(SomeHeads):
 
 
 MEETING = {
-    NormsOverHeads: Code.HEAD_DEPENDENT_LATENT,
+    NormsOverHeads: Code.NONLINEAR,
     TalkingHeads: Code.UNSUPPORTED_OP,
     SoftmaxOverHeads: Code.HEAD_DEPENDENT_LATENT,
     Returned: Code.HEAD_DEPENDENT_LATENT,
