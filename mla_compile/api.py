@@ -16,7 +16,7 @@ from mla_compile.capture import cache_change, capture, emit
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
-from mla_compile.core.modules import HookOf, copy_models, models_within, shallow
+from mla_compile.core.modules import HookOf, copy_models, models_within, remember_original, shallow
 from mla_compile.core.program import Program
 from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
@@ -226,6 +226,7 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
     It has the hooks of ``module``, as long as that has them.
     """
     fast = shallow(module)
+    remember_original(fast, module)
     for name, value in vars(module).items():
         if name in ("_forward_hooks", "_forward_pre_hooks"):
             shared = {key: hook if isinstance(hook, HookOf) else HookOf(value, key) for key, hook in value.items()}

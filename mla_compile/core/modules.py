@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +27,28 @@ def shallow(module: Module) -> Module:
     made: Module = object.__new__(type(module))
     vars(made).update(vars(module))
     return made
+
+
+_HOOKED = "_output_capturing_hooks_installed"
+_originals: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def remember_original(made: nn.Module, original: nn.Module) -> None:
+    """Notes which module a copy shares its layers with."""
+    _originals[made] = weakref.ref(original)
+
+
+def share_marks(copies: Iterable[nn.Module]) -> None:
+    """Tells each copy and its original that the layers they share have the hooks of transformers already.
+
+    These record attentions and hidden states. A model puts them on its layers once and marks itself; a copy and an
+    original that know nothing of each other would both do so, and everything would be recorded twice.
+    """
+    for one in copies:
+        known = _originals.get(one)
+        original = None if known is None else known()
+        if original is not None and (_HOOKED in vars(one)) != (_HOOKED in vars(original)):
+            vars(one)[_HOOKED] = vars(original)[_HOOKED] = True
 
 
 @dataclass

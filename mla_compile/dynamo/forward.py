@@ -16,7 +16,7 @@ from torch._guards import TracingContext
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_map_only
 
-from mla_compile.core.modules import models_within, shallow
+from mla_compile.core.modules import models_within, shallow, share_marks
 from mla_compile.core.places import Place
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
@@ -88,11 +88,22 @@ class CompiledForward(OwnForward):
         if _is_traced() or self._is_within():
             return self._plainly(*args, **kwargs)
         device = self._device_of_all()
+        share_marks(self._copies)
+        try:
+            return self._placed(device, args, kwargs)
+        finally:
+            share_marks(self._copies)
+
+    def _placed(self, device: torch.device | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if device is None:
             return self._called(args, kwargs)
         if (hook := vars(self.module).get("_hf_hook")) is None:
             return self._called(*tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs)))
         return hook.post_forward(self.module, self._called(*hook.pre_forward(self.module, *args, **kwargs)))
+
+    @functools.cached_property
+    def _copies(self) -> list[torch.nn.Module]:
+        return [self.module, *models_within(self.module)]
 
     def _device_of_all(self) -> torch.device | None:
         """Where wrappers put the inputs of this call, if they were taken off; None: there are none.

@@ -80,16 +80,7 @@ def test_padding_is_refused_because_transformers_breaks_the_graph() -> None:
 
 
 @full("family")  # dynamo/test_logs.py shows what is said once
-@pytest.mark.parametrize(
-    ("family", "attn"),
-    [
-        # The model within an optimized model is a copy of its own, and what transformers records there comes twice.
-        pytest.param(
-            "deepseek_v3", "eager", marks=pytest.mark.xfail(reason="attentions are recorded twice", strict=True)
-        ),
-        ("minicpm3", "sdpa"),
-    ],
-)
+@pytest.mark.parametrize(("family", "attn"), [("deepseek_v3", "eager"), ("minicpm3", "sdpa")])
 def test_asking_for_the_weights(family: str, attn: str) -> None:
     """sdpa has none and says so once, which broke the graph. Eager attention returns them, and is absorbed."""
     model = build(family, attn=attn)

@@ -151,3 +151,13 @@ def test_layers_are_no_models_of_their_own():
     assert models_within(lm) == [lm.model]
     assert models_within(lm.model) == []
     assert all(p is q for p, q in zip(lm.parameters(), mla_compile.optimize(lm).parameters(), strict=True))
+
+
+@pytest.mark.parametrize("first", ["original", "optimized"])
+def test_what_transformers_records_is_recorded_once(first):
+    """By hooks on the layers, which a copy shares with its original."""
+    model = models.build("deepseek_v2", num_hidden_layers=1, attn="eager")
+    fast = mla_compile.optimize(model, codegen="eager")
+    with torch.no_grad():
+        for one in (model, fast, model) if first == "original" else (fast, model, fast):
+            assert len(one(input_ids=torch.tensor([[5, 6, 7]]), output_attentions=True).attentions) == 1
