@@ -23,23 +23,20 @@ from mla_compile.passes.linear.records import Maps
 from mla_compile.passes.rewrite.narrow import narrow
 
 
-def with_latent_cache(
-    captured: Program, assume: bool = False, *, packs: bool = False, carries: bool = True
-) -> tuple[Program, Read | None]:
+def with_latent_cache(captured: Program, assume: bool = False, *, packs: bool = False) -> tuple[Program, Read | None]:
     """The program with the K and V that its caller keeps replaced by their rows.
 
     Where there are none, the program itself, and what was read off a copy to find that out.
 
     Only for attentions that can then be absorbed: rows are kept to be read as they are, not to be expanded in every
     call. ``assume``: inputs that hold a cache may be taken to come from this program. ``packs``: in float8.
-    ``carries``: rows may bring weights with them that the graph does not read by itself.
     """
     refused: set[str] = set()
     while True:
         program = copy_with_origins(captured)
         changes = canonicalize(program)
         found = analyse(program, slices=False)  # a buffer is read from its beginning: the rewrite sees to that
-        kept, torn = _keep_rows(found, assume, refused, packs, carries)
+        kept, torn = _keep_rows(found, assume, refused, packs)
         if not kept:
             return captured, Read(changes, found)
         if torn:
@@ -65,7 +62,7 @@ def _reads_rows(verdict: Verdict, sides: frozenset[Side] | None) -> bool:
 
 
 def _keep_rows(
-    found: Analysis, assume: bool, refused: set[str], packs: bool, carries: bool
+    found: Analysis, assume: bool, refused: set[str], packs: bool
 ) -> tuple[dict[str, frozenset[Side]], set[str]]:
     """Rewrites the caches of all attentions but ``refused``.
 
@@ -80,7 +77,7 @@ def _keep_rows(
         own = index >= len(program.mutations) or program.mutations[index] in written
         if own and isinstance(value, fx.Node) and index not in handed_back:
             returned[value] = (*returned.get(value, ()), index)
-    pasts = _pasts(program, carries)
+    pasts = _pasts(program)
     named = program.named()
     assumed = [node for node in map(named.__getitem__, written) if node not in pasts]
     if assume:
@@ -157,7 +154,7 @@ def _torn(program: Program, cache: LatentCache, caches: Iterable[CacheOfRows]) -
     return torn
 
 
-def _pasts(program: Program, carries: bool) -> dict[fx.Node, Past]:
+def _pasts(program: Program) -> dict[fx.Node, Past]:
     """What the inputs that carry rows say of themselves, in terms of this graph's weights."""
     # By identity: two weights with equal values may change apart.
     names: dict[int, str] = {id(tensor): name for name, tensor in program.weights.items() if tensor is not None}
@@ -167,9 +164,7 @@ def _pasts(program: Program, carries: bool) -> dict[fx.Node, Past]:
             continue  # the caller's, who may have other tensors of these rows
         if tensor.recipe is None:
             continue
-        leaves = [
-            names.get(id(leaf)) or (_carried(program, leaf, names) if carries else None) for leaf in tensor.leaves
-        ]
+        leaves = [names.get(id(leaf)) or _carried(program, leaf, names) for leaf in tensor.leaves]
         if None in leaves:
             continue
         rows, node = tensor.shown_rows(), program.named()

@@ -62,11 +62,7 @@ def run(
     start = time.perf_counter()
     plain = with_stand_ins(program, options)
     packs = options.cache_dtype == "fp8"
-    base, read = plain, None
-    if options.cache == "latent":
-        # Inductor fixes the strides of such rows before it is known how they lie.
-        carries = options.codegen == "eager"
-        base, read = with_latent_cache(plain, own_cache, packs=packs, carries=carries)
+    base, read = with_latent_cache(plain, own_cache, packs=packs) if options.cache == "latent" else (plain, None)
     kept = PassRecord("latent_cache", len(base.cache.recipes) if base.cache else 0, time.perf_counter() - start)
     before = (PassRecord("capture", 0, program.seconds), kept)
     # A failed site may have been what kept another from being absorbed, or absorbed with it: everything is decided

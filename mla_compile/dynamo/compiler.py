@@ -31,6 +31,7 @@ from mla_compile.core.wrapped import Unwrapped
 from mla_compile.dynamo.breaks import mark_handed_over
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
+from mla_compile.dynamo.examples import examples_of
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
@@ -48,7 +49,7 @@ from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.growing import with_room
 from mla_compile.runtime.latent import LatentTensor
-from mla_compile.runtime.latent_calls import expanding, plain_examples, with_rows
+from mla_compile.runtime.latent_calls import expanding, layouts_of, plain_examples, with_rows
 from mla_compile.runtime.own_buffers import BuffersInTrace
 from mla_compile.runtime.shared_rows import SharedRows
 
@@ -237,7 +238,7 @@ class Compiler:
     ) -> tuple[Outcome, FoldedWeights | None]:
         outcome = pipeline.run(program, self.options, name, draw=self.explain_only, recompiles=True, refused=left)
         try:
-            return outcome, self._fold(outcome.program, _inputs_of(outcome.program, program, example_inputs))
+            return outcome, self._fold(outcome.program, examples_of(outcome.program, program, example_inputs, {}))
         except WeightError:
             if self.options.fold == "always":
                 raise
@@ -292,12 +293,16 @@ class Compiler:
             native.load()  # built while everything else is, not in the first decode step
         program, base = done.outcome.program, done.outcome.base
         autocast = is_active()
+        layouts = layouts_of(program)
         begun = tuple(append for append in program.appends if append.total)
 
         def generate(one: Program) -> Call:
             if begun and one is not program:
                 one = replace(one, appends=begun)
-            emitted, inputs = partial(emit.to_graph_module, one), _inputs_of(one, done.captured, example_inputs)
+            emitted, inputs = (
+                partial(emit.to_graph_module, one),
+                examples_of(one, done.captured, example_inputs, layouts),
+            )
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call
             # Under autocast the captured program and not its graph, which has no casts: it runs where autocast is off.
@@ -318,7 +323,7 @@ class Compiler:
             call = _outside_autocast(call)
         if base.cache is not None:
             names = [node.name for node in done.captured.placeholders]
-            call = with_rows(call, base, names, gm, program.appends)
+            call = with_rows(call, base, names, gm, program.appends, layouts)
         return torch.no_grad()(call) if torch.is_grad_enabled() else call
 
 
@@ -336,24 +341,6 @@ def _carrying(gm: fx.GraphModule, example_inputs: Inputs, kind: type[_Carrier]) 
     """The inputs of a graph that carry rows in a tensor of a ``kind``, by the name of their placeholder."""
     named = zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     return {node.name: value for node, value in named if isinstance(value, kind)}
-
-
-def _inputs_of(program: Program, captured: Program, example_inputs: Inputs) -> list[Any]:
-    """Example inputs of a rewritten program: those of the captured one, and fakes for what was added."""
-    given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
-    grown = {one.input for one in program.appends if one.input is not None}
-    for name in grown.intersection(given):
-        del given[name]  # of another size than the caller's
-    values = [given.get(node.name, node.meta["val"]) for node in program.placeholders]
-    return [_as_sizes_say(v) for v in values] if grown else values
-
-
-def _as_sizes_say(value: Any) -> Any:
-    """A symbolic number by the name that sizes have for it now: Inductor knows no other in those of rows with room."""
-    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
-        return value
-    now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
-    return now
 
 
 def wants_gradients(gm: fx.GraphModule, example_inputs: Inputs) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch._ops import HigherOrderOperator
 from mla_compile.core.program import Append, Call, Inputs, Program
 from mla_compile.errors import warn
 from mla_compile.passes.cache.rewrite import LatentCache
+from mla_compile.passes.ir.sizes import hint
 from mla_compile.runtime.appending import length_marker
 from mla_compile.runtime.folds import weight_reader
 from mla_compile.runtime.latent import LatentTensor
@@ -78,14 +80,48 @@ def _writes(user: fx.Node) -> bool:
     return named or "out" in user.kwargs or user.kwargs.get("inplace") is True
 
 
+def layouts_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """Rows that a program reads and neither grows nor writes to: their axes, from the slowest in memory to the fastest.
+
+    Another graph made them, which may have left room for more of them: then a token's rows lie side by side.
+    """
+    if program.cache is None:
+        return {}
+    grown = {one.input for one in program.appends} | {row for rows in program.cache.written.values() for row in rows}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, rows in program.cache.inputs.items():
+        for row, given in zip(rows, program.latents[name].shown_rows(), strict=True):
+            if row not in grown:
+                order = sorted((-hint(stride, stride), dim) for dim, stride in enumerate(given.stride()))
+                found[row] = tuple(dim for _, dim in order)
+    return found
+
+
+def example_in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A fake tensor of the shape of ``rows`` that lies in this order."""
+    made = torch.empty_like(rows.permute(*order), memory_format=torch.contiguous_format)
+    return made.permute(*(order.index(dim) for dim in range(len(order))))
+
+
+def in_order(rows: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """``rows``, dense with their axes in this order: themselves where they lie so."""
+    moved = rows.permute(*order)
+    return rows if moved.is_contiguous() else moved.contiguous().permute(*(order.index(d) for d in range(len(order))))
+
+
 def with_rows(
-    call: Call, program: Program, names: Sequence[str], otherwise: Call, appends: Sequence[Append] = ()
+    call: Call,
+    program: Program,
+    names: Sequence[str],
+    otherwise: Call,
+    appends: Sequence[Append] = (),
+    layouts: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Call:
     """A callable of the captured inputs (``names``) around one of the program's inputs.
 
     It takes the rows out of the tensors that hold them and returns the new rows in such tensors. For inputs with other
     weights, or with rows shared in another way, than the program was compiled for, it warns and calls ``otherwise``.
-    ``appends``: the rows that will grow.
+    ``appends``: the rows that will grow. ``layouts``: how others were taken to lie when the code was made.
     """
     cache = program.cache
     assert cache is not None
@@ -117,6 +153,8 @@ def with_rows(
             for name, row in zip(wanted, tensor.rows(), strict=True):
                 if rows.setdefault(name, row) is not row:
                     return _otherwise("made from rows that are shared in another way than before")(*inputs)
+        for name, order in layouts.items():
+            rows[name] = in_order(rows[name], order)
         buffers = [inputs[at] for at in written]
         if not all(buffer.shares_only_with(buffers) for buffer in buffers):
             return _otherwise("made from rows of another buffer, which this call does not write to")(*inputs)

@@ -1,0 +1,34 @@
+"""Example inputs of rewritten programs, from which code is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mla_compile.core.program import Inputs, Program
+from mla_compile.runtime.latent_calls import example_in_order
+
+
+def examples_of(
+    program: Program, captured: Program, example_inputs: Inputs, layouts: Mapping[str, Sequence[int]]
+) -> list[Any]:
+    """Example inputs of a rewritten program: those of the captured one, and fakes for what was added, as it lies."""
+    given = {node.name: value for node, value in zip(captured.placeholders, example_inputs, strict=True)}
+    grown = {one.input for one in program.appends if one.input is not None}
+    for name in grown.intersection(given):
+        del given[name]  # of another size than the caller's
+    for node in program.placeholders:
+        if (order := layouts.get(node.name)) is not None:
+            given[node.name] = example_in_order(node.meta["val"], order)
+    values = [given.get(node.name, node.meta["val"]) for node in program.placeholders]
+    return [_as_sizes_say(v) for v in values] if grown else values
+
+
+def _as_sizes_say(value: Any) -> Any:
+    """A symbolic number by the name that sizes have for it now: Inductor knows no other in those of rows with room."""
+    if not isinstance(value, torch.SymInt) or value.node.expr == value.node._expr:
+        return value
+    now: Any = value.node.shape_env.create_symintnode(value.node.expr, hint=value.node.hint)
+    return now
