@@ -48,8 +48,9 @@ def test_deepseek_v3(explained_models):
     assert absorbed["flops"][0] - 61 * 278_528 * 4096 == 2 * said["weights"]["active"]
 
 
-def test_all_outputs_show_the_same_figures(explained_models, tmp_path):
+def test_all_outputs_show_the_same_figures(explained_models, tmp_path, monkeypatch):
     """What a layer reads and its cache holds, by the report, the page, the tables and the plan."""
+    trace_once(monkeypatch)
     source = str(CONFIGS / "deepseek-v3.2.json")
     page = tmp_path / "page.html"
     done = call(source, "--json", "--html", str(page))

@@ -194,6 +194,7 @@ def test_views_of_the_cache_that_are_returned_show_what_they_showed(codegen: str
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
 
 
+@full("inductor")
 def test_compiled_code_appends_in_place_and_returns_such_views():
     """To rows that a graph appended to before: only what all later steps run is compiled."""
     model, settings = Shown().eval(), {"forms": "absorbed", "dynamic": True, "strict": True}

@@ -62,7 +62,7 @@ def counted(model, args, kwargs):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-@pytest.mark.parametrize("build", [prefixed, adapted])
+@pytest.mark.parametrize("build", [adapted, *also("family", prefixed)])
 def test_generate_of_a_wrapper(build):
     model, args, kwargs = build()
     want = generated(model, args, kwargs)

@@ -32,8 +32,7 @@ INT8_LESS = ({**INT8, **CHANNEL}, {**INT8, **TOKEN}, [UP])
     ("weights", "rows", "ignore"),
     [
         pytest.param(*INT4_ALL, id="int4"),
-        pytest.param(*FLOAT8_ALL, id="float8"),
-        *also("family", INT4_EXPERTS, INT8_ALL, INT8_LESS),
+        *also("family", FLOAT8_ALL, INT4_EXPERTS, INT8_ALL, INT8_LESS),
     ],
 )
 def test_compressed_tensors(weights: Any, rows: Any, ignore: list[str], tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from torch._dynamo.utils import counters
 from mla_compile.backend import mla
 from mla_compile.dynamo.causes import changed_source
 from tests.support.decode_state import OPTIONS, absorbed_runs
+from tests.support.tiers import also
 from tests.support.unsettled import GrowingBuffer, IntPosition, Layers
 
 
-@pytest.mark.parametrize("state", [GrowingBuffer, IntPosition])
+@pytest.mark.parametrize("state", [IntPosition, *also("family", GrowingBuffer)])
 def test_state_that_changes_in_every_step_is_compiled_for_any_value(state: type[nn.Module], runs: list[int]) -> None:
     torch._dynamo.reset()
     counters.clear()

@@ -44,7 +44,7 @@ def test_one_main_and_a_line_in_the_list(file):
 
 @full("command")
 def test_hf_generate(output):
-    out = output("hf_generate.py", "--codegen=eager", "--tokens=6")
+    out = output("hf_generate.py", "--tokens=6")
     assert out.count(SAME) == 2
     assert "4 absorbed" in out  # two layers in a step of each kind of cache
 
@@ -77,7 +77,7 @@ def test_torchrun_generate(of_two_processes):
 
 @full("command")
 def test_torchrun_data_parallel(of_two_processes):
-    first, second = of_two_processes("torchrun_data_parallel.py", "--codegen=eager", "--tokens=8")
+    first, second = of_two_processes("torchrun_data_parallel.py", "--tokens=8")
     for out in (first, second):
         assert "the same as one process's: True" in out
         assert " 2 absorbed" in out
@@ -93,7 +93,7 @@ def test_compile_backend(output, caplog):
     except metadata.PackageNotFoundError:
         pytest.skip("torch finds the backend by name through the installed package's entry point")
     caplog.set_level(logging.INFO, "mla_compile")
-    assert output("compile_backend.py", "--codegen=eager", "--tokens=5").count(SAME) == 2
+    assert output("compile_backend.py", "--tokens=5").count(SAME) == 2
     assert [line.count(" 2 absorbed") for line in caplog.messages if "attention sites" in line] == [1, 1]
 
 
@@ -120,7 +120,7 @@ def test_onnx_generate(output):
 
 @full("command")
 def test_lora(output):
-    out = output("lora.py", "--codegen=eager", "--tokens=6", "--steps=10")
+    out = output("lora.py", "--tokens=6", "--steps=10")
     lines = dict(re.findall(r"(.*): (\[.*\]), the same as the original's: True", out))
     assert list(lines) == ["without adapters", "attached, still zero", "trained", "merged"]
     assert lines["without adapters"] == lines["attached, still zero"] != lines["trained"] == lines["merged"]
@@ -129,7 +129,7 @@ def test_lora(output):
 
 @full("command")
 def test_speculative(output):
-    out = output("speculative.py", "--codegen=eager", "--tokens=14")
+    out = output("speculative.py", "--tokens=14")
     assert "the same as the original's, decoded one by one: True" in out
     calls = [(int(n), form, int(count)) for n, form, count in re.findall(r"calls of (\d+) tokens, (\w+): (\d+)", out)]
     assert calls[0] == (17, "expanded", 1)  # the prompt and the first guesses
@@ -142,7 +142,7 @@ def test_speculative(output):
 
 @full("command")
 def test_train_tiny(output):
-    out = output("train_tiny.py", "--codegen=eager", "--steps=12", "--context=20", "--windows=3")
+    out = output("train_tiny.py", "--steps=12", "--context=20", "--windows=3")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
     assert [row[:2] for row in rows] == [
         [dtype, form]
