@@ -41,6 +41,15 @@ PUBLIC = {
 }
 
 
+def test_an_editable_install_is_a_path():
+    """Type checkers and editors follow a path; they do not run the import hook that setuptools writes otherwise."""
+    try:
+        files = metadata.distribution("mla-compile").files or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("the checkout is not installed")
+    assert not [str(file) for file in files if file.name.startswith("__editable__") and file.suffix == ".py"]
+
+
 def test_public_names_are_pinned_and_importable():
     assert set(mla_compile.__all__) == PUBLIC
     for name in PUBLIC:
