@@ -208,7 +208,7 @@ def _of_a_cache(node: fx.Node, expansion: fx.Node, search: Search) -> Stop | Non
     if not isinstance(how, (Join, Write, WriteOne, WriteRows)) and packet(node) not in _WRITES:
         return None
     for n in node.all_input_nodes:
-        buffer, selected = _whole(n)
+        buffer, selected = _whole(n, isinstance(how, WriteOne))
         kept = _is_input(buffer) and n is not expansion and not search.maps.is_weight(n)
         if kept and val(buffer).is_floating_point():
             several = ", and is selected from a buffer of several (kv[0], k[layer])" if selected else ""
