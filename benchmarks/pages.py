@@ -3,8 +3,8 @@
     python -m benchmarks.pages            # write
     python -m benchmarks.pages --check    # exit 1 where a page is not what the data says; in CI
 
-A table stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` in README.md or a page of docs/. Everything
-else on the page is written by hand.
+A table stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` in README.md, a page of docs/, or
+benchmarks/results/README.md, which shows the measurements beside their data. Everything else is written by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import compiled
 from mla_compile.codes import CODES, Code
 from mla_compile.workbench.step_formulas import LABELS
 
@@ -53,10 +54,9 @@ def where(about: Mapping[str, Any]) -> str:
 
 
 def all_codes() -> str:
-    """Every code with its section."""
-    return table(
-        ("code", "verdict", "meaning"), ((f"[`{c}`](#{c})", WORDS[i.verdict], i.meaning) for c, i in CODES.items())
-    )
+    """Every code, by verdict, with a link to its section, which has the meaning."""
+    links = ((word, ", ".join(f"[`{c}`](#{c})" for c, i in CODES.items() if i.verdict == v)) for v, word in WORDS.items())
+    return table(("verdict", "codes"), links)
 
 
 def one_code(code: str) -> str:
@@ -560,6 +560,7 @@ def serving() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "compiled": compiled.summary,
     "codes": all_codes,
     **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
     "decode": decode_all,
@@ -606,7 +607,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where something is old")
     check = parser.parse_args().check
     old = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text()
         if (new := filled(text)) != text:
             old.append(page.relative_to(ROOT))

@@ -14,7 +14,7 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "CITATION.cff").exists(), reason="not a checkout")
 PAGES = sorted(
-    p for folder in ("", "docs", "benchmarks", "benchmarks/gpu", "examples", "examples/configs")
+    p for folder in ("", "docs", "benchmarks", "benchmarks/gpu", "benchmarks/results", "docs/decisions", "examples", "examples/configs")
     for p in (ROOT / folder).glob("*.md")
 )  # fmt: skip
 CODE = re.compile(r"^```.*?^```[ ]*$|^    .*?$", re.MULTILINE | re.DOTALL)
