@@ -65,6 +65,18 @@ def one_code(code: str) -> str:
     return f"**{WORDS[info.verdict]}**: {info.meaning}." + (f"\n\nTo change it: {info.fix}." if info.fix else "")
 
 
+# Decisions.
+
+
+def decisions() -> str:
+    """Every record, by number, with its status where it is not accepted."""
+    lines = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        title, status = re.findall(r"^(?:# |Status: )(.+)$", path.read_text(), re.MULTILINE)[:2]
+        lines.append(f"* [{title}](decisions/{path.name})" + ("" if status == "accepted" else f", {status}"))
+    return "\n".join(lines)
+
+
 # Measurements.
 
 
@@ -561,6 +573,7 @@ def serving() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "compiled": compiled.summary,
+    "decisions": decisions,
     "codes": all_codes,
     **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
     "decode": decode_all,

@@ -71,6 +71,24 @@ def test_a_page_names_files_that_exist(page):
     assert missing == []
 
 
+RECORD = re.compile(
+    r"# (\d{3}): .+\n\nStatus: (?:accepted|superseded by \d{3})\n\n"
+    r"\*\*Decision\.\*\* .+?\n\n\*\*Why\.\*\* .+?(?:\n\n\*\*Would change it\.\*\* .+?)?\n",
+    re.DOTALL,
+)
+
+
+def test_a_decision_is_a_short_record_with_a_number_of_its_own():
+    records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:3] for path in records] == [f"{i + 1:03}" for i in range(len(records))]
+    for path in records:
+        text = path.read_text()
+        found = RECORD.fullmatch(text)
+        assert found is not None, path.name
+        assert found[1] == path.name[:3]
+        assert len(text.split()) <= 170, path.name
+
+
 def _anchors(page: Path) -> set[str]:
     """The headings of a page as links name them."""
     titles = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
