@@ -62,11 +62,12 @@ def summary() -> str:
     over = sum(bool(row["broken"]) for run in every for row in run["rows"])
     lines = ["| card | family | kernels | registers | spilled bytes | shared KB | instruction |", "|---|---|---|---|---|---|---|"]
     found = rows()
-    for card in CARDS:
-        for family in FAMILIES:
-            own = [r for r in found if (r["card"], r["family"]) == (card, family) and r["registers"] is not None]
-            if own:
-                lines.append(_worst(card, family, own))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in found:
+        if row["registers"] is not None:
+            family = "all" if row["card"].startswith("gfx") else row["family"]
+            groups.setdefault((row["card"], family), []).append(row)
+    lines += [_worst(card, family, own) for (card, family), own in groups.items()]
     told = f"Compiled with Triton {versions}. Kernels that break a budget: {over}."
     return "\n".join([told, "", *lines])
 
