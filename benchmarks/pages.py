@@ -390,28 +390,30 @@ def quantized() -> str:
     notes: dict[str, dict[str, list[str]]] = {}
     rows = []
     for name in formats:
-        row = [name]
+        by_word: dict[str, list[str]] = {}
         for family in families:
             found = {w: cells[name, family, w] for w in ways if (name, family, w) in cells}
             words = (c["verdict"] for c in found.values())
             said = [f"[`{w}`](refusals.md#{w})" if w in list(map(str, CODES)) else w for w in words] or [""]
-            row.append(said[0] if len(set(said)) == 1 else " / ".join(said))
+            by_word.setdefault(said[0] if len(set(said)) == 1 else " / ".join(said), []).append(f"`{family}`")
             for way, c in found.items():
                 if c["verdict"] != "yes":
                     notes.setdefault(f"{name}: {_note(c)}", {}).setdefault(way, []).append(f"`{family}`")
-        rows.append(row)
+        most, *others = sorted(by_word, key=lambda word: -len(by_word[word]))
+        rows.append((name, most, "; ".join(f"{', '.join(by_word[word])}: {word}" for word in others)))
     listed = []
     for note, by_way in notes.items():
         same: dict[str, list[str]] = {}  # ways by the families they are true of
         for way, own in by_way.items():
-            same.setdefault(", ".join(own), []).append(way)
+            same.setdefault("all families" if len(own) == len(families) else ", ".join(own), []).append(way)
         listed.append(f"* {note}. {'; '.join(', '.join(w) + ': ' + own for own, w in same.items())}")
     done = [c for c in cells.values() if not c["failed"]]
     ratios = sorted(c["error"] / c["original"] for c in done if c["verdict"] == "yes")
     words = f"median {statistics.median(ratios):.2f}, largest {ratios[-1]:.2f}; {len(done)} of {len(cells)} cells ran"
     line = f"Errors against float64 of the dequantized model, in errors of the original: {words}. {where(about)}."
-    shown = table(("format", *(f"`{f}`" for f in families)), rows)
-    return "\n\n".join([shown, *(["\n".join(listed)] if listed else []), line])
+    shown = table(("format", "all families", "except"), rows)
+    told = f"Families: {', '.join(f'`{f}`' for f in families)}."
+    return "\n\n".join([told, shown, *(["\n".join(listed)] if listed else []), line])
 
 
 def generated() -> str:
