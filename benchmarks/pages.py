@@ -55,8 +55,8 @@ def where(about: Mapping[str, Any]) -> str:
 
 def all_codes() -> str:
     """Every code, by verdict, with a link to its section, which has the meaning."""
-    links = ((word, ", ".join(f"[`{c}`](#{c})" for c, i in CODES.items() if i.verdict == v)) for v, word in WORDS.items())
-    return table(("verdict", "codes"), links)
+    codes = {verdict: [f"[`{c}`](#{c})" for c, i in CODES.items() if i.verdict == verdict] for verdict in WORDS}
+    return table(("verdict", "codes"), ((word, ", ".join(codes[verdict])) for verdict, word in WORDS.items()))
 
 
 def one_code(code: str) -> str:
@@ -112,9 +112,9 @@ def decode_line() -> str:
     best = max(rows, key=lambda r: r["context"])
     ms, times = {k: v["median"] for k, v in best["ms"].items()}, best["faster_than"]
     return (
-        f"**A bfloat16 decode step of one DeepSeek-V3 layer with {best['context']:,} cached tokens takes {ms['mla']:.1f} ms on 2 CPU "
-        f"cores\ninstead of {ms['inductor']:.1f} ms with Inductor ({times['inductor']:.1f}x) and {ms['eager']:,.1f} ms with eager "
-        f"PyTorch ({times['eager']:.1f}x). Not yet run on a GPU.**"
+        f"**A bfloat16 decode step of one DeepSeek-V3 layer with {best['context']:,} cached tokens takes {ms['mla']:.1f} ms "
+        f"on 2 CPU\ncores instead of {ms['inductor']:.1f} ms with Inductor ({times['inductor']:.1f}x) and "
+        f"{ms['eager']:,.1f} ms with eager PyTorch ({times['eager']:.1f}x). Not yet run on a GPU.**"
     )
 
 

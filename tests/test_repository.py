@@ -14,7 +14,8 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "CITATION.cff").exists(), reason="not a checkout")
 PAGES = sorted(
-    p for folder in ("", "docs", "benchmarks", "benchmarks/gpu", "benchmarks/results", "docs/decisions", "examples", "examples/configs")
+    p for folder in ("", "docs", "docs/decisions", "benchmarks", "benchmarks/gpu", "benchmarks/results", "examples",
+                     "examples/configs")
     for p in (ROOT / folder).glob("*.md")
 )  # fmt: skip
 CODE = re.compile(r"^```.*?^```[ ]*$|^    .*?$", re.MULTILINE | re.DOTALL)

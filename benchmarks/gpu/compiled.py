@@ -60,7 +60,10 @@ def summary() -> str:
     every = runs()
     versions = ", ".join(f"{run['triton']} ({_dates(run)})" for run in every)
     over = sum(bool(row["broken"]) for run in every for row in run["rows"])
-    lines = ["| card | family | kernels | registers | spilled bytes | shared KB | instruction |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| card | family | kernels | registers | spilled bytes | shared KB | instruction |",
+        "|---|---|---|---|---|---|---|",
+    ]
     found = rows()
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in found:
