@@ -112,9 +112,10 @@ def decode_line() -> str:
     best = max(rows, key=lambda r: r["context"])
     ms, times = {k: v["median"] for k, v in best["ms"].items()}, best["faster_than"]
     return (
-        f"**A bfloat16 decode step of one DeepSeek-V3 layer with {best['context']:,} cached tokens takes {ms['mla']:.1f} ms "
-        f"on 2 CPU\ncores instead of {ms['inductor']:.1f} ms with Inductor ({times['inductor']:.1f}x) and "
-        f"{ms['eager']:,.1f} ms with eager PyTorch ({times['eager']:.1f}x). Not yet run on a GPU.**"
+        f"**A bfloat16 decode step of one DeepSeek-V3 layer with {best['context']:,} cached tokens "
+        f"takes {ms['mla']:.1f} ms\non 2 CPU cores instead of {ms['inductor']:.1f} ms with Inductor "
+        f"({times['inductor']:.1f}x) and {ms['eager']:,.1f} ms with eager PyTorch ({times['eager']:.1f}x). "
+        "Not yet run on a GPU.**"
     )
 
 
