@@ -72,8 +72,9 @@ def decisions() -> str:
     """Every record, by number, with its status where it is not accepted."""
     lines = []
     for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
-        title, status = re.findall(r"^(?:# |Status: )(.+)$", path.read_text(), re.MULTILINE)[:2]
-        lines.append(f"* [{title}](decisions/{path.name})" + ("" if status == "accepted" else f", {status}"))
+        title, status = re.findall(r"^(?:# \d+: |Status: )(.+)$", path.read_text(), re.MULTILINE)[:2]
+        note = "" if status == "accepted" else f", {status}"
+        lines.append(f"{int(path.name[:3])}. [{title}](decisions/{path.name}){note}")
     return "\n".join(lines)
 
 

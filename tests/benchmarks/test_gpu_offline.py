@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.gpu import compiled, offline
+from benchmarks.gpu import compiled as shown
+from benchmarks.gpu import offline
 from benchmarks.gpu.ptx import between_ctas, protocol
 from mla_compile.kernels.hopper.steps import clusters
 from mla_compile.kernels.launch import chosen_plan
@@ -63,10 +64,10 @@ def test_what_ctas_have_to_do_with_each_other():
 
 
 def test_every_committed_row_is_shown_and_counted_in_the_summary():
-    rows = compiled.rows()
-    assert len(rows) == sum(len(run["rows"]) for run in compiled.runs())
-    assert {row["card"] for row in rows} == set(compiled.CARDS)
-    counted = [line.split(" | ")[2] for line in compiled.summary().splitlines() if line.startswith(("| sm_", "| gfx"))]
+    rows = shown.rows()
+    assert len(rows) == sum(len(run["rows"]) for run in shown.runs())
+    assert {row["card"] for row in rows} == set(shown.CARDS)
+    counted = [line.split(" | ")[2] for line in shown.summary().splitlines() if line.startswith(("| sm_", "| gfx"))]
     assert sum(map(int, counted)) == len({(r["card"], r["kernel"]) for r in rows if r["registers"] is not None})
 
 
