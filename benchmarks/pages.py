@@ -340,15 +340,20 @@ def _median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in rows)
 
 
+def _folds() -> dict[tuple[str, int, str], dict[str, list[dict[str, Any]]]]:
+    """Rows of one layer in bfloat16 by model, heads and inputs, then by whether weights were folded."""
+    groups: dict[tuple[str, int, str], dict[str, list[dict[str, Any]]]] = {}
+    for r in data("precision_folds")["rows"]:
+        groups.setdefault((r["model"], r["H"], r["scale"]), {}).setdefault(r["fold"], []).append(r)
+    return groups
+
+
 def folds() -> str:
     """Errors of the three forms of one layer in bfloat16."""
     about = data("precision_folds")
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for r in about["rows"]:
-        groups.setdefault((r["model"], r["H"], r["scale"]), []).append(r)
     lines = []
-    for (model, heads, scale), rows in groups.items():
-        chained, folded = ([r for r in rows if r["fold"] == f] for f in ("never", "always"))
+    for (model, heads, scale), rows in _folds().items():
+        chained, folded = rows["never"], rows["always"]
         expanded = _median(chained, "original")
         errors = [_median(x, "absorbed") for x in (chained, folded)]
         cells = [f"{e:.2e}" for e in (expanded, *errors)] + [f"{_median(x, 'ratio'):.2f}" for x in (chained, folded)]
@@ -357,6 +362,17 @@ def folds() -> str:
     lengths, seeds = ({r[k] for r in about["rows"]} for k in ("T", "seed"))
     tokens = ", ".join(map(str, sorted(lengths)))
     return table(head, lines) + f"\n\n{tokens} cached tokens, median of {len(seeds)} seeds; {where(about)}."
+
+
+def folds_short() -> str:
+    """The least and the largest median ratio of the models, by form and inputs."""
+    groups = _folds()
+    scales = list(dict.fromkeys(scale for *_, scale in groups))
+    rows = []
+    for name, fold in {"chained": "never", "folded": "always"}.items():
+        ratios = [[_median(of[fold], "ratio") for (*_, s), of in groups.items() if s == scale] for scale in scales]
+        rows.append((name, *(f"{min(of):.2f} to {max(of):.2f}" for of in ratios)))
+    return table(("error over the original's", *scales), rows)
 
 
 def sites() -> str:
@@ -611,6 +627,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,
+    "folds short": folds_short,
     "sites": sites,
     "support": support,
     "quantized": quantized,

@@ -90,6 +90,11 @@ def test_a_decision_is_a_short_record_with_a_number_of_its_own():
         assert len(text.split()) <= 170, path.name
 
 
+def test_the_documentation_is_at_most_35_000_words():
+    """Tables of measurements are data, which benchmarks/results/README.md shows."""
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")) <= 35_000
+
+
 def _anchors(page: Path) -> set[str]:
     """The headings of a page as links name them."""
     titles = re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE)
