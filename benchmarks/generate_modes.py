@@ -1,4 +1,4 @@
-"""Every cache and every way to generate of transformers, with an optimized model: a table of docs/support.md.
+"""Every cache and every way to generate of transformers, with an optimized model: a table of results/README.md.
 
     python -m benchmarks.generate_modes
     python -m benchmarks.generate_modes --families minicpm3 --modes "quantized cache, fp8"     # some cells again

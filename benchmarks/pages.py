@@ -3,8 +3,8 @@
     python -m benchmarks.pages            # write
     python -m benchmarks.pages --check    # exit 1 where a page is not what the data says; in CI
 
-A table stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` in README.md or a page of docs/. Everything
-else on the page is written by hand.
+A table stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->`` in README.md, a page of docs/, or
+benchmarks/results/README.md, which shows the measurements beside their data. Everything else is written by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import compiled
 from mla_compile.codes import CODES, Code
 from mla_compile.workbench.step_formulas import LABELS
 
@@ -53,16 +54,28 @@ def where(about: Mapping[str, Any]) -> str:
 
 
 def all_codes() -> str:
-    """Every code with its section."""
-    return table(
-        ("code", "verdict", "meaning"), ((f"[`{c}`](#{c})", WORDS[i.verdict], i.meaning) for c, i in CODES.items())
-    )
+    """Every code, by verdict, with a link to its section, which has the meaning."""
+    codes = {verdict: [f"[`{c}`](#{c})" for c, i in CODES.items() if i.verdict == verdict] for verdict in WORDS}
+    return table(("verdict", "codes"), ((word, ", ".join(codes[verdict])) for verdict, word in WORDS.items()))
 
 
 def one_code(code: str) -> str:
     """Verdict, meaning and advice of one code, in the words of a report."""
     info = CODES[Code(code)]
     return f"**{WORDS[info.verdict]}**: {info.meaning}." + (f"\n\nTo change it: {info.fix}." if info.fix else "")
+
+
+# Decisions.
+
+
+def decisions() -> str:
+    """Every record, by number, with its status where it is not accepted."""
+    lines = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        title, status = re.findall(r"^(?:# \d+: |Status: )(.+)$", path.read_text(), re.MULTILINE)[:2]
+        note = "" if status == "accepted" else f", {status}"
+        lines.append(f"{int(path.name[:3])}. [{title}](decisions/{path.name}){note}")
+    return "\n".join(lines)
 
 
 # Measurements.
@@ -92,6 +105,19 @@ def decode_all() -> str:
 def decode_some() -> str:
     """What the README shows."""
     return _decode((r for r in _growing() if r["dtype"] == "bfloat16"), (512, 8192))
+
+
+def decode_line() -> str:
+    """The result in one sentence: DeepSeek-V3, the longest cache."""
+    rows = [r for r in _growing() if (r["model"], r["dtype"], r["kind"]) == ("v3", "bfloat16", "dynamic")]
+    best = max(rows, key=lambda r: r["context"])
+    ms, times = {k: v["median"] for k, v in best["ms"].items()}, best["faster_than"]
+    return (
+        f"**A bfloat16 decode step of one DeepSeek-V3 layer with {best['context']:,} cached tokens "
+        f"takes {ms['mla']:.1f} ms\non 2 CPU cores instead of {ms['inductor']:.1f} ms with Inductor "
+        f"({times['inductor']:.1f}x) and {ms['eager']:,.1f} ms with eager PyTorch ({times['eager']:.1f}x). "
+        "Not yet run on a GPU.**"
+    )
 
 
 def decode_static(file: str = "decode_cpu_static_32k") -> str:
@@ -314,15 +340,20 @@ def _median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in rows)
 
 
+def _folds() -> dict[tuple[str, int, str], dict[str, list[dict[str, Any]]]]:
+    """Rows of one layer in bfloat16 by model, heads and inputs, then by whether weights were folded."""
+    groups: dict[tuple[str, int, str], dict[str, list[dict[str, Any]]]] = {}
+    for r in data("precision_folds")["rows"]:
+        groups.setdefault((r["model"], r["H"], r["scale"]), {}).setdefault(r["fold"], []).append(r)
+    return groups
+
+
 def folds() -> str:
     """Errors of the three forms of one layer in bfloat16."""
     about = data("precision_folds")
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for r in about["rows"]:
-        groups.setdefault((r["model"], r["H"], r["scale"]), []).append(r)
     lines = []
-    for (model, heads, scale), rows in groups.items():
-        chained, folded = ([r for r in rows if r["fold"] == f] for f in ("never", "always"))
+    for (model, heads, scale), rows in _folds().items():
+        chained, folded = rows["never"], rows["always"]
         expanded = _median(chained, "original")
         errors = [_median(x, "absorbed") for x in (chained, folded)]
         cells = [f"{e:.2e}" for e in (expanded, *errors)] + [f"{_median(x, 'ratio'):.2f}" for x in (chained, folded)]
@@ -331,6 +362,17 @@ def folds() -> str:
     lengths, seeds = ({r[k] for r in about["rows"]} for k in ("T", "seed"))
     tokens = ", ".join(map(str, sorted(lengths)))
     return table(head, lines) + f"\n\n{tokens} cached tokens, median of {len(seeds)} seeds; {where(about)}."
+
+
+def folds_short() -> str:
+    """The least and the largest median ratio of the models, by form and inputs."""
+    groups = _folds()
+    scales = list(dict.fromkeys(scale for *_, scale in groups))
+    rows = []
+    for name, fold in {"chained": "never", "folded": "always"}.items():
+        ratios = [[_median(of[fold], "ratio") for (*_, s), of in groups.items() if s == scale] for scale in scales]
+        rows.append((name, *(f"{min(of):.2f} to {max(of):.2f}" for of in ratios)))
+    return table(("error over the original's", *scales), rows)
 
 
 def sites() -> str:
@@ -378,28 +420,30 @@ def quantized() -> str:
     notes: dict[str, dict[str, list[str]]] = {}
     rows = []
     for name in formats:
-        row = [name]
+        by_word: dict[str, list[str]] = {}
         for family in families:
             found = {w: cells[name, family, w] for w in ways if (name, family, w) in cells}
             words = (c["verdict"] for c in found.values())
             said = [f"[`{w}`](refusals.md#{w})" if w in list(map(str, CODES)) else w for w in words] or [""]
-            row.append(said[0] if len(set(said)) == 1 else " / ".join(said))
+            by_word.setdefault(said[0] if len(set(said)) == 1 else " / ".join(said), []).append(f"`{family}`")
             for way, c in found.items():
                 if c["verdict"] != "yes":
                     notes.setdefault(f"{name}: {_note(c)}", {}).setdefault(way, []).append(f"`{family}`")
-        rows.append(row)
+        most, *others = sorted(by_word, key=lambda word: -len(by_word[word]))
+        rows.append((name, most, "; ".join(f"{', '.join(by_word[word])}: {word}" for word in others)))
     listed = []
     for note, by_way in notes.items():
         same: dict[str, list[str]] = {}  # ways by the families they are true of
         for way, own in by_way.items():
-            same.setdefault(", ".join(own), []).append(way)
+            same.setdefault("all families" if len(own) == len(families) else ", ".join(own), []).append(way)
         listed.append(f"* {note}. {'; '.join(', '.join(w) + ': ' + own for own, w in same.items())}")
     done = [c for c in cells.values() if not c["failed"]]
     ratios = sorted(c["error"] / c["original"] for c in done if c["verdict"] == "yes")
     words = f"median {statistics.median(ratios):.2f}, largest {ratios[-1]:.2f}; {len(done)} of {len(cells)} cells ran"
     line = f"Errors against float64 of the dequantized model, in errors of the original: {words}. {where(about)}."
-    shown = table(("format", *(f"`{f}`" for f in families)), rows)
-    return "\n\n".join([shown, *(["\n".join(listed)] if listed else []), line])
+    shown = table(("format", "all families", "except"), rows)
+    told = f"Families: {', '.join(f'`{f}`' for f in families)}."
+    return "\n\n".join([told, shown, *(["\n".join(listed)] if listed else []), line])
 
 
 def generated() -> str:
@@ -560,10 +604,13 @@ def serving() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "compiled": compiled.summary,
+    "decisions": decisions,
     "codes": all_codes,
     **{f"code {c}": lambda c=c: one_code(c) for c in map(str, CODES)},
     "decode": decode_all,
     "decode short": decode_some,
+    "decode line": decode_line,
     "decode static": decode_static,
     "decode static_avx2": lambda: decode_static("decode_cpu_static_32k_avx2"),
     "op": op_alone,
@@ -580,6 +627,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "onnx": onnx,
     "onnx_sparse": onnx_sparse,
     "folds": folds,
+    "folds short": folds_short,
     "sites": sites,
     "support": support,
     "quantized": quantized,
@@ -606,7 +654,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, exit with 1 where something is old")
     check = parser.parse_args().check
     old = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = page.read_text()
         if (new := filled(text)) != text:
             old.append(page.relative_to(ROOT))

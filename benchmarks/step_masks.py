@@ -1,4 +1,4 @@
-"""What a decode step is told in place of its masks, for each family and cache: the data of a table in docs/kernels.md.
+"""What a decode step is told in place of its masks, for each family and cache: a table of results/README.md.
 
     python -m benchmarks.step_masks                            # every family, every way
     python -m benchmarks.step_masks --families minicpm3        # some of them again; the others stay

@@ -14,7 +14,8 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "CITATION.cff").exists(), reason="not a checkout")
 PAGES = sorted(
-    p for folder in ("", "docs", "benchmarks", "benchmarks/gpu", "examples", "examples/configs")
+    p for folder in ("", "docs", "docs/decisions", "benchmarks", "benchmarks/gpu", "benchmarks/results", "examples",
+                     "examples/configs")
     for p in (ROOT / folder).glob("*.md")
 )  # fmt: skip
 CODE = re.compile(r"^```.*?^```[ ]*$|^    .*?$", re.MULTILINE | re.DOTALL)
@@ -69,6 +70,29 @@ def test_a_page_names_files_that_exist(page):
         assert not anchor or anchor[1:] in _anchors(target), f"{path}{anchor}"
     missing = [path for path in PATH.findall(text) if not list(ROOT.glob(path.rstrip("/")))]
     assert missing == []
+
+
+RECORD = re.compile(
+    r"# (\d{3}): .+\n\nStatus: (?:accepted|superseded by \d{3})\n\n"
+    r"\*\*Decision\.\*\* .+?\n\n\*\*Why\.\*\* .+?(?:\n\n\*\*Would change it\.\*\* .+?)?\n",
+    re.DOTALL,
+)
+
+
+def test_a_decision_is_a_short_record_with_a_number_of_its_own():
+    records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:3] for path in records] == [f"{i + 1:03}" for i in range(len(records))]
+    for path in records:
+        text = path.read_text()
+        found = RECORD.fullmatch(text)
+        assert found is not None, path.name
+        assert found[1] == path.name[:3]
+        assert len(text.split()) <= 170, path.name
+
+
+def test_the_documentation_is_at_most_35_000_words():
+    """Tables of measurements are data, which benchmarks/results/README.md shows."""
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")) <= 35_000
 
 
 def _anchors(page: Path) -> set[str]:

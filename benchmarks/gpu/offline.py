@@ -1,6 +1,6 @@
 """Compiles the GPU kernels without a GPU and holds them to budgets: spills, shared memory, tensor core instructions.
 
-    python -m benchmarks.gpu.offline            compile, print, write docs/kernel_table.md and benchmarks/results/
+    python -m benchmarks.gpu.offline            compile, print, write benchmarks/results/ (then: benchmarks.pages)
     python -m benchmarks.gpu.offline --only gfx the same of some kernels; the results of the others stay
     python -m benchmarks.gpu.offline --check    compile and print; exit status 1 when a budget is broken
     python -m benchmarks.gpu.offline --check --changed --share 3/40
@@ -55,7 +55,6 @@ from mla_compile.kernels.triton.step import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-TABLE = ROOT / "docs" / "kernel_table.md"
 MMA = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma.sync", "QGMMA": "wgmma", "UTCQMMA": "tcgen05"}  # by SASS
 # Both consumers score a block (9 chunks of 64 columns x 4 steps of 16) and apply two, with one more for the last block.
 SEESAW = {"m64n64k16": 2 * 36, "m64n256k16": 2 * 3 * 4}
@@ -261,7 +260,7 @@ def broken(case: Case, chosen: Plan, row: dict[str, Any]) -> list[str]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as the table prints it."""
+    """A row as it is printed."""
     stores = "?" if row["spills"] is None else "/".join(map(str, row["spills"]))
     products = " ".join(f"{kind} {count}" for kind, count in row["mma"].items()) or "-"
     shape = f"{row['tile']} w{row['warps']} s{row['stages']}" if row["tile"] else f"w{row['warps']}"
@@ -271,66 +270,12 @@ def line(row: dict[str, Any]) -> str:
     ).rstrip()
 
 
-def markdown() -> str:
-    """docs/kernel_table.md, of all versions of Triton that have results."""
-    found = [json.loads(p.read_text()) for p in sorted(RESULTS.glob("offline_triton_*.json"))]
-    versions = ", ".join(f"{f['triton']} ({_dates(f)})" for f in found)
-    over = ", ".join(f"{sum(bool(r['broken']) for r in f['rows'])} with {f['triton']}" for f in found)
-    text = [
-        "# The GPU kernels as compiled",
-        "",
-        f"Written by `python -m benchmarks.gpu.offline`, without a GPU, with Triton {versions}. Nothing was timed.",
-        "One line per kernel and version: registers per thread (of the Hopper kernel: at its launch; its consumers",
-        "take 232 and its producer 40, with a held query 240 and 24; for lists of keys 224 and 56; for fp8 216, 72),",
-        "bytes of spill stores/loads,",
-        "shared memory in KB beside the plan's bound, and the tensor core instructions in the code. The budgets, and",
-        "the spills that are put up with, stand in that file; CI checks them with Triton 3.6 and 3.9. Kernels that",
-        f"break one say so in the last column: {over}. Of the Hopper kernel CI also checks that no local memory",
-        "is touched, that a fence and a barrier lie between a tile's stores and what reads it, that a barrier precedes",
-        "every single arrive, and that a fence follows every wait for rows that were copied by cp.async.",
-        "",
-        "On sm_100 and sm_120 nothing is made for the card: all products are `mma.sync`, none is `tcgen05`, and",
-        "nothing there is like the Hopper kernel.",
-        "",
-        "gfx942 and gfx950 (AMD MI300X and MI355X) are compiled by the same Triton with tiles made for sm_80, cut to",
-        "their 64 and 160 KB of LDS by the bound for NVIDIA, which is not AMD's. Registers are vector and accumulation",
-        "registers together, of 512; spills are bytes of scratch per thread. No launch takes these cards: on them the",
-        "reference runs.",
-        "",
-        "| card | kernel | tile, warps, stages | Triton | registers | spills | shared | bound | instructions |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    # The list of cases may have grown between the runs of two versions.
-    kernels: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-    for of in found:
-        for row in of["rows"]:
-            kernels.setdefault((row["arch"], row["kernel"]), []).append((of, row))
-    for rows in kernels.values():
-        for of, r in rows:
-            stores = "/".join(map(str, r["spills"] or ["?"]))
-            products = ", ".join(f"{n} {kind}" for kind, n in r["mma"].items()) or "-"
-            shape = f"{r['tile']}, {r['warps']}, {r['stages']}" if r["tile"] else f"{r['warps']} warps"
-            bound = f"{r['planned'] / 1024:.0f}" if r["tile"] else "-"
-            shared = f"{r['shared'] / 1024:.1f}"
-            cells = (r["arch"], r["kernel"], shape, of["triton"], r["registers"], stores, shared, bound)
-            if r["absent"]:
-                cells, products = (*cells[:2], "-", of["triton"], "-", "-", "-", "-"), r["absent"]
-            text.append(f"| {' | '.join(map(str, cells))} | {'; '.join((products, *r['broken']))} |")
-    return "\n".join(text) + "\n"
-
-
 def _known(chosen: list[Case], rows: list[dict[str, Any]], share: str) -> list[dict[str, Any]]:
     """The rows of cases that need not be compiled: they are made of the same, and are not of the share."""
     committed = {(row["arch"], row["kernel"]): row for row in rows}
     part, parts = map(int, share.split("/")) if share else (-1, 1)
     found = (known(case, committed) for i, case in enumerate(chosen) if i % parts != part - 1)
     return [row for row in found if row is not None]
-
-
-def _dates(found: dict[str, Any]) -> str:
-    """When the rows of a file were compiled."""
-    every = {row.get("date", found["date"]) for row in found["rows"]}
-    return min(every) if len(every) == 1 else f"{min(every)} to {max(every)}"
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]], date: str) -> list[dict[str, Any]]:
@@ -380,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows = merged(before["rows"], rows, before["date"])
         about = {"triton": triton.__version__, "torch": torch.__version__, "date": date, "rows": rows}
         path.write_text(json.dumps(about, indent=1) + "\n")
-        TABLE.write_text(markdown())
+        print(f"written: {path}; `python -m benchmarks.pages` brings docs/kernel_table.md up to date")
     return int(bool(bad) and given.check)
 
 

@@ -1,7 +1,7 @@
 """What stands around a list of keys, as functions of standard operators: ``IndexScores`` and ``WeighAlike``.
 
 ``IndexScores`` is a product with the heads folded into rows, [B,S*J,D] x [B,D,T], as ``DecodeAttention`` has it, and a
-product with the weights: 1.6 times as fast as with a product per head (docs/decisions.md).
+product with the weights: 1.6 times as fast as with a product per head (docs/decisions.md, 76).
 
 ``WeighAlike`` reads rows of the cache in the branch of an ``If`` that few calls take.
 """

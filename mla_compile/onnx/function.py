@@ -2,7 +2,7 @@
 
 Two products, a softmax in float32, and one more product, with the heads folded into rows: [B,S*H,W] x [B,W,T]. This
 reads the cache as it is, without a copy per head, and is the fastest that MatMul and Softmax allow on a CPU
-(docs/decisions.md). A function cannot ask which of its inputs are given, so each combination in use gets a body.
+(docs/decisions.md, 75). A function cannot ask which of its inputs are given, so each combination in use gets a body.
 """
 
 from __future__ import annotations

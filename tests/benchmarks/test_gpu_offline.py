@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.gpu import compiled as shown
 from benchmarks.gpu import offline
 from benchmarks.gpu.ptx import between_ctas, protocol
 from mla_compile.kernels.hopper.steps import clusters
@@ -60,6 +61,14 @@ def test_what_ctas_have_to_do_with_each_other():
     assert set(between_ctas("\n".join([alone, ARRIVE, BARRIER])).values()) == {0}
     found = between_ctas("\n".join([alone, shared, shared, remote, ARRIVE, "barrier.cluster.wait.aligned;"]))
     assert found == {"shared": 2, "alone": 1, "remote": 1, "met": 1}
+
+
+def test_every_committed_row_is_shown_and_counted_in_the_summary():
+    rows = shown.rows()
+    assert len(rows) == sum(len(run["rows"]) for run in shown.runs())
+    assert {row["card"] for row in rows} == set(shown.CARDS)
+    counted = [line.split(" | ")[2] for line in shown.summary().splitlines() if line.startswith(("| sm_", "| gfx"))]
+    assert sum(map(int, counted)) == len({(r["card"], r["kernel"]) for r in rows if r["registers"] is not None})
 
 
 @full("combination")
