@@ -40,17 +40,30 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     for env in environments.values():
-        known = -1
-        while known < len(found):  # what replaces a symbol may itself be replaced
-            known = len(found)
-            for symbol, instead in env.replacements.items():
-                if symbol not in found and instead.free_symbols <= found.keys():
-                    found[symbol] = int(instead.subs(found))
+        _add_replaced(env.replacements, found)
     return found
 
 
+def _add_replaced(replacements: Mapping[sympy.Symbol, sympy.Expr], found: dict[sympy.Symbol, int]) -> None:
+    """Adds the symbols that are replaced by known ones."""
+    waiting = [(symbol, instead) for symbol, instead in replacements.items() if symbol not in found]
+    known = -1
+    while known < len(found):  # what replaces a symbol may itself be replaced
+        known, later = len(found), []
+        for symbol, instead in waiting:
+            if instead.free_symbols <= found.keys():
+                found[symbol] = number(instead, found)
+            else:
+                later.append((symbol, instead))
+        waiting = later
+
+
 def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
-    return expr if isinstance(expr, int) else int(expr.subs(sizes))
+    """The value of a size; ``sizes`` has all of its symbols."""
+    if isinstance(expr, int):
+        return expr
+    # Not ``subs``, which puts all that is given in an order first: that of a deep model is long.
+    return int(expr.xreplace({symbol: sympy.Integer(sizes[symbol]) for symbol in expr.free_symbols}))
 
 
 def draw(
