@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -40,22 +42,32 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     for env in environments.values():
-        _add_replaced(env.replacements, found)
+        found.update(_replaced(env, found))
     return found
 
 
-def _add_replaced(replacements: Mapping[sympy.Symbol, sympy.Expr], found: dict[sympy.Symbol, int]) -> None:
-    """Adds the symbols that are replaced by known ones."""
-    waiting = [(symbol, instead) for symbol, instead in replacements.items() if symbol not in found]
-    known = -1
-    while known < len(found):  # what replaces a symbol may itself be replaced
-        known, later = len(found), []
-        for symbol, instead in waiting:
-            if instead.free_symbols <= found.keys():
-                found[symbol] = number(instead, found)
-            else:
-                later.append((symbol, instead))
-        waiting = later
+def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
+    """The symbols that are replaced by known ones; looked for once, as all layers ask with the same."""
+    known = _known.setdefault(env, {})
+    key = len(env.replacements), frozenset(found.items())
+    if key not in known:
+        known[key] = _closed(env.replacements, found)
+    return known[key]
+
+
+_known: WeakKeyDictionary[ShapeEnv, dict[Hashable, dict[sympy.Symbol, int]]] = WeakKeyDictionary()
+
+
+def _closed(
+    replacements: Mapping[sympy.Symbol, sympy.Expr], found: Mapping[sympy.Symbol, int]
+) -> dict[sympy.Symbol, int]:
+    closed, known = dict(found), -1
+    while known < len(closed):  # what replaces a symbol may itself be replaced
+        known = len(closed)
+        for symbol, instead in replacements.items():
+            if symbol not in closed and instead.free_symbols <= closed.keys():
+                closed[symbol] = number(instead, closed)
+    return closed
 
 
 def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
