@@ -165,7 +165,7 @@ def test_sizes_of_a_layer_cost_as_much_in_a_deep_model():
         assert all(len(sizes([length])) == layers for length in lengths)
         return counts.total()
 
-    calls(2)
+    calls(20)  # what sympy remembers of expressions
     assert calls(20) < 2.3 * calls(10)
 
 
