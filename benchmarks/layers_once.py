@@ -20,6 +20,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -71,20 +72,20 @@ def compiled(form: str, layers: int, structure: str) -> dict[str, Any]:
     """The same from a fresh process, with empty caches."""
     dense = layers if structure == "dense" else min(3, layers // 3)
     with tempfile.TemporaryDirectory() as folder:
-        taken = in_a_process(form, layers, dense, folder)
+        taken = in_a_process("benchmarks.layers_once", (form, layers, dense), folder)
     return {"kind": "compile", "form": form, "layers": layers, "structure": structure, "cpu_seconds": taken}
 
 
-def in_a_process(form: str, layers: int, dense: int, folder: str) -> list[float]:
-    """:func:`compile_here` in a process of its own, with Inductor's caches in ``folder``."""
-    command = [sys.executable, "-m", "benchmarks.layers_once", "--one", form, str(layers), str(dense)]
+def in_a_process(module: str, what: Sequence[object], folder: str) -> Any:
+    """What ``module`` prints of one measurement in a process of its own, with Inductor's caches in ``folder``."""
+    command = [sys.executable, "-m", module, "--one", *map(str, what)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder}
     # pip compiles what it installs to bytecode; a checkout is compiled in each process where that may not be kept.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{form}, {layers} layers: {done.stderr[-2000:]}")
-    return [float(seconds) for seconds in json.loads(done.stdout.splitlines()[-1])]
+        raise SystemExit(f"{module} {what}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def steps(args: argparse.Namespace, name: str, dtype: str) -> list[dict[str, Any]]:

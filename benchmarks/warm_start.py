@@ -19,6 +19,7 @@ from benchmarks.common import machine, names, table, words, write
 from benchmarks.layers_once import FORMS, in_a_process
 
 OUT = Path(__file__).parent / "results" / "warm_start.json"
+ONE = "benchmarks.layers_once"
 HEAD = ("layers", "form", "cold s", "warm s", "warm, of inductor's")
 
 
@@ -27,12 +28,17 @@ def measure(forms: list[str], layers: int, rounds: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         places = {form: str(Path(folder, form)) for form in forms}
         rows: list[dict[str, Any]] = [
-            {"form": form, "layers": layers, "cold": in_a_process(form, layers, layers, places[form]), "warm": []}
+            {
+                "form": form,
+                "layers": layers,
+                "cold": in_a_process(ONE, (form, layers, layers), places[form]),
+                "warm": [],
+            }
             for form in forms
         ]
         for _ in range(rounds):
             for row in rows:
-                row["warm"].append(in_a_process(row["form"], layers, layers, places[row["form"]]))
+                row["warm"].append(in_a_process(ONE, (row["form"], layers, layers), places[row["form"]]))
     return rows
 
 

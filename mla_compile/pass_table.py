@@ -285,7 +285,7 @@ def _lower(state: State) -> int:
 
 
 def _lower_projections(state: State) -> int:
-    done = lower_projections(state.graph, state.program.fake_mode)
+    done = lower_projections(state.graph, state.program.fake_mode, weights_of(state.program))
     remove_dead_code(state.graph)
     return done
 

@@ -20,8 +20,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.proxy import _COPY_META_FIELDS
 
 from mla_compile.capture.functional import Functional, fake_inputs, traced_once
+from mla_compile.core.alike import known_of
 from mla_compile.core.program import copy_graph, graph_module
-from mla_compile.repeats.find import known_of
 from mla_compile.repeats.stretches import Stretch, alone, is_closed, memory_of, stretches
 
 _LABELS = ("stack_trace", *_COPY_META_FIELDS)

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.comptime import comptime
+
+from mla_compile.dynamo.sizes import begin_with_one
 
 _numbers = itertools.count()
 
@@ -24,6 +27,7 @@ def compiled_entry(compiler: Callable[..., Any], **settings: Any) -> Callable[..
     """
 
     def entry(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> Any:
+        comptime(begin_with_one)
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     # Equal code objects are one to Python's dicts, so the name has to differ as well.

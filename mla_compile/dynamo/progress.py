@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
+from mla_compile.core import collector
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -24,6 +26,11 @@ _STAGES = {
     "passes": "looking for attentions",
     "code": "generating code",
 }
+_ALL_KEPT = (
+    "trace",
+    "capture",
+    "passes",
+)  # what these make is mostly kept; generating code makes tensors and drops them
 _TOLD_SECONDS = 1.0  # what compiled faster than this is not told of afterwards
 
 
@@ -45,6 +52,7 @@ class Compilations:
         self._since = 0.0
         self._thread = 0
         self._shown: Progress | None = None
+        self._paused = False
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
@@ -88,6 +96,7 @@ class Compilations:
         self.count += 1
         self.seconds = {}
         self._stage, self._since, self._thread = stage, time.perf_counter(), threading.get_ident()
+        self._collect(stage not in _ALL_KEPT)
         if self._visible():
             self._show()
         self._describe()
@@ -99,7 +108,14 @@ class Compilations:
         now = time.perf_counter()
         self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + now - self._since
         self._stage, self._since = name, now
+        self._collect(name not in _ALL_KEPT)
         self._describe()
+
+    def _collect(self, wanted: bool) -> None:
+        """Whether cycles are collected in this stage."""
+        if wanted == self._paused:
+            (collector.resume if wanted else collector.pause)()
+            self._paused = not wanted
 
     def end(self) -> None:
         """The compilation that began has ended, or failed."""

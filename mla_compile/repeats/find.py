@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
+
+from mla_compile.core.alike import constant_of, each, known_of
 
 Steps = Sequence[fx.Node]
 """Calls in the order of the graph."""
@@ -35,24 +37,11 @@ def form(steps: Steps) -> tuple[Hashable, list[fx.Node]]:
 
     def read(value: Any) -> Hashable:
         if not isinstance(value, fx.Node):
-            return _constant(value)
+            return constant_of(value)
         return places[value] if value in places else ("input", inputs.setdefault(value, len(inputs)))
 
-    calls = tuple((_label(node), _each(node.args, read), _each(node.kwargs, read)) for node in steps)
+    calls = tuple((_label(node), each(node.args, read), each(node.kwargs, read)) for node in steps)
     return (calls, tuple(known_of(node.meta.get("val")) for node in inputs)), list(inputs)
-
-
-def known_of(value: Any, *, begins: bool = True) -> Hashable:
-    """What is known of a value: expressions of its sizes, and how it lies in memory, where it ``begins`` included."""
-    if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        numbers = (*value.shape, None, *value.stride()) if strided else ()
-        offset = (value.storage_offset(),) if strided and begins else ()
-        lies = (value.device, value.layout, value.requires_grad, value.is_conj(), value.is_neg())
-        return type(value), value.dtype, lies, tuple(map(_number, (*numbers, *offset)))
-    if isinstance(value, (tuple, list)):
-        return tuple(known_of(one, begins=begins) for one in value)
-    return _number(value)
 
 
 def _cut(steps: Steps, labels: torch.Tensor, last_uses: list[int], first: int) -> list[list[Steps]]:
@@ -113,32 +102,6 @@ def _label(node: fx.Node) -> Hashable:
     call: of a copy, fake tensors of the cache begin elsewhere.
     """
     given = tuple(
-        _each(value, lambda v: None if isinstance(v, fx.Node) else _constant(v)) for value in (node.args, node.kwargs)
+        each(value, lambda v: None if isinstance(v, fx.Node) else constant_of(v)) for value in (node.args, node.kwargs)
     )
     return node.target, given, known_of(node.meta.get("val"), begins=False)
-
-
-def _each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, *(_each(one, read) for one in value)
-    if isinstance(value, dict):
-        return "dict", *((key, _each(one, read)) for key, one in sorted(value.items()))
-    if isinstance(value, slice):
-        return "slice", _each((value.start, value.stop, value.step), read)
-    return read(value)
-
-
-def _constant(value: Any) -> Hashable:
-    """1, 1.0 and True differ, and NaN equals itself; what cannot be told apart by its text is itself alone."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout)):
-        return type(value).__name__, str(value)
-    if isinstance(value, torch.memory_format):
-        return "memory_format", str(value)
-    return "object", id(value)
-
-
-def _number(value: Any) -> Hashable:
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        expression: Hashable = value.node.expr
-        return expression
-    return _constant(value)

@@ -7,15 +7,16 @@ adds it to the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mla_compile.core.alike import constant_of, each, known_of
 from mla_compile.core.layers import CALL, WEIGHT
 from mla_compile.passes.ir.axes import Atom, Axis, Split, fixed_size, substitute
 from mla_compile.passes.ir.graph import Builder, val
@@ -47,10 +48,7 @@ class Expr:
         """``op`` of this expression, which becomes the first argument unless ``args`` holds it already."""
         # `einsum` and `cat` take their operands in a list, so this expression may be inside an argument.
         everything = args if any(a is self or _holds(a, self) for a in args) else (self, *args)
-        # `no_grad`: weights may be parameters, and the result must not be part of an autograd graph.
-        with self.fake_mode or torch.no_grad(), torch.no_grad():
-            value = op(*_each(everything, lambda e: e.value), **kwargs)
-        assert isinstance(value, torch.Tensor)
+        value = _value(self.fake_mode, op, _each(everything, lambda e: e.value), kwargs)
         return Expr(value, self.fake_mode, None, op, everything, kwargs)
 
     def view(self, shape: Sequence[int]) -> Expr:
@@ -160,6 +158,41 @@ class Expr:
         result = visit(self)
         assert isinstance(result, torch.Tensor)
         return result
+
+
+def _value(
+    fake_mode: FakeTensorMode | None, op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> torch.Tensor:
+    """What ``op`` returns; one tensor for all calls that are alike, as those for the weights of equal layers are."""
+    key = None if fake_mode is None else _key(op, args, kwargs)
+    # Kept with the mode, which the tensors refer to: in a dict of ours, however weak, neither would ever be freed.
+    known: dict[Hashable, torch.Tensor] = {} if key is None else vars(fake_mode).setdefault(_KNOWN, {})
+    if key in known:
+        return known[key]
+    # `no_grad`: weights may be parameters, and the result must not be part of an autograd graph.
+    with fake_mode or torch.no_grad(), torch.no_grad():
+        value = op(*args, **kwargs)
+    assert isinstance(value, torch.Tensor)
+    if key is not None:
+        known[key] = value
+    return value
+
+
+_KNOWN = "mla_compile_known"
+
+
+def _key(op: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Hashable | None:
+    """Equal for calls that are alike; None where something is told that may be alike and another object."""
+    objects: list[object] = []
+
+    def read(value: object) -> Hashable:
+        told = known_of(value) if type(value) in (FakeTensor, torch.nn.Parameter) else constant_of(value)
+        if isinstance(told, tuple) and told[0] == "object":
+            objects.append(value)
+        return told
+
+    key = op, each(args, read), each(dict(kwargs), read)
+    return None if objects else key
 
 
 @dataclass(frozen=True)

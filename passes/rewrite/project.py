@@ -8,7 +8,7 @@ and float16 overflows in q W where q . (W c) does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -37,7 +37,7 @@ def project(
     return einsum(builder, x, x_atoms, builder.cast(weight, val(x).dtype), w_atoms, out)
 
 
-def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
+def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None, weights: Collection[fx.Node]) -> int:
     """Products of few rows with a converted weight become a multiply and a sum; returns how many.
 
     Before: ``einsum("bshn,hnl->bshl", x, _to_copy(w, float32))``, which copies the weight in every call.
@@ -49,7 +49,7 @@ def lower_projections(graph: fx.Graph, fake_mode: FakeTensorMode | None) -> int:
             continue
         equation, (x, weight) = args_of(node)
         (lx, lw), lo = equation.split("->")[0].split(","), equation.split("->")[1]
-        if _is_converted(weight) and rows_sharing_weight(node) <= FEW_ROWS:
+        if weight in weights and _is_converted(weight) and rows_sharing_weight(node) <= FEW_ROWS:
             node.replace_all_uses_with(_multiply_and_sum(Builder(node, fake_mode), x, lx, weight, lw, lo))
             graph.erase_node(node)
             done += 1

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -40,17 +42,40 @@ def of_sizes(dims: Iterable[int | torch.SymInt]) -> dict[sympy.Symbol, int]:
         for symbol in expr.free_symbols | sympy.sympify(dim.node.expr).free_symbols:
             found[symbol] = int(seen[symbol]) if symbol in seen else hint(expr, dim)
     for env in environments.values():
-        known = -1
-        while known < len(found):  # what replaces a symbol may itself be replaced
-            known = len(found)
-            for symbol, instead in env.replacements.items():
-                if symbol not in found and instead.free_symbols <= found.keys():
-                    found[symbol] = int(instead.subs(found))
+        found.update(_replaced(env, found))
     return found
 
 
+def _replaced(env: ShapeEnv, found: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, int]:
+    """The symbols that are replaced by known ones; looked for once, as all layers ask with the same."""
+    known = _known.setdefault(env, {})
+    key = len(env.replacements), frozenset(found.items())
+    if key not in known:
+        known[key] = _closed(env.replacements, found)
+    return known[key]
+
+
+_known: WeakKeyDictionary[ShapeEnv, dict[Hashable, dict[sympy.Symbol, int]]] = WeakKeyDictionary()
+
+
+def _closed(
+    replacements: Mapping[sympy.Symbol, sympy.Expr], found: Mapping[sympy.Symbol, int]
+) -> dict[sympy.Symbol, int]:
+    closed, known = dict(found), -1
+    while known < len(closed):  # what replaces a symbol may itself be replaced
+        known = len(closed)
+        for symbol, instead in replacements.items():
+            if symbol not in closed and instead.free_symbols <= closed.keys():
+                closed[symbol] = number(instead, closed)
+    return closed
+
+
 def number(expr: Size, sizes: Mapping[sympy.Symbol, int]) -> int:
-    return expr if isinstance(expr, int) else int(expr.subs(sizes))
+    """The value of a size; ``sizes`` has all of its symbols."""
+    if isinstance(expr, int):
+        return expr
+    # Not ``subs``, which puts all that is given in an order first: that of a deep model is long.
+    return int(expr.xreplace({symbol: sympy.Integer(sizes[symbol]) for symbol in expr.free_symbols}))
 
 
 def draw(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import sys
@@ -107,6 +108,26 @@ def test_the_report_has_what_is_not_ours_too(monkeypatch: pytest.MonkeyPatch):
     assert fast.mla_report.seconds == pytest.approx(sum(seconds.values()) - seconds["trace"] - seconds["code"])
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_cycles_are_not_collected_in_the_meantime(before: bool, monkeypatch: pytest.MonkeyPatch):
+    seen: list[bool] = []
+    stage = Compilations.stage
+
+    def noting(self: Compilations, name: str) -> None:
+        seen.append(gc.isenabled())
+        stage(self, name)
+
+    monkeypatch.setattr(Compilations, "stage", noting)
+    try:
+        (gc.enable if before else gc.disable)()
+        run(optimized())
+        assert gc.isenabled() is before
+    finally:
+        gc.enable()
+    assert seen
+    assert not any(seen)
+
+
 def test_a_failure_ends_it(monkeypatch: pytest.MonkeyPatch):
     stderr(monkeypatch, terminal=True)
 
@@ -119,6 +140,7 @@ def test_a_failure_ends_it(monkeypatch: pytest.MonkeyPatch):
         run(fast)
     assert fast.forward.compilations._shown is None
     assert not fast.forward.compilations._stage
+    assert gc.isenabled()
     assert not callback_handler.start_callbacks
     assert not callback_handler.end_callbacks
 

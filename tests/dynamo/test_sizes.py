@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mla_compile import optimize
+from mla_compile.dynamo import compiler as compilers
 from mla_compile.runtime.latent import LatentTensor
 from tests.support import models
 from tests.support.compiling import compiler
@@ -99,6 +102,27 @@ def test_lengths_are_one_in_all_layers_until_they_part():
     assert graphs(backend, 4, window) == [1, 2, 2, 3, 3]
     assert backend.lengths == [0, 1, 2]
     assert backend.compiler.reports[1].absorbed == LAYERS
+
+
+def test_lengths_are_one_while_an_optimized_module_is_traced(monkeypatch: pytest.MonkeyPatch):
+    seen: list[int] = []
+    share_lengths = compilers.share_lengths
+
+    def noting(gm: torch.fx.GraphModule) -> None:
+        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+        seen.append(len({size.node._expr for size in sizes if isinstance(size, torch.SymInt)}))
+        share_lengths(gm)
+
+    monkeypatch.setattr(compilers, "share_lengths", noting)
+    model = Model().eval().requires_grad_(False)
+    fast, mine, theirs = optimize(model, codegen="eager", lowering="aten"), [None] * LAYERS, [None] * LAYERS
+    for step, tokens in enumerate((7, 1, 1)):
+        x = seeded(1, tokens, D, seed=step, dtype=torch.float32)
+        got, mine = fast(x, mine)
+        want, theirs = model(x, theirs)
+        torch.testing.assert_close(got, want)
+    assert seen == [0, 1]
 
 
 def test_every_length_is_compiled_by_itself_where_that_is_wanted():

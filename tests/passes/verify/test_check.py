@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import CodeType
+
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from mla_compile import pass_table, pipeline
 from mla_compile.codes import Code
@@ -14,6 +18,7 @@ from mla_compile.options import Options
 from mla_compile.passes.decide.records import AbsorbPlan
 from mla_compile.passes.rewrite import absorb as absorb_pass
 from mla_compile.passes.verify.evaluate import of_sizes
+from tests.support.calls import counted
 from tests.support.modules import MLA, inputs
 from tests.support.programs import assert_equal, assert_untouched, export
 
@@ -144,6 +149,24 @@ def test_symbols_that_others_replace_are_known_in_any_order():
     a, b, c = (dim.node.expr for dim in x.shape)
     env.replacements = {c: b + 2, b: a + 2}
     assert of_sizes([x.shape[0]]) == {a: 5, b: 7, c: 9}
+
+
+def test_sizes_of_a_layer_cost_as_much_in_a_deep_model():
+    """Each layer's length is a symbol, and replaced by that of the first."""
+
+    def calls(layers: int) -> int:
+        env, counts = ShapeEnv(), Counter[CodeType]()
+        mode, of_its_own = FakeTensorMode(shape_env=env), StatelessSymbolicContext([DimDynamic.DYNAMIC])
+        source = (ConstantSource(f"x{i}") for i in range(layers))
+        rows = [mode.from_tensor(torch.ones(5), symbolic_context=of_its_own, source=one) for one in source]
+        lengths = [one.shape[0] for one in rows]
+        assert all(length == lengths[0] for length in lengths)  # from here on they are
+        sizes = counted(of_sizes, counts)
+        assert all(len(sizes([length])) == layers for length in lengths)
+        return counts.total()
+
+    calls(20)  # what sympy remembers of expressions
+    assert calls(20) < 2.3 * calls(10)
 
 
 @pytest.mark.parametrize("narrow", [lambda s: s.float().softmax(-1), lambda s: s.softmax(-1, dtype=torch.float32)])

@@ -1,0 +1,98 @@
+"""CPU seconds from nothing to the second token of ``optimize(model)``, by stage, beside Inductor alone.
+
+    python -m benchmarks.first_token
+    python -m benchmarks.first_token --depths 3,62 --forms optimize
+
+The tiny DeepSeek-V3 of benchmarks/layers_once.py, all layers dense. A prompt and a step, each time in a process of its
+own: the first of a form finds empty caches (``cold``), the second what Inductor left there (``warm``), Inductor and
+ours in turns. Stages of ours are seconds of the clock: on a busy machine they say how the CPU seconds are shared out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import machine, names, table, words, write
+from benchmarks.layers_once import PROMPT, cpu_seconds, in_a_process
+
+import torch  # isort: skip  # after common, which sets the environment
+
+OUT = Path(__file__).parent / "results" / "first_token.json"
+FORMS = ("inductor", "optimize")
+STAGES = ("trace", "capture", "passes", "code")
+HEAD = ("layers", "form", "caches", "first token s", "second token s", "together", *STAGES)
+
+
+@torch.no_grad()
+def ready_here(form: str, layers: int) -> dict[str, Any]:
+    """CPU seconds of a prompt and a step in this process, and those of the stages of what is ours."""
+    import mla_compile
+    from tests.support import models
+
+    model = models.build("deepseek_v3", num_hidden_layers=layers, first_k_dense_replace=layers)
+    cache, ids, taken = None, torch.full((1, PROMPT), 7), []
+    start = cpu_seconds()
+    call = mla_compile.optimize(model) if form == "optimize" else torch.compile(model)
+    for _ in range(2):
+        out = call(input_ids=ids, past_key_values=cache, use_cache=True)
+        taken.append(cpu_seconds() - start)
+        start = cpu_seconds()
+        cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    return {"cpu_seconds": taken, "stages": stages(call.mla_report) if form == "optimize" else {}}
+
+
+def stages(report: Any) -> dict[str, float]:
+    """Seconds by stage, those of the passes together and one by one."""
+    found = dict.fromkeys(STAGES, 0.0)
+    for record in report.passes:
+        found[record.name if record.name in STAGES else "passes"] += record.seconds
+        if record.name not in STAGES:
+            found[f"passes.{record.name}"] = record.seconds
+    return found
+
+
+def measure(forms: list[str], layers: int) -> list[dict[str, Any]]:
+    """A row for each form, cold and warm."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            {"form": form, "layers": layers, "caches": caches,
+             **in_a_process("benchmarks.first_token", (form, layers), str(Path(folder, form)))}
+            for caches in ("cold", "warm")
+            for form in forms
+        ]  # fmt: skip
+
+
+def describe(row: dict[str, Any]) -> list[str]:
+    """One row as text."""
+    first, second = row["cpu_seconds"]
+    numbers = [f"{n:.1f}" for n in (first, second, first + second)]
+    by_stage = [f"{row['stages'][stage]:.1f}" if row["stages"] else "" for stage in STAGES]
+    return [str(row["layers"]), row["form"], row["caches"], *numbers, *by_stage]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--depths", type=words(int), default=[3, 27, 62])
+    parser.add_argument("--forms", type=names(FORMS), default=list(FORMS))
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(ready_here(args.one[0], int(args.one[1]))))
+        return
+    rows: list[dict[str, Any]] = []
+    for layers in args.depths:
+        new = measure(args.forms, layers)
+        rows += new
+        write(args.out, {"benchmark": "first_token", "machine": machine()}, rows)
+        print(table([describe(row) for row in new], HEAD), flush=True)
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What can be told apart of values: calls that are told the same compute the same, whatever tensors they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+_PLAIN = (type(None), int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def known_of(value: Any, *, begins: bool = True) -> Hashable:
+    """What is known of a value: expressions of its sizes, and how it lies in memory, where it ``begins`` included."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout is torch.strided
+        numbers = (*value.shape, None, *value.stride()) if strided else ()
+        offset = (value.storage_offset(),) if strided and begins else ()
+        lies = (value.device, value.layout, value.requires_grad, value.is_conj(), value.is_neg())
+        return type(value), value.dtype, lies, tuple(map(number_of, (*numbers, *offset)))
+    if isinstance(value, (tuple, list)):
+        return tuple(known_of(one, begins=begins) for one in value)
+    return number_of(value)
+
+
+def each(value: Any, read: Callable[[Any], Hashable]) -> Hashable:
+    """``value`` with what its lists, tuples, dicts and slices hold as ``read`` tells it."""
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, *(each(one, read) for one in value)
+    if isinstance(value, dict):
+        return "dict", *((key, each(one, read)) for key, one in sorted(value.items()))
+    if isinstance(value, slice):
+        return "slice", each((value.start, value.stop, value.step), read)
+    return read(value)
+
+
+def constant_of(value: Any) -> Hashable:
+    """1, 1.0 and True differ, and NaN equals itself; what cannot be told apart by its text is itself alone."""
+    if isinstance(value, (float, complex)):
+        return type(value), str(value)
+    return (type(value), value) if isinstance(value, _PLAIN) else ("object", id(value))
+
+
+def number_of(value: Any) -> Hashable:
+    """A number, or what a symbolic one is computed by."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        expression: Hashable = value.node.expr
+        return expression
+    return constant_of(value)
