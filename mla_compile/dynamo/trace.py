@@ -87,6 +87,8 @@ def trace(
                 compiler = Compiler(options, explain_only=True, buffers=BuffersInTrace(copied[0], empty))
                 compiler.wrapped = wrapped
                 compiled_entry(compiler)(*copied)
+                if compiler.finishing.happened:
+                    compiled_entry(compiler)(*copied)
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
             # The trace may need values (a branch, an index): try again with real ones where there are any.
             if copies is not attempts[-1]:

@@ -1,0 +1,47 @@
+"""Libraries that finish a model in its first call, which then runs as it came.
+
+bitsandbytes packs 4-bit weights for the CPU on which a layer first runs (``weight.data = packed``). No functional graph
+has this, and what is compiled for the weights as they were loaded holds for no later call.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mla_compile.capture.shared_state import replaced_weights
+from mla_compile.core.program import Inputs
+from mla_compile.errors import CaptureError
+
+logger = logging.getLogger("mla_compile")
+
+
+class Finishing:
+    """The weights of a model that were replaced by a call of it.
+
+    Attributes:
+        happened: whether any were since this was last set to False.
+    """
+
+    def __init__(self, *, explain_only: bool = False) -> None:
+        self.explain_only = explain_only
+        self.happened = False
+        self._finished = WeakIdKeyDictionary()
+
+    def takes(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
+        """Whether ``gm`` is to run as it came, because it replaces weights. This is granted once for each weight.
+
+        Raises :class:`CaptureError` where only a report is wanted, which may not replace the user's weights.
+        """
+        weights = [w for w in replaced_weights(gm, example_inputs) if w not in self._finished]
+        if not weights:
+            return False
+        if self.explain_only and not all(isinstance(w, FakeTensor) for w in weights):
+            raise CaptureError(f"the first call replaces {len(weights)} weights of the model: call it once before this")
+        self._finished.update(dict.fromkeys(weights))
+        self.happened = True
+        logger.info("a call replaced %d weights of the model and ran as it came; the next is compiled", len(weights))
+        return True
