@@ -38,6 +38,16 @@ class OwnForward:
         """From now on this is the module's own forward; None: that of its class."""
         raise NotImplementedError
 
+    @property
+    def __func__(self) -> Function:
+        """A function of the module and its arguments, for libraries that wrap what else is a bound method."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)  # type: ignore[operator]
+
+        forward.own = self  # type: ignore[attr-defined]
+        return forward
+
 
 @dataclass
 class Unwrapped:
@@ -173,7 +183,10 @@ class _Copier:
         """Takes the wrappers off a module that is a copy already, and off all below it."""
         forward, wrapper = vars(module).get("forward"), self.placing.get(module)
         if wrapper is not None:
-            if isinstance(forward, OwnForward):
+            own = getattr(wrapper.inner, "own", None)
+            if isinstance(own, OwnForward):  # a hook that ran on the copy wrapped it
+                vars(module)["forward"] = own
+            elif isinstance(forward, OwnForward):
                 forward.below(self._bound(module, wrapper.inner))
             vars(module).update(wrapper.tensors)
         children = self._children(module)

@@ -12,10 +12,11 @@ import transformers
 from torch import Tensor, nn
 
 from mla_compile import explain, optimize
+from mla_compile.core.wrapped import OwnForward
 from tests.support import checkpoints
 from tests.support.checkpoints import CHANNEL, FLOAT8, INT4, INT8, TOKEN
 from tests.support.models import prompt
-from tests.support.tiers import also
+from tests.support.tiers import also, full
 
 pytest.importorskip("accelerate", reason="transformers loads quantized models with it")
 
@@ -53,6 +54,32 @@ def test_compressed_tensors(weights: Any, rows: Any, ignore: list[str], tmp_path
     assert rows is not None or torch.equal(got.argmax(-1), want.argmax(-1))
     assert not model._forward_pre_hooks
     assert not hasattr(model.model.layers[0].mlp.gate_proj, "weight_packed")
+
+
+@full("family")
+def test_compressed_tensors_of_a_model_with_parameters_of_its_own(tmp_path: Path) -> None:
+    """Its hook wraps the forward of every module that holds parameters: here, of the optimized copy itself."""
+    pytest.importorskip("compressed_tensors")
+    model = checkpoints.compressed_tensors(tmp_path, *INT4_ALL, kind=Scaled)
+    model.gain.data.fill_(2)
+    fast = optimize(model, **FAST)
+    got = steps(fast)
+    assert {str(site.code) for site in fast.mla_report.sites} == {"cost_prefill", "absorbed"}
+    assert isinstance(vars(fast)["forward"], OwnForward)
+    torch.testing.assert_close(got, steps(model), rtol=1e-4, atol=1e-4)
+
+
+class Scaled(transformers.DeepseekV3ForCausalLM):
+    """The model itself holds a parameter."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.gain = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        done = super().forward(*args, **kwargs)
+        done.logits = done.logits * self.gain
+        return done
 
 
 def bitsandbytes(**settings: Any) -> Callable[[Path], nn.Module]:
@@ -95,12 +122,13 @@ INT8_BUT_UP = {"load_in_8bit": True, "llm_int8_skip_modules": ["kv_b_proj", "lm_
 EXACT, HALF, ROUNDED = 1e-4, 3e-2, 0.2  # the last two: a kernel that computes in 16 bits; rows that are rounded
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of libraries
 @pytest.mark.parametrize(
     ("make", "close"),
     [
-        pytest.param(bitsandbytes(**NF4), HALF, id="nf4"),
         *also(
             "family",
+            (bitsandbytes(**NF4), HALF),
             (bitsandbytes(**NF4, bnb_4bit_use_double_quant=True), HALF),
             (bitsandbytes(**INT8_BUT_UP), ROUNDED),
             (torchao("Int8WeightOnlyConfig", version=2), EXACT),

@@ -30,9 +30,10 @@ def plain(dtype: torch.dtype, family: str = "deepseek_v3") -> nn.Module:
     return build(family, dtype=dtype, **WIDTHS, **DENSE, **first)
 
 
-def load(folder: Path, dtype: torch.dtype, **options: Any) -> nn.Module:
+def load(folder: Path, dtype: torch.dtype, kind: Any = None, **options: Any) -> nn.Module:
     """The model of a folder, as users load it."""
-    loaded: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+    kind = kind or transformers.AutoModelForCausalLM
+    loaded: nn.Module = kind.from_pretrained(folder, dtype=dtype, **options).eval()
     return loaded
 
 
@@ -106,9 +107,12 @@ def _rounding(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compressed_tensors(
-    folder: Path, weights: dict[str, Any], rows: dict[str, Any] | None, ignore: list[str]
+    folder: Path, weights: dict[str, Any], rows: dict[str, Any] | None, ignore: list[str], kind: Any = None
 ) -> nn.Module:
-    """A model as compressed-tensors stores it, freshly loaded. ``rows``: how activations are rounded."""
+    """A model as compressed-tensors stores it, freshly loaded, as one of ``kind`` if it is given.
+
+    ``rows``: how activations are rounded.
+    """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -134,4 +138,4 @@ def compressed_tensors(
     compressor.compress_model(model)
     model.save_pretrained(folder)
     compressor.update_config(str(folder))
-    return load(folder, torch.float32)
+    return load(folder, torch.float32, kind)
