@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_compile.errors import InputError
@@ -99,7 +99,8 @@ class CalledLayer:
 
 def is_of_library(tensor: object) -> bool:
     """Whether it is made of other tensors, in a library's own class; those that are spread over ranks are torch's."""
-    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+    spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # there is none before it is imported
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, spread)
 
 
 def _parts(tensor: Tensor) -> Paths:

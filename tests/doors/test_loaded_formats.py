@@ -122,7 +122,7 @@ INT8_BUT_UP = {"load_in_8bit": True, "llm_int8_skip_modules": ["kv_b_proj", "lm_
 EXACT, HALF, ROUNDED = 1e-4, 3e-2, 0.2  # the last two: a kernel that computes in 16 bits; rows that are rounded
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of libraries
+@pytest.mark.filterwarnings("ignore")  # libraries warn of each other, and of files that they left
 @pytest.mark.parametrize(
     ("make", "close"),
     [
