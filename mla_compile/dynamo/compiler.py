@@ -110,7 +110,7 @@ class Compiler:
         self.compilations = Compilations("") if compilations is None else compilations
         self.told: set[str] = set()
         self.wrapped = Unwrapped()
-        self.finishing = Finishing(explain_only=explain_only)
+        self.finishing = Finishing()
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []

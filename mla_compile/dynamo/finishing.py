@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mla_compile.capture.shared_state import replaced_weights
@@ -19,28 +18,33 @@ from mla_compile.errors import CaptureError
 logger = logging.getLogger("mla_compile")
 
 
+class UnfinishedError(CaptureError):
+    """The first call of a model would replace weights that somebody else has."""
+
+
 class Finishing:
     """The weights of a model that were replaced by a call of it.
 
     Attributes:
+        allowed: whether weights may be replaced.
         happened: whether any were since this was last set to False.
     """
 
-    def __init__(self, *, explain_only: bool = False) -> None:
-        self.explain_only = explain_only
+    def __init__(self) -> None:
+        self.allowed = True
         self.happened = False
         self._finished = WeakIdKeyDictionary()
 
     def takes(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
         """Whether ``gm`` is to run as it came, because it replaces weights. This is granted once for each weight.
 
-        Raises :class:`CaptureError` where only a report is wanted, which may not replace the user's weights.
+        Raises :class:`UnfinishedError` where it is not allowed.
         """
         weights = [w for w in replaced_weights(gm, example_inputs) if w not in self._finished]
         if not weights:
             return False
-        if self.explain_only and not all(isinstance(w, FakeTensor) for w in weights):
-            raise CaptureError(f"the first call replaces {len(weights)} weights of the model: call it once before this")
+        if not self.allowed:
+            raise UnfinishedError(f"the first call replaces {len(weights)} weights of the model: call it once before")
         self._finished.update(dict.fromkeys(weights))
         self.happened = True
         logger.info("a call replaced %d weights of the model and ran as it came; the next is compiled", len(weights))

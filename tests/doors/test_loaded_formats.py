@@ -148,6 +148,8 @@ EXACT, HALF, ROUNDED = 1e-4, 3e-2, 0.2  # the last two: a kernel that computes i
 def test_others(make: Callable[[Path], nn.Module], close: float, tmp_path: Path) -> None:
     """The optimized model is called before the original is, so that it meets the weights as they were loaded."""
     model = make(tmp_path)
+    with torch.no_grad():
+        assert [str(site.code) for site in explain(model, **prompt(), forms="absorbed").sites] == ["absorbed"]
     fast = optimize(model, **FAST)
     got = steps(fast)
     codes = {str(site.code) for site in fast.mla_report.sites}
