@@ -6,7 +6,7 @@ That is how bitsandbytes keeps int8 weights: ``forward`` computes with ``state.C
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +17,31 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def drop_idle_sets(gm: fx.GraphModule, values: Sequence[object]) -> None:
     """Removes every ``a.set_(b)`` from ``gm`` where ``a`` is that memory already; ``values``: of its inputs."""
-    given = dict(zip(gm.graph.find_nodes(op="placeholder"), values, strict=True))
-    for node in list(gm.graph.nodes):
-        if getattr(node.target, "__name__", node.target) != "set_" or len(node.args) != 2:
-            continue
-        one, other = (given.get(n) for n in node.args)
+    for node, one, other in _sets(gm, values):
         if _memory(one) is None or _memory(one) != _memory(other):
             continue
+        written: Any = node.args[0]
         for user in list(node.users):  # Dynamo counts such a write back: it is none to whoever watches the version
-            user.replace_all_uses_with(node.args[0])
+            user.replace_all_uses_with(written)
             gm.graph.erase_node(user)
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(written)
         gm.graph.erase_node(node)
     gm.recompile()
+
+
+def replaced_weights(gm: fx.GraphModule, values: Sequence[object]) -> list[torch.nn.Parameter]:
+    """The parameters among the inputs ``values`` of ``gm`` whose memory it replaces: ``weight.data = x``."""
+    pairs = ((one, other) for _, one, other in _sets(gm, values) if isinstance(one, torch.nn.Parameter))
+    return [one for one, other in pairs if _memory(one) is None or _memory(one) != _memory(other)]
+
+
+def _sets(gm: fx.GraphModule, values: Sequence[object]) -> Iterator[tuple[fx.Node, object, object]]:
+    """Every ``a.set_(b)`` of ``gm``, with a and b where they are inputs."""
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), values, strict=True))
+    for node in list(gm.graph.nodes):
+        if getattr(node.target, "__name__", node.target) == "set_" and len(node.args) == 2:
+            one, other = node.args
+            yield node, given.get(one), given.get(other)
 
 
 def state_beside_parameters(inputs: Sequence[fx.Node], values: Sequence[object]) -> set[str]:

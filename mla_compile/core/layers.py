@@ -11,14 +11,17 @@ its library: in another precision it would be rounded to other numbers.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mla_compile.errors import InputError
 
@@ -26,6 +29,7 @@ CALL = "mla_compile::call_layer"
 SCHEMA = "(Tensor rows, Tensor[] weights, str layer) -> Tensor"
 WEIGHT, WEIGHT_SCHEMA = "mla_compile::layer_weight", "(Tensor[] weights, str layer) -> Tensor"
 
+Paths = tuple[tuple[str, ...], ...]
 _numbers = itertools.count()
 _called: weakref.WeakValueDictionary[str, CalledLayer] = weakref.WeakValueDictionary()
 
@@ -39,24 +43,39 @@ class CalledLayer:
         inner: the function below the wrappers that only place tensors, which takes the layer and its rows. None: it is
             not known, and the layer computes with its own tensors whatever it is given.
         width: that of what the layer returns.
+        parts: of the tensors that are of a library's own class, by name, how to reach what each is made of: no operator
+            takes them as they are.
         rounded: the weight of a module like it, where it rounds one in each call.
     """
 
     rounded: Callable[[nn.Module], Tensor] | None = None
 
-    def __init__(self, layer: nn.Module, plain: nn.Module, inner: Callable[..., Tensor] | None, width: int) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        plain: nn.Module,
+        inner: Callable[..., Tensor] | None,
+        width: int,
+        parts: Mapping[str, Paths] | None = None,
+    ) -> None:
         self.layer = layer
         self.plain = plain
         self.inner = inner
         self.width = width
+        if parts is None:
+            parts = {name: _parts(t) for name, t in self._named() if t is not None and is_of_library(t)}
+        self.parts = parts
         self.name = f"{type(layer).__name__}_{next(_numbers)}"
         _called[self.name] = self
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of the layer, as they are now."""
-        named = (*self.plain._parameters.values(), *self.plain._buffers.values())
-        return [t for t in named if t is not None]
+        """The tensors of the layer, as they are now, and what those of a library's own class are made of."""
+        named = [(t, self.parts.get(name, ((),))) for name, t in self._named() if t is not None]
+        return [functools.reduce(getattr, path, t) for t, paths in named for path in paths]
+
+    def _named(self) -> list[tuple[str, Tensor | None]]:
+        return [*self.plain._parameters.items(), *self.plain._buffers.items()]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> nn.Module:
         """A module with the attributes of the layer, the inner forward, and these tensors in the place of its own."""
@@ -65,17 +84,41 @@ class CalledLayer:
         given = iter(tensors)
         for kind in ("_parameters", "_buffers"):
             own: dict[str, Tensor | None] = vars(self.plain)[kind]
-            vars(made)[kind] = {name: None if value is None else next(given) for name, value in own.items()}
+            vars(made)[kind] = {name: None if value is None else _made(value, given) for name, value in own.items()}
         if self.inner is not None:
             vars(made)["forward"] = types.MethodType(self.inner, made)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CalledLayer:
         layer, plain = copy.deepcopy((self.layer, self.plain), memo)
-        return CalledLayer(layer, plain, self.inner, self.width)
+        return CalledLayer(layer, plain, self.inner, self.width, self.parts)  # which are not complete yet
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CalledLayer, (self.layer, self.plain, self.inner, self.width)
+        return CalledLayer, (self.layer, self.plain, self.inner, self.width, self.parts)
+
+
+def is_of_library(tensor: object) -> bool:
+    """Whether it is made of other tensors, in a library's own class; those that are spread over ranks are torch's."""
+    spread = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # there is none before it is imported
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, spread)
+
+
+def _parts(tensor: Tensor) -> Paths:
+    """The attributes that lead from a tensor to those that it is made of."""
+    if not is_of_library(tensor):
+        return ((),)
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return tuple((name, *path) for name in names for path in _parts(getattr(tensor, name)))
+
+
+def _made(tensor: Tensor, given: Iterator[Tensor]) -> Tensor:
+    """A tensor like it, made of the next ones of ``given``."""
+    if not is_of_library(tensor):
+        return next(given)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: _made(getattr(tensor, name), given) for name in names}
+    made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
+    return made
 
 
 def find(name: str) -> CalledLayer:

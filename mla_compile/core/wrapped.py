@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from mla_compile.core.layers import CalledLayer
+from mla_compile.core.layers import CalledLayer, is_of_library
 from mla_compile.core.modules import shallow
 
 _CLOSED = (fx.GraphModule, torch.jit.ScriptModule, OptimizedModule)
@@ -37,6 +37,16 @@ class OwnForward:
     def below(self, forward: Function | None) -> None:
         """From now on this is the module's own forward; None: that of its class."""
         raise NotImplementedError
+
+    @property
+    def __func__(self) -> Function:
+        """A function of the module and its arguments, for libraries that wrap what else is a bound method."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)  # type: ignore[operator]
+
+        forward.own = self  # type: ignore[attr-defined]
+        return forward
 
 
 @dataclass
@@ -163,14 +173,20 @@ class _Copier:
         replaced = vars(module).get("forward")
         if replaced is None:
             forward = type(module).forward
-            return _is_disabled(forward) or self.known(module, forward)
+            own = _of_library(module)
+            return (
+                _is_disabled(forward) or self.known(module, forward) or bool(own and not self._follows(module, forward))
+            )
         return not isinstance(replaced, (OwnForward, _Call))
 
     def in_place(self, module: nn.Module) -> None:
         """Takes the wrappers off a module that is a copy already, and off all below it."""
         forward, wrapper = vars(module).get("forward"), self.placing.get(module)
         if wrapper is not None:
-            if isinstance(forward, OwnForward):
+            own = getattr(wrapper.inner, "own", None)
+            if isinstance(own, OwnForward):  # a hook that ran on the copy wrapped it
+                vars(module)["forward"] = own
+            elif isinstance(forward, OwnForward):
                 forward.below(self._bound(module, wrapper.inner))
             vars(module).update(wrapper.tensors)
         children = self._children(module)
@@ -226,10 +242,11 @@ class _Copier:
             return False
         if inner is not None and self.known(module, inner):
             return False
-        # No layer of rows: it is left to the trace of the model.
-        if inner is type(module).forward or (rows := _one_row(module)) is None:
+        own = _of_library(module)
+        # What is no layer of rows is left to the trace of the model.
+        if (inner is type(module).forward and not own) or (rows := _one_row(module)) is None or rows.is_meta:
             return True
-        key = type(module), getattr(forward, "__code__", forward)
+        key = type(module), getattr(forward, "__code__", forward), own
         if key not in self.followed:
             self.followed[key] = self.captured(_method(module, inner), rows)
         return self.followed[key]
@@ -303,6 +320,11 @@ def _one_row(module: nn.Module) -> Tensor | None:
         return None
     device = next(module.parameters(recurse=False)).device
     return torch.zeros(1, int(module.in_features), dtype=dtypes[0], device=device)  # type: ignore[arg-type]
+
+
+def _of_library(module: nn.Module) -> tuple[type, ...]:
+    """The classes of its tensors that a library made: Dynamo may follow the forward with the one and not the other."""
+    return tuple(type(t) for t in (*module._parameters.values(), *module._buffers.values()) if is_of_library(t))
 
 
 def _is_disabled(function: object) -> bool:

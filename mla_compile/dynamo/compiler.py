@@ -32,6 +32,7 @@ from mla_compile.dynamo.breaks import mark_handed_over
 from mla_compile.dynamo.candidates import has_attention
 from mla_compile.dynamo.code import CodeGenerator
 from mla_compile.dynamo.examples import examples_of
+from mla_compile.dynamo.finishing import Finishing
 from mla_compile.dynamo.monitor import watch_current_function
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.dynamo.ranks import OtherRankFailedError, meeting, ranks_of, sharing_of
@@ -109,6 +110,7 @@ class Compiler:
         self.compilations = Compilations("") if compilations is None else compilations
         self.told: set[str] = set()
         self.wrapped = Unwrapped()
+        self.finishing = Finishing()
         self.graphs = 0
         self.reports: list[Report] = []
         self.failures: list[Exception] = []
@@ -116,6 +118,8 @@ class Compiler:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Inputs) -> Call:
         """The compiled graph. Our own failures are raised only with ``strict``; else the original graph is compiled."""
+        if self.finishing.takes(gm, example_inputs):
+            return gm
         self.graphs += 1
         if self.recompiles is not None:
             self.recompiles.add(gm, example_inputs)
@@ -299,10 +303,8 @@ class Compiler:
         def generate(one: Program) -> Call:
             if begun and one is not program:
                 one = replace(one, appends=begun)
-            emitted, inputs = (
-                partial(emit.to_graph_module, one),
-                examples_of(one, done.captured, example_inputs, layouts),
-            )
+            emitted = partial(emit.to_graph_module, one)
+            inputs = examples_of(one, done.captured, example_inputs, layouts)
             if (call := self.code.by_parts(emitted, inputs)) is not None:
                 return call
             # Under autocast the captured program and not its graph, which has no casts: it runs where autocast is off.

@@ -129,7 +129,11 @@ class CompiledForward(OwnForward):
         with self.recompiles.settings(), self.compilations.of_this_thread():
             if self._buffers is not None:
                 self._buffers.prepare(args, kwargs)
-            return self._run(self.module, args, kwargs, self._replaced)
+            done = self._run(self.module, args, kwargs, self._replaced)
+        if self.compiler.finishing.happened:  # Dynamo would take the sizes of the weights for ones that vary
+            self.compiler.finishing.happened = False
+            self._run = compiled_entry(self.compiler, **self.settings)
+        return done
 
     def install(self) -> None:
         """Make this the forward of its module, whose ``mla_report`` is kept up to date with what is compiled."""

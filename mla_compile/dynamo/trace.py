@@ -25,6 +25,7 @@ from mla_compile.core.places import Place, tensors_of
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
+from mla_compile.dynamo.finishing import UnfinishedError
 from mla_compile.dynamo.wrappers import take_off
 from mla_compile.errors import CaptureError, InputError, MlaCompileError, brief, first_line, nearest
 from mla_compile.options import Options
@@ -86,8 +87,13 @@ def trace(
             with copies((module, args, kwargs)) as copied, torch.no_grad():
                 compiler = Compiler(options, explain_only=True, buffers=BuffersInTrace(copied[0], empty))
                 compiler.wrapped = wrapped
+                compiler.finishing.allowed = copies is not _real_copies
                 compiled_entry(compiler)(*copied)
+                if compiler.finishing.happened:
+                    compiled_entry(compiler)(*copied)
         except Exception as error:  # the user's model, or Dynamo in it, may raise anything
+            if copies is _real_copies and isinstance(getattr(error, "inner_exception", error), UnfinishedError):
+                attempts.append(_own_copies)
             # The trace may need values (a branch, an index): try again with real ones where there are any.
             if copies is not attempts[-1]:
                 continue
@@ -160,6 +166,12 @@ def _fake_copies(given: Arguments) -> Iterator[Arguments]:
 def _real_copies(given: Arguments) -> Iterator[Arguments]:
     """Copies of everything that a forward may write to; parameters are shared."""
     yield _copied(given, {id(parameter): parameter for parameter in given[0].parameters()})
+
+
+@contextmanager
+def _own_copies(given: Arguments) -> Iterator[Arguments]:
+    """Copies of everything, for a forward that replaces parameters."""
+    yield _copied(given)
 
 
 def _copied(given: Arguments, shared: dict[int, torch.nn.Parameter] | None = None) -> Arguments:

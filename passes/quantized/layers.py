@@ -32,7 +32,7 @@ def product_of(node: fx.Node) -> QuantizedLinear | None:
     called = find(str(node.args[2]))
     if (given := _given(called.layer)) is not None:
         return QuantizedLinear("rows", _of_tensors(called, given.dequantize), given.rounds)
-    describe = LAYERS.get(_module(called.inner))
+    describe = {**LAYERS, **OTHERS}.get(_module(called.inner))
     return None if describe is None else describe(called)
 
 
@@ -104,3 +104,21 @@ def _unpacked(own: Any, scheme: Any) -> Tensor:
 
 LAYERS: dict[str, Describe] = {"compressed_tensors.quantization.lifecycle.forward": _compressed_tensors}
 """What is known of a library's layers, by the module of the function that stands for their forward."""
+
+
+def _quanto(called: CalledLayer) -> QuantizedLinear | None:
+    """``F.linear`` with a tensor of its own class, which Dynamo follows for weights of a byte and not for smaller ones.
+
+    Where rows are rounded, too, the scales are in hooks.
+    """
+    if getattr(called.layer, "activation_qtype", None) is not None:
+        return None
+
+    def dequantize(own: Any) -> tuple[Tensor, Tensor | None]:
+        return own.qweight.dequantize(), own.bias
+
+    return QuantizedLinear("rows", _of_tensors(called, dequantize))
+
+
+OTHERS: dict[str, Describe] = {"optimum.quanto.nn.qlinear": _quanto}
+"""The same, of layers that are called as one operator only where Dynamo turns out not to follow them."""

@@ -49,6 +49,11 @@ def _weight_int8(*, mat2: Any, scales: Any, **_: Any) -> Any:
     return mat2.float() * scales.float()[:, None]
 
 
+def _quanto(*, B: Any, scales: Any, **_: Any) -> Any:
+    """int8 or float8 values [out, in], a scale for each output [out, 1] or for all."""
+    return B.float() * scales.float()
+
+
 def _float8_blocks(*, B: Any, Bs: Any, block_size: Any = None, **_: Any) -> Any:
     """float8 values [out, in] and a scale for each block (DeepSeek-V3, section 3.3), 32 columns of a row, or all."""
     scales = (Bs.view(torch.float8_e8m0fnu) if Bs.dtype == torch.uint8 else Bs).float()
@@ -77,6 +82,7 @@ PRODUCTS = Products(
         # Repacked for a CPU with instructions for bfloat16; on a GPU it is for one row, which no cache of rows is.
         "bitsandbytes::gemv_4bit": QuantizedLinear("A", None),
         "bitsandbytes::int8_mixed_scaled_mm": QuantizedLinear("A", _bitsandbytes_8bit, rounds=True),
+        "quanto::qbytes_mm": QuantizedLinear("A", _quanto),
         # The kernels that transformers loads for checkpoints in float8 blocks; the namespace ends in a build's hash.
         "_finegrained_fp8_*::w8a8_block_dynamic_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),
         "_finegrained_fp8_*::w8a8_block_static_fp8_matmul": QuantizedLinear("A", _float8_blocks, rounds=True),

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from mla_compile import MlaCompileWarning, explain, optimize, register_quantized_linear
+from mla_compile import MlaCompileWarning, backend, explain, optimize, register_quantized_linear
 from mla_compile.passes.quantized.registry import registered
+from tests.support.tiers import also
 
 FAST: dict[str, Any] = {"codegen": "eager", "lowering": "aten", "verify": False}
 B, H, L, N, V, T = 2, 3, 16, 12, 10, 9
@@ -141,6 +143,108 @@ def test_a_class_of_layers_is_absorbed_once_it_is_registered() -> None:
         assert codes(fast) == ["absorbed"]
     finally:
         del registered.layers[Doubled]
+
+
+class Halves(Tensor):
+    """Half of each number is stored, in a class of a library's own, which reads numbers that no trace has."""
+
+    stored: Tensor
+
+    @staticmethod
+    def __new__(cls, stored: Tensor) -> Halves:
+        made = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype)
+        made.stored = stored
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Halves:
+        return Halves(inner["stored"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return Halves(func(args[0].stored))
+        args = tree_map_only(Halves, lambda t: torch.from_numpy(2 * t.stored.numpy()), args)
+        return func(*args, **(kwargs or {}))
+
+
+class Held(nn.Linear):
+    """A layer with such a weight."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weight = nn.Parameter(Halves(self.weight.detach() / 2), requires_grad=False)
+
+
+def test_weights_of_a_class_that_is_not_followed_are_one_operator() -> None:
+    model = Small(Held).eval()
+    want = model(*GIVEN)
+    fast = optimize(model, **FAST)
+    with pytest.warns(MlaCompileWarning, match="nothing was absorbed"):
+        torch.testing.assert_close(fast(*GIVEN), want)
+    assert codes(fast) == ["unknown_product"]
+    register_quantized_linear(Held, lambda layer: (2 * layer.weight.stored, layer.bias))
+    try:
+        fast = optimize(model, **{**FAST, "verify": True})
+        for one in (fast, copy.deepcopy(fast)):
+            torch.testing.assert_close(one(*GIVEN), want)
+            assert codes(one) == ["absorbed"]
+        model.k.weight = nn.Parameter(Halves(model.k.weight.stored * 3), requires_grad=False)
+        torch.testing.assert_close(fast(*GIVEN), model(*GIVEN))
+        assert not torch.allclose(fast(*GIVEN), want)
+    finally:
+        del registered.layers[Held]
+
+
+class Packed(nn.Linear):
+    """The first call lays out the weight anew, as bitsandbytes does for the CPU on which it runs."""
+
+    is_packed = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.is_packed:
+            self.weight.data = self.weight.data.T.contiguous()
+            self.is_packed = True
+        return F.linear(input, self.weight.T, self.bias)
+
+
+@pytest.mark.parametrize("codegen", ["eager", *also("inductor", "inductor")])
+@pytest.mark.parametrize("door", ["optimize", "backend"])
+def test_a_call_that_finishes_the_weights_runs_as_it_came(door: str, codegen: str) -> None:
+    model = Small(Packed).eval()
+    want = copy.deepcopy(model)(*GIVEN)
+    report = explain(model, *GIVEN)
+    assert [str(site.code) for site in report.sites] == ["absorbed"]
+    assert not model.k.is_packed
+    options = {**FAST, "codegen": codegen, "strict": True}
+    fast = optimize(model, **options) if door == "optimize" else torch.compile(model, backend="mla", options=options)
+    before = backend.reports()
+    for _ in range(2):
+        torch.testing.assert_close(fast(*GIVEN), want)
+    new = [r for r in backend.reports() if not any(r is old for old in before)]
+    sites = fast.mla_report.sites if door == "optimize" else [site for r in new for site in r.sites]
+    assert [str(site.code) for site in sites] == ["absorbed"]
+    torch.testing.assert_close(model(*GIVEN), want)
+
+
+def test_a_hook_may_wrap_the_forward_of_the_model_itself() -> None:
+    """compressed-tensors does so with each module that has parameters of its own."""
+    model = Small().eval()
+    want = model(*GIVEN)
+
+    def wrap(module: Any, _: object) -> None:
+        handle.remove()
+        inner = module.forward.__func__
+        module.forward = types.MethodType(inner, module)
+
+    handle = model.register_forward_pre_hook(wrap)
+    fast = optimize(model, **FAST)
+    for _ in range(2):
+        torch.testing.assert_close(fast(*GIVEN), want)
+        assert codes(fast) == ["absorbed"]
 
 
 def test_a_hook_that_removes_itself_is_gone_from_both() -> None:

@@ -1,0 +1,51 @@
+"""Libraries that finish a model in its first call, which then runs as it came.
+
+bitsandbytes packs 4-bit weights for the CPU on which a layer first runs (``weight.data = packed``). No functional graph
+has this, and what is compiled for the weights as they were loaded holds for no later call.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mla_compile.capture.shared_state import replaced_weights
+from mla_compile.core.program import Inputs
+from mla_compile.errors import CaptureError
+
+logger = logging.getLogger("mla_compile")
+
+
+class UnfinishedError(CaptureError):
+    """The first call of a model would replace weights that somebody else has."""
+
+
+class Finishing:
+    """The weights of a model that were replaced by a call of it.
+
+    Attributes:
+        allowed: whether weights may be replaced.
+        happened: whether any were since this was last set to False.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = True
+        self.happened = False
+        self._finished = WeakIdKeyDictionary()
+
+    def takes(self, gm: fx.GraphModule, example_inputs: Inputs) -> bool:
+        """Whether ``gm`` is to run as it came, because it replaces weights. This is granted once for each weight.
+
+        Raises :class:`UnfinishedError` where it is not allowed.
+        """
+        weights = [w for w in replaced_weights(gm, example_inputs) if w not in self._finished]
+        if not weights:
+            return False
+        if not self.allowed:
+            raise UnfinishedError(f"the first call replaces {len(weights)} weights of the model: call it once before")
+        self._finished.update(dict.fromkeys(weights))
+        self.happened = True
+        logger.info("a call replaced %d weights of the model and ran as it came; the next is compiled", len(weights))
+        return True
