@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from mla_compile.batching.graphs import Graph, StepGraphs
 from mla_compile.batching.traced import NotMlaError
 from mla_compile.capture.causal_lm import wire
 from mla_compile.capture.dtensors import shared_weight
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.ranks import Meeting, OtherRankFailedError, meeting_of
 from mla_compile.errors import (
     CaptureError,
@@ -87,12 +87,11 @@ class Batching:
     def __init__(self, model: Any, options: Options, steps: StepGraphs | None = None) -> None:
         self.model, self.options = model, options
         self._steps = steps
-        self._lock = threading.Lock()
 
     @property
     def steps(self) -> StepGraphs:
         """The graphs, traced when they are first asked for."""
-        with self._lock:
+        with one_at_a_time():
             if self._steps is None:
                 self._steps = _graphs(plain_copy(self.model), self.options)
             return self._steps
@@ -154,6 +153,7 @@ def _options(options: dict[str, Any]) -> Options:
     return Options.parse(ours, verify=True)
 
 
+@one_at_a_time()
 def _graphs(model: Any, options: Options) -> StepGraphs:
     """The graphs, on all ranks that hold the weights together or on none of them."""
     ranks = meeting_of(model, options)

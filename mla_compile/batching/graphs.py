@@ -8,7 +8,6 @@ serves others, and there are few of them where it does not.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from mla_compile.batching.traced import POSITIONS, TOKENS, Traced, cache_inputs,
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.core.program import Call, Program
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.ranks import Meeting
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
@@ -102,7 +102,6 @@ class StepGraphs:
         """``like``: take what was traced for these, and run it without compiling. ``ranks``: who has to agree."""
         self.lm = lm
         self.options = options if like is None else replace(options, codegen="eager")
-        self._lock = threading.Lock()
         self._traced: Traced = trace(lm, options, ranks) if like is None else like._traced
         decode, prompt = self._traced.decode, self._traced.prompt
         self.rows, self.sharing = self._traced.rows, self._traced.sharing
@@ -151,6 +150,7 @@ class StepGraphs:
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
 
+    @one_at_a_time()
     def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
         """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well."""
         program = self._decode.copy()
@@ -162,8 +162,7 @@ class StepGraphs:
         B = hint(shape(ids)[0], val(ids).shape[0])
         graph.received = {name: count // B for name, count in received_bytes(program.gm.graph).items()}
         call = self._compiled(program, graph, decode=True, replays=replays, changing=(TOKENS, POSITIONS, *names[:2]))
-        with self._lock:
-            self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
+        self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
 
         def run(
             ids: torch.Tensor,
@@ -267,7 +266,7 @@ class StepGraphs:
                 graph.buckets.add((bucket(S), bucket(held) if held else 0))
             with without_autocast(), torch.no_grad():
                 if not made:
-                    with self._lock:
+                    with one_at_a_time():
                         if not made:
                             call = self._generate(program, graph)
                             if replays is not None:
@@ -283,7 +282,7 @@ class StepGraphs:
         if any(n.meta["val"].is_cpu for n in program.placeholders):
             native.load()
         if self.options.codegen == "eager":
-            return program.gm
+            return program.gm.forward  # past what a tracer in another thread makes of calls of modules
         patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
         graph.compiled = Compiled(program, patches, graph.limit, graph.name)
         return graph.compiled

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from mla_compile.core.modules import models_within, shallow, share_marks
 from mla_compile.core.places import Place
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
@@ -114,10 +115,17 @@ class CompiledForward(OwnForward):
             outer = vars(self.outer).get("forward")
             return outer._device_of_all() if isinstance(outer, CompiledForward) else None
         if self._unwrapped is None:
-            self._unwrapped = take_off(self.module)
-            for part in (self, *self._parts()):
-                part.compiler.wrapped = self._unwrapped
+            self._take_off()
+        assert self._unwrapped is not None
         return self._unwrapped.device
+
+    @one_at_a_time()
+    def _take_off(self) -> None:
+        if self._unwrapped is None:  # nor has another thread done it
+            found = take_off(self.module)
+            for part in (self, *self._parts()):
+                part.compiler.wrapped = found
+            self._unwrapped = found
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or functools.partial(type(self.module).forward, self.module)
