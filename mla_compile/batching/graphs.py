@@ -207,11 +207,11 @@ class StepGraphs:
         new = [rows.reshape(-1, rows.shape[-1])[-count:] for rows in presents]
         return logits[:, -1], new
 
-    def warm_up_prompts(self, device: torch.device) -> None:
-        """Compiles the graphs of prompts."""
-        ids = torch.zeros(1, LEAST, dtype=torch.long, device=device)
-        past = [rows[0] for rows in self.lm.empty(1, LEAST)]
-        inputs = self._prompt_inputs(ids, torch.arange(LEAST, 2 * LEAST, device=device)[None], past)
+    def warm_up_prompt(self, tokens: int, held: int, device: torch.device) -> None:
+        """Compiles the graphs of a piece of a prompt of so many tokens, from two on, behind ``held`` others."""
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        past = [rows[0] for rows in self.lm.empty(1, held)]
+        inputs = self._prompt_inputs(ids, torch.arange(held, held + tokens, device=device)[None], past)
         for run in self._prompts:
             run(inputs)
 
