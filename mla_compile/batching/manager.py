@@ -230,7 +230,9 @@ class LatentManager(ContinuousBatchingManager):
         super().start()
 
     def add_request(self, input_ids: Any, request_id: str | None = None, **how: Any) -> str | None:
-        """As in transformers. A request whose id another one has that is under way gets one made of it: use what comes back.
+        """As in transformers, with one more argument, ``mla_sampling``: how tokens of this request are drawn.
+
+        A request whose id another one has that is under way gets one made of it, which is returned.
 
         Raises :class:`InputError` for an id that is no string.
         """
@@ -241,7 +243,7 @@ class LatentManager(ContinuousBatchingManager):
                 request_id = f"req_{self._request_counter}"
                 self._request_counter += 1
         name = self.output_router.take(request_id, self.num_return_sequences)
-        added = None
+        added: str | None = None
         try:
             added = super().add_request(input_ids, request_id=name, **how)
         finally:
@@ -345,4 +347,3 @@ class LatentManager(ContinuousBatchingManager):
         except RuntimeError as error:
             raise RankError(f"the other ranks do not say how a step went: {brief(error)}") from error
         return not (failed and worked)
-

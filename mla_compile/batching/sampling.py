@@ -62,7 +62,7 @@ class Sampling:
         return self  # a request that is put back goes on where it was
 
 
-class LatentRunner(ModelRunner):  # type: ignore[misc]  # of transformers
+class LatentRunner(ModelRunner):
     """Draws for each request by its own settings, where it has some."""
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:

@@ -57,10 +57,10 @@ class Steps:
         return self._pages.room()
 
     def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = LEAST) -> None:
-        """Compiles the graphs, with requests that belong to nobody: those of one, which serve all sizes where code does.
+        """Compiles the graphs, by requests that belong to nobody.
 
-        Up to so many ``requests`` in a step with all their pages, and ``tokens`` in a piece of a prompt, code is also
-        made where it depends on a number. ``told`` what is being made.
+        Code serves all sizes, but for models where it depends on a number; it is made for up to so many ``requests`` in
+        a step, with all pages that one can have, and ``tokens`` in a piece of a prompt. ``told`` what is being made.
         """
         device = self._pages.device
         ids = torch.zeros(1, dtype=torch.long, device=device)

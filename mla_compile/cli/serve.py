@@ -22,9 +22,7 @@ def serve(
     ] = "",
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="MLA_COMPILE_API_KEY", show_envvar=True, metavar="KEY", help="What clients have to send."
-        ),
+        typer.Option(envvar="MLA_COMPILE_API_KEY", show_envvar=True, metavar="KEY", help="What clients have to send."),
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto: that of the weights.")] = "auto",
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda:0 and the like.")] = "auto",
@@ -37,7 +35,7 @@ def serve(
     ] = None,
     block_size: Annotated[
         int,
-        typer.Option("--block-size", "--cb-block-size", metavar="N", help="Tokens of a page, a power of two up to 256."),
+        typer.Option("--block-size", "--cb-block-size", metavar="N", help="Tokens of a page, up to 256."),
     ] = 256,
     num_blocks: Annotated[
         int | None,

@@ -26,7 +26,7 @@ KINDS: Mapping[str, Kind] = {
     "prompt_tokens": Kind("Tokens of the prompts of requests that were taken."),
     "generation_tokens": Kind("Tokens that were generated."),
     "num_preemptions": Kind("Requests that were put back because the pool was full, and read again what they had."),
-    "request_success": Kind("Requests that ended, by finished_reason: stop, length, error, abort.", ("finished_reason",)),
+    "request_success": Kind("Requests that ended: by stop, length, error, abort.", ("finished_reason",)),
     "time_to_first_token_seconds": Kind("From the arrival of a request to its first token.", bounds=_FIRST),
     "inter_token_latency_seconds": Kind("From one token of a request to its next.", bounds=_NEXT),
     "e2e_request_latency_seconds": Kind("From the arrival of a request to its last token.", bounds=_FIRST),

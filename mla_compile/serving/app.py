@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -165,7 +165,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _with_end(parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _with_end(parts: AsyncIterable[Any]) -> AsyncIterator[Any]:
     """What transformers leaves out and clients of OpenAI's interface look for."""
     async for part in parts:
         yield part

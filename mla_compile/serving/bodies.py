@@ -5,10 +5,9 @@ Everything else that OpenAI's interface has is left to the handlers of transform
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from typing_extensions import Annotated
 
 MOST_STOPS = 16
 

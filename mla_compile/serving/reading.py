@@ -39,8 +39,8 @@ class _Text:
     def __init__(self, tokenizer: Any, inputs: Any = None) -> None:
         self._of, self._inputs = tokenizer, inputs
 
-    @property
-    def __class__(self) -> Any:  # handlers ask what it is
+    @property  # type: ignore[misc]  # which handlers ask for
+    def __class__(self) -> Any:
         return type(self._of)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,14 +66,16 @@ class State(GenerationState):  # type: ignore[misc]  # of transformers
         self.name, self.model, self.tokenizer, self.generation = name, model, tokenizer, generation
 
     def use_continuous_batching(self, *_: Any) -> bool:
+        """Always."""
         return True
 
     def get_manager(self, *_: Any, **__: Any) -> Generation:
+        """The one that there is."""
         return self.generation
 
 
 def _served(kind: type[Any]) -> type[Any]:
-    class Served(kind):
+    class Served(kind):  # type: ignore[misc]  # of transformers
         def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
             state: State = self.generation_state
             asked = body.get("model")
@@ -139,7 +141,7 @@ class Reader:
         if not count:
             raise HTTPException(400, "the prompt has no tokens; expected at least one")
         if left < 1:
-            raise HTTPException(400, f"the prompt has {count} tokens, expected at most {room - 1}, to leave room for one")
+            raise HTTPException(400, f"the prompt has {count} tokens, expected at most {room - 1}")
         wanted = next((body[name] for name in self._limits if body.get(name) is not None), None)
         body[self._limits[0]] = min(left, 1024 if wanted is None else wanted)
 

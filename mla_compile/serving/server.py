@@ -91,7 +91,7 @@ class _Http(uvicorn.Server):
         self._stopping = stopping
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn would raise the signal again when it has ended, and the process would end with that."""
+        """Uvicorn would raise the signal again when it has ended, and the process would end with that."""
         if self.should_exit:
             os._exit(_AT_ONCE if sig == signal.SIGTERM else 130)
         self.should_exit = True

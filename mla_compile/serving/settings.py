@@ -59,7 +59,15 @@ class Settings:
             object.__setattr__(self, "name", self.model)
         if self.page_size not in (1 << n for n in range(9)):
             raise OptionError(f"page_size is {self.page_size}, expected a power of two up to 256")
-        for what in ("max_requests", "max_waiting", "max_body", "timeout", "max_model_len", "pages", "max_batch_tokens"):
+        for what in (
+            "max_requests",
+            "max_waiting",
+            "max_body",
+            "timeout",
+            "max_model_len",
+            "pages",
+            "max_batch_tokens",
+        ):
             value = getattr(self, what)
             if value is not None and not value > 0:
                 raise OptionError(f"{what} is {value}, expected a number above 0")

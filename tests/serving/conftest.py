@@ -19,6 +19,8 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mla_compile.serving.generation import Generation
+from mla_compile.serving.reading import HANDLERS, Reader, State
 from mla_compile.serving.server import Server
 from mla_compile.serving.settings import Settings
 from tests.support import models
@@ -37,6 +39,7 @@ def model() -> Any:
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("served")
     model.save_pretrained(made)
+
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(models.VOCAB)}, "w3"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
@@ -74,12 +77,30 @@ def running(server: Server) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def served(folder: Path) -> Iterator[tuple[Server, str]]:
+def served(folder: Path) -> Iterator[tuple[Any, str]]:
     """A server that is ready, and its address; its 32 pages of 16 tokens hold 512."""
+    from tests.support.server import Server, running, settings
+
     server = Server(settings(folder))
     server.load()
     with running(server) as address:
         yield server, address
+
+
+def another(server: Server, folder: Path, **more: Any) -> Server:
+    """A server with other settings of the model that ``server`` has loaded, which is traced once."""
+    made = Server(settings(folder, **more))
+    old, new = server.loaded, made.loaded
+
+    def load() -> None:
+        new.manager, new.room = old.manager, old.room
+        new.generation = Generation(old.manager, made._settings.timeout)
+        (reader, *_) = old.readers.values()
+        state = State("tiny", reader._state.model, reader._state.tokenizer, new.generation)
+        new.readers, new.ready = {path: Reader(path, state) for path in HANDLERS}, True
+
+    new.load, new.stop = load, lambda: None
+    return made
 
 
 def alone(model: Any, prompt: str, new: int) -> list[str]:
