@@ -104,6 +104,7 @@ class Desk:
     async def _answered(self, given: bodies.Body, request: Request) -> Any:
         path, request_id = request.url.path, request.state.request_id
         body, reader = given.model_dump(exclude_unset=True), self._loaded.readers[path]
+        body["stream"] = bool(given.stream)  # transformers would stream some answers that nobody wants streamed
         inputs = await run_in_threadpool(reader.read, body)
         reader.bound(body, inputs, self._loaded.room)
         response = await _unless_gone(reader.answer(body, inputs, request_id), request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,20 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import mla_compile
 from mla_compile.serving.server import Server
-from tests.support.server import alone, another, running, settings, words
+from tests.support.server import alone, another, complete, post, running, settings, until, words
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's dependencies
-
-
-def post(address: str, path: str, body: Any, status: int = 200, **how: Any) -> Any:
-    answer = requests.post(f"{address}/v1/{path}", json=body, timeout=60, **how)
-    assert answer.status_code == status, answer.text
-    return answer
-
-
-def complete(address: str, prompt: str, new: int = 6, **more: Any) -> list[str]:
-    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, **more}
-    return post(address, "completions", body).json()["choices"][0]["text"].split()
 
 
 def streamed(address: str, body: Any, path: str = "completions") -> list[dict[str, Any]]:
@@ -200,13 +188,6 @@ def test_figures(served, model):
     assert values["mla_compile:num_requests_running"] == 0
     assert values["mla_compile:kv_cache_usage_perc"] == 0
     assert values["mla_compile:inter_token_latency_seconds_count"] == after["inter_token_latency_seconds"]["count"]
-
-
-def until(holds: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_client_that_leaves_makes_room(served):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import requests
 import torch
 
 from mla_compile.serving.generation import Generation
@@ -77,3 +78,21 @@ def words(length: int, seed: int) -> str:
     """A random prompt."""
     ids = torch.randint(3, models.VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
     return " ".join(f"w{n}" for n in ids.tolist())
+
+
+def post(address: str, path: str, body: Any, status: int = 200, **how: Any) -> Any:
+    answer = requests.post(f"{address}/v1/{path}", json=body, timeout=60, **how)
+    assert answer.status_code == status, answer.text
+    return answer
+
+
+def complete(address: str, prompt: str, new: int = 6, **more: Any) -> list[str]:
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, **more}
+    return post(address, "completions", body).json()["choices"][0]["text"].split()
+
+
+def until(holds: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
