@@ -46,7 +46,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mla_compile.core.trusted import distrust, is_whole, seal
+from mla_compile.core import trusted
 from mla_compile.kernels.call import DecodeCall, IndexCall
 
 log = logging.getLogger(__name__)
@@ -114,34 +114,23 @@ def load() -> Library | None:
         return _load_once()
 
 
-class _NotWholeError(Exception):
-    """The library at this path is not the one that was built."""
-
-
 def _build() -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache  # takes a second to import, and nothing else here needs it
 
     begin = time.time()
 
     class Checked(CppCodeCache):
-        """Inductor's cache, whose files are looked at before the dynamic linker runs them."""
+        """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names."""
 
         cache = {}  # noqa: RUF012 - of this class and not of torch
 
         @staticmethod
         def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
-            why = distrust(path)
-            if why is not None:
-                raise PermissionError(f"{path} is not loaded, because {why}; TORCHINDUCTOR_CACHE_DIR names a folder")
-            if not is_whole(path):
-                if Path(path).stat().st_mtime < begin:
-                    raise _NotWholeError(path)
-                seal(path)  # built since then, by this process or by one that it waited for
-            return ctypes.CDLL(path)
+            return trusted.load(path, built_since=begin)
 
     try:
         library: ctypes.CDLL = Checked.load(source(), extra_flags=FLAGS)
-    except _NotWholeError as error:  # whoever built it ended on the way
+    except trusted.NotWholeError as error:  # whoever built it ended on the way
         Path(str(error)).unlink(missing_ok=True)
         library = Checked.load(source(), extra_flags=FLAGS)
     return library
