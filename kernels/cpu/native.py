@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from mla_compile.core import trusted
+from mla_compile.core.counting import count
 from mla_compile.kernels.call import DecodeCall, IndexCall
 
 log = logging.getLogger(__name__)
@@ -91,10 +92,14 @@ def _load_once() -> Library | None:
         log.info("native CPU kernel: switched off by MLA_COMPILE_NATIVE=0")
         return None
     try:
-        return library_of(_build())
+        library = library_of(_build())
+        count("kernels", kind="native")
+        return library
     except Exception as error:  # noqa: BLE001 - a missing or broken compiler shows itself in many ways, none is fatal
         lines = str(error).strip().split("\n")
         reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
+        count("kernels", kind="torch")
+        count("fallbacks", reason="no native kernel")
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
         return None
 

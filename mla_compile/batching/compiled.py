@@ -18,6 +18,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mla_compile.core.counting import count
 from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Call, Program
 from mla_compile.core.tracing import one_at_a_time
@@ -65,9 +66,11 @@ class Compiled:
         call = self._fitting(sizes)  # by another thread, meanwhile
         if call is None and self.count < self.limit:
             self.count += 1
+            count("compilations", graph=self.name)
             holds, call = self._compile(inputs)
             self._made.append((holds, call))
         if call is None:
+            count("fallbacks", reason="too many sizes")
             logger.warning("%s: compiled %d times; sizes %s run without", self.name, self.count, sizes)
             call = self._program.gm.forward
         return call

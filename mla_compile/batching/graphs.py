@@ -37,6 +37,7 @@ from mla_compile.runtime.folds import FoldedWeights
 if TYPE_CHECKING:
     from mla_compile.batching.replay import Replayed
 
+_POOLS = 4
 LEAST = 2
 """The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
 
@@ -116,6 +117,7 @@ class StepGraphs:
             told = f"each of {self.sharing.size} ranks keeps its share of the rows in its pages"
             self.report = replace(self.report, messages=(*self.report.messages, told))
         self.graphs: list[Graph] = []
+        self._decodes: dict[tuple[Any, ...], tuple[Graph, Callable[..., torch.Tensor]]] = {}
         self._prompts: list[Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]] = []
         self._pays: Callable[[Mapping[str, torch.Tensor]], bool] | None = None
         self._compile_prompts(prompt)
@@ -152,7 +154,22 @@ class StepGraphs:
 
     @one_at_a_time()
     def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
-        """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well."""
+        """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well.
+
+        Code is kept for the last pools that differed in their sizes, and made anew where it is recorded.
+        """
+        key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
+        graph, run = self._decodes.pop(key, None) or self._decode_over(pools, replays)
+        if replays is None:
+            self._decodes[key] = graph, run
+        if len(self._decodes) > _POOLS:
+            del self._decodes[next(iter(self._decodes))]
+        self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
+        return Decode(run, tuple(pools))
+
+    def _decode_over(
+        self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None
+    ) -> tuple[Graph, Callable[..., torch.Tensor]]:
         program = self._decode.copy()
         # Nodes of the copy: what was found is told in terms of the graph it was found in.
         found = paged(program, self.lm)
@@ -162,7 +179,6 @@ class StepGraphs:
         B = hint(shape(ids)[0], val(ids).shape[0])
         graph.received = {name: count // B for name, count in received_bytes(program.gm.graph).items()}
         call = self._compiled(program, graph, decode=True, replays=replays, changing=(TOKENS, POSITIONS, *names[:2]))
-        self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
 
         def run(
             ids: torch.Tensor,
@@ -176,7 +192,7 @@ class StepGraphs:
             logits: torch.Tensor = call({TOKENS: ids, POSITIONS: positions, **given})[0]
             return logits
 
-        return Decode(run, tuple(pools))
+        return graph, run
 
     def read(self, ids: torch.Tensor, start: int, table: torch.Tensor, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [vocab] of the last of S tokens ``ids`` [S], S from two on, of one request, written to its pages.

@@ -41,6 +41,9 @@ from mla_compile.errors import InputError, OptionError, RankError, brief
 
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
+_LONGEST_PIECE = 512
+"""Tokens of a prompt up to which sizes are warmed up; code for them serves longer pieces."""
+_MOST_REQUESTS = 256
 
 
 class LatentProcessor(ContinuousBatchProcessor):
@@ -218,6 +221,12 @@ class LatentManager(ContinuousBatchingManager):
         assert self._steps is not None
         self._steps.warm_up(told, requests, tokens)
         self.warmed_up = True
+
+    def warm_up_for_all(self, told: Callable[[str], None]) -> None:
+        """Compiles what as many requests meet as a step takes; ``told`` what is being made."""
+        config = self.continuous_batching_config
+        tokens = min(_LONGEST_PIECE, config.max_batch_tokens or _LONGEST_PIECE)
+        self.warm_up(told, min(_MOST_REQUESTS, config.max_requests_per_batch or _MOST_REQUESTS), tokens)
 
     def room(self) -> int:
         """The most tokens that one request can have, once the graphs are compiled or the thread runs."""

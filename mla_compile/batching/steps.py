@@ -17,6 +17,7 @@ import torch
 from mla_compile.batching.graphs import LEAST, Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
 from mla_compile.batching.replay import Replayed
+from mla_compile.core.counting import count
 from mla_compile.errors import RankError, brief
 
 logger = logging.getLogger("mla_compile")
@@ -108,6 +109,7 @@ class Steps:
             raise
         except Exception:  # whatever one request makes the model raise must not end the others
             # What a step writes is the same each time, so the requests may be tried again one by one.
+            count("fallbacks", reason="a decode step failed")
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
             alone: dict[int, torch.Tensor] = {}
             for number, part in decoding:

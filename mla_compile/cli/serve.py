@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mla_compile.cli.common import ending, err, say_aside
+from mla_compile.cli.common import ending, say_aside
 
 _CACHES = {"auto": "model", "fp8": "fp8"}
 
@@ -100,9 +100,8 @@ def serve(
         )
         code = "may run (--trust-remote-code)" if trust_remote_code else "is not run"
         say_aside(f"serving {settings.name} at http://{host}:{port}; Python code beside the weights {code}")
-        server = Server(settings, say_aside)
-        server.run()
-        if not server.is_over():  # a compiler, or a step that takes long
-            sys.stdout.flush()
-            err.file.flush()
-            os._exit(0)
+        Server(settings, say_aside).run()
+    # What has not ended may take long and is of no use: a compiler, and the end of an interpreter with torch (3 s).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

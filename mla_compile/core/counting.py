@@ -33,6 +33,7 @@ KINDS: Mapping[str, Kind] = {
     # Ours.
     "compilations": Kind("Graphs that code was made for, by what they compute.", ("graph",)),
     "fallbacks": Kind("What ran in a slower way than was meant, by the reason.", ("reason",)),
+    "kernels": Kind("Kernels for CPU that were loaded: native, or torch's operators.", ("kind",)),
     "refused_requests": Kind("Requests over HTTP that were refused, by status.", ("status",)),
     "sites": Kind("Attentions of the graphs that were rewritten, by what became of them.", ("became",)),
 }

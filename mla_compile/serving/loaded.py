@@ -18,8 +18,6 @@ from mla_compile.serving.reading import HANDLERS, Reader, State
 from mla_compile.serving.settings import Settings
 
 logger = logging.getLogger("mla_compile")
-_LONGEST_PIECE = 512
-"""Tokens of a prompt up to which sizes are tried before the server is ready; code for them serves longer pieces."""
 
 
 class Loaded:
@@ -57,7 +55,10 @@ class Loaded:
             raise InputError(f"{settings.model} has no latent attention; serve it by `transformers serve`")
         self.manager = self._manager(fast)
         self._begin("compiling")
-        self._warm_up()
+        if settings.warm_up:
+            self.manager.warm_up_for_all(self._compiling)
+        else:
+            self.manager.warmup()
         self.room = min(self.manager.room(), settings.max_model_len or self.manager.room(), _positions(fast))
         self.manager.start()
         self.generation = Generation(self.manager, settings.timeout)
@@ -80,13 +81,6 @@ class Loaded:
         # Each request says itself how its tokens are drawn; what the model's own config says is in its defaults.
         greedy = GenerationConfig(do_sample=False, eos_token_id=fast.generation_config.eos_token_id, pad_token_id=0)
         return fast.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
-
-    def _warm_up(self) -> None:
-        if not self._settings.warm_up:
-            self.manager.warmup()
-            return
-        tokens = min(_LONGEST_PIECE, self.manager.continuous_batching_config.max_batch_tokens or _LONGEST_PIECE)
-        self.manager.warm_up(self._compiling, self._settings.max_requests, tokens)
 
     def _begin(self, stage: str) -> None:
         self.stage = stage

@@ -55,7 +55,7 @@ class Server:
         )
         self._http = http = _Http(config, self._stopping)
         if not self.loaded.ready:
-            threading.Thread(target=self._load_behind, args=(http,), daemon=True, name="mla_compile loads").start()
+            threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
         http.run()
         self.loaded.stop()
         if self.loaded.problem is not None:
@@ -76,11 +76,6 @@ class Server:
     def _stopping(self) -> None:
         self.loaded.stopping = True
         self._told(f"stopping: requests have {self._settings.grace:g} s to end")
-
-    def is_over(self) -> bool:
-        """Whether nothing of this server runs any more, which would keep the process from ending."""
-        rest = [one for one in threading.enumerate() if one is not threading.current_thread()]
-        return not any(not one.daemon or one.name == "mla_compile loads" for one in rest)
 
 
 class _Http(uvicorn.Server):

@@ -32,12 +32,11 @@ def started(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", *command, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
-    threading.Thread(target=process.stderr.read, daemon=True)
     try:
         yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def ready(address: str) -> list[int]:
@@ -92,7 +91,7 @@ def test_sigterm_under_load_ends_within_the_grace_period(folder):
             stop.set()
             for client in clients:
                 client.join()
-            assert took < 2 + 8  # what the interpreter takes to end, on a busy machine
+            assert took < 2 + 5  # on a busy machine
 
 
 @full("command")
@@ -112,7 +111,11 @@ def test_a_second_sigterm_ends_at_once(folder):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) in (0, 143)  # 0 if it had ended before
+        assert process.wait(timeout=10) in (
+            143,
+            -15,
+            0,
+        )  # by us, by the system if we had let go of signals, or ended before
         waiting.join()
 
 
