@@ -159,11 +159,12 @@ class StepGraphs:
         Code is kept for the last pools that differed in their sizes, and made anew where it is recorded.
         """
         key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
-        graph, run = self._decodes.pop(key, None) or self._decode_over(pools, replays)
+        made = self._decodes.pop(key) if key in self._decodes else self._decode_over(pools, replays)
         if replays is None:
-            self._decodes[key] = graph, run
+            self._decodes[key] = made
         if len(self._decodes) > _POOLS:
             del self._decodes[next(iter(self._decodes))]
+        graph, run = made
         self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
         return Decode(run, tuple(pools))
 

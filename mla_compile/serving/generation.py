@@ -51,7 +51,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class _Streamer(CBStreamer):  # type: ignore[misc]  # of transformers
+class _Streamer(CBStreamer):
     """Texts of one request; cancelling it twice, or when it has ended, does nothing."""
 
     def __init__(self, generation: Generation, request_id: str, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class _Streamer(CBStreamer):  # type: ignore[misc]  # of transformers
         self._generation.cancel(self._request_id)
 
 
-class Generation(BaseGenerateManager):  # type: ignore[misc]  # of transformers
+class Generation(BaseGenerateManager):
     """What the handlers of transformers submit their requests to.
 
     A request ends after ``seconds``, with an error. What fails is answered with 503, as clients may try again.

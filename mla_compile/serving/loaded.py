@@ -115,7 +115,7 @@ class Loaded:
             self.generation.stop()
 
 
-class _Models(ModelManager):  # type: ignore[misc]  # of transformers
+class _Models(ModelManager):
     """Reads a tokenizer and a model as ``transformers serve`` does."""
 
     def __init__(self, settings: Settings) -> None:

@@ -58,7 +58,7 @@ class _Text:
         return self._inputs
 
 
-class State(GenerationState):  # type: ignore[misc]  # of transformers
+class State(GenerationState):
     """The one model that is served."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any, generation: Generation) -> None:
@@ -75,7 +75,7 @@ class State(GenerationState):  # type: ignore[misc]  # of transformers
 
 
 def _served(kind: type[Any]) -> type[Any]:
-    class Served(kind):  # type: ignore[misc]  # of transformers
+    class Served(kind):
         def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
             state: State = self.generation_state
             asked = body.get("model")

@@ -115,7 +115,7 @@ def test_a_second_sigterm_ends_at_once(folder):
             143,
             -15,
             0,
-        )  # by us, by the system if we had let go of signals, or ended before
+        )  # 0: it had ended before
         waiting.join()
 
 
