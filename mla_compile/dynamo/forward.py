@@ -146,6 +146,27 @@ class CompiledForward(OwnForward):
         vars(self.module)["forward"] = self
         if hasattr(self.module, "get_compiled_call"):
             vars(self.module)["get_compiled_call"] = self.call_module
+        if self.outer is None and not hasattr(self.module, "warm_up") and hasattr(self.module, "generate"):
+            vars(self.module)["warm_up"] = self.warm_up
+
+    def warm_up(self, batch: int = 1, prompt: int = 16, context: int | None = None) -> None:
+        """Compiles what ``generate()`` meets for ``batch`` prompts of about ``prompt`` tokens, by generating a few tokens.
+
+        Sizes that were seen to change are open afterwards. ``context``: also for prompts of so many tokens, where another
+        form may be cheaper. ``warm_up`` of an optimized language model of transformers, as long as its class has no
+        method of that name. Raises :class:`InputError` for numbers below 1.
+        """
+        lengths = [prompt, prompt + 1, *(() if context is None else (context,))]
+        if batch < 1 or min(lengths) < 1:
+            raise InputError(
+                f"warm_up() takes numbers from 1 on, got batch={batch}, prompt={prompt}, context={context}"
+            )
+        model: Any = self.module
+        device = next(model.parameters()).device
+        for length in lengths:
+            ids = torch.arange(batch * length, device=device).reshape(batch, length) % 7 + 1
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
     def below(self, forward: Callable[..., Any] | None) -> None:
         """From now on this is the module's own forward; None: that of its class."""
@@ -169,7 +190,8 @@ class CompiledForward(OwnForward):
         del vars(module)["forward"]
         if self._replaced is not None:
             vars(module)["forward"] = self._replaced
-        vars(module).pop("get_compiled_call", None)
+        for name in ("get_compiled_call", "warm_up"):
+            vars(module).pop(name, None)
 
     def _report(self) -> None:
         if self.outer is not None:
