@@ -150,11 +150,11 @@ class CompiledForward(OwnForward):
             vars(self.module)["warm_up"] = self.warm_up
 
     def warm_up(self, batch: int = 1, prompt: int = 16, context: int | None = None) -> None:
-        """Compiles what ``generate()`` meets for ``batch`` prompts of about ``prompt`` tokens, by generating a few tokens.
+        """Compiles what ``generate()`` meets for ``batch`` prompts of about ``prompt`` tokens, by generating a few.
 
-        Sizes that were seen to change are open afterwards. ``context``: also for prompts of so many tokens, where another
-        form may be cheaper. ``warm_up`` of an optimized language model of transformers, as long as its class has no
-        method of that name. Raises :class:`InputError` for numbers below 1.
+        Sizes that were seen to change are open afterwards. ``context``: also for prompts of so many tokens, where
+        another form may be cheaper. ``warm_up`` of an optimized language model of transformers, as long as its class
+        has no method of that name. Raises :class:`InputError` for numbers below 1.
         """
         lengths = [prompt, prompt + 1, *(() if context is None else (context,))]
         if batch < 1 or min(lengths) < 1:

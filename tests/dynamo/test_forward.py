@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from mla_compile import MlaCompileWarning, optimize
+from mla_compile import InputError, MlaCompileWarning, optimize
 from tests.support.compiling import assert_untouched, state
 from tests.support.models import build, greedy, prompt
 from tests.support.tiers import also
