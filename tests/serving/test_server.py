@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +317,17 @@ def test_settings_that_cannot_be(folder, name):
     value, said = BAD[name]
     with pytest.raises(mla_compile.OptionError, match=said):
         settings(folder, **{name: value})
+
+
+def test_the_dashboard_draws_figures_that_there_are(served):
+    shown = requests.get(f"{served[1]}/metrics", timeout=60).text
+    names = set(re.findall(r"^# TYPE (\S+)", shown, re.MULTILINE))
+    drawn = json.loads((Path(__file__).resolve().parents[2] / "examples" / "grafana_dashboard.json").read_text())
+    asked = {
+        name
+        for panel in drawn["panels"]
+        for one in panel["targets"]
+        for name in re.findall(r"mla_compile:\w+", one["expr"])
+    }
+    assert asked
+    assert {name.removesuffix("_bucket") for name in asked} <= names
