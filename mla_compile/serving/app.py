@@ -20,6 +20,7 @@ from mla_compile.serving.exposition import registry
 from mla_compile.serving.generation import LATER
 from mla_compile.serving.loaded import Loaded
 from mla_compile.serving.settings import Settings
+from mla_compile.serving.trial import TRIAL
 from mla_compile.version import __version__
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -90,7 +91,8 @@ class Desk:
 
     async def answer(self, given: bodies.Body, request: Request) -> Any:
         """The response to one request; raises :class:`HTTPException` for what is refused."""
-        self._loaded.check()
+        if request.state.request_id != TRIAL:
+            self._loaded.check()
         if self._loaded.waiting(self.live) >= self._settings.max_waiting:
             raise HTTPException(429, f"{self._settings.max_waiting} requests wait already; try again later", LATER)
         ticket = Ticket(self, request.state.request_id)

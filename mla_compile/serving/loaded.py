@@ -38,8 +38,8 @@ class Loaded:
         self.generation: Generation | None = None
         self.room = 0
 
-    def load(self) -> None:
-        """Loads the weights, rewrites the graphs, compiles them and starts the loop.
+    def load(self, try_out: Callable[[], None] = lambda: None) -> None:
+        """Loads the weights, rewrites the graphs, compiles them, starts the loop and calls ``try_out``.
 
         Raises :class:`InputError` for a model without latent attention, and what transformers raises of one that it
         cannot load.
@@ -64,6 +64,8 @@ class Loaded:
         self.generation = Generation(self.manager, settings.timeout)
         state = State(settings.name, fast, tokenizer, self.generation)
         self.readers = {path: Reader(path, state) for path in HANDLERS}
+        self._begin("trying out")
+        try_out()
         self.ready = True
         self._begin(f"ready after {time.monotonic() - begin:.0f} s")
         for graph in fast.mla_batching.graphs:

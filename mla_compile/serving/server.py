@@ -15,6 +15,7 @@ from mla_compile.serving.app import Desk, build
 from mla_compile.serving.door import Door
 from mla_compile.serving.loaded import Loaded
 from mla_compile.serving.settings import Settings
+from mla_compile.serving.trial import try_out
 
 _AT_ONCE = 143
 """The exit status of a process that SIGTERM ended."""
@@ -38,7 +39,7 @@ class Server:
 
     def load(self) -> None:
         """Loads and compiles the model; raises what :meth:`Loaded.load` does."""
-        self.loaded.load()
+        self.loaded.load(lambda: try_out(self.app))
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT; raises what kept the model from being loaded.

@@ -251,7 +251,7 @@ def test_it_says_what_it_is_at_until_it_is_ready(served, folder, model, monkeypa
     go = threading.Event()
     server = another(served[0], folder)
     inner = server.loaded.load
-    monkeypatch.setattr(server.loaded, "load", lambda: go.wait() and inner())
+    monkeypatch.setattr(server.loaded, "load", lambda *_: go.wait() and inner())
     with running(server) as address:
         answer = requests.get(f"{address}/health", timeout=60)
         assert (answer.status_code, answer.json()) == (503, {"status": "unavailable", "reason": "starting"})

@@ -55,7 +55,7 @@ def another(server: Server, folder: Path, **more: Any) -> Server:
     made = Server(settings(folder, **more))
     old, new = server.loaded, made.loaded
 
-    def load() -> None:
+    def load(*_: Any) -> None:
         new.manager, new.room = old.manager, old.room
         new.generation = Generation(old.manager, made._settings.timeout)
         (reader, *_) = old.readers.values()
