@@ -243,11 +243,11 @@ class StepGraphs:
         what = "a piece of one prompt of S tokens after P, "
         if not outcome.variants:
             form = "absorbed" if outcome.absorbed else "expanded"
-            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)", 4))
+            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)", 8))
             self._prompts.append(self._compiled(outcome.program, self.graphs[-1]))
             return
         for name, how, program in (("expanded", "long", outcome.base), ("absorbed", "short", outcome.program)):
-            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)", 4))
+            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)", 8))
             self._prompts.append(self._compiled(program, self.graphs[-1]))
         pays, order = picker(outcome.base, outcome.variants), [node.name for node in outcome.base.placeholders]
         self._pays = lambda inputs: pays([inputs.get(name) for name in order])

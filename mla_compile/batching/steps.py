@@ -69,8 +69,9 @@ class Steps:
         for B, M in [*((B, LEAST) for B in _buckets(requests)), *((LEAST, M) for M in _buckets(most)[1:])]:
             told(f"a decode step of {B} requests, {M} pages each")
             self._decoded([_Part(None, ids, 0, [TRASH] * M)] * B)
-        behind = (0, LEAST) if requests > 1 else (0,)
-        for S, P in [(S, P) for S in _buckets(tokens) for P in behind]:
+        # torch takes 0 and 1 for constants, and complex rotations are compiled for an even or an odd number.
+        pieces, behind = ([LEAST, 3, *_buckets(tokens)[1:]], (0, 1, LEAST)) if requests > 1 else ([LEAST], (0,))
+        for S, P in [(S, P) for S in pieces for P in behind]:
             told(f"{S} tokens of a prompt behind {P} others")
             self._graphs.warm_up_prompt(S, P, device)
 

@@ -102,8 +102,10 @@ class Loaded:
             return "it is stopping"
         if not self.ready:
             return self.stage
-        fatal = self.manager.background_thread_status.fatal_error
-        return None if fatal is None else f"its loop has died: {fatal}"
+        status = self.manager.background_thread_status
+        return (
+            status.can_accept_new_requests() if status.fatal_error is None else f"its loop died: {status.fatal_error}"
+        )
 
     def waiting(self, live: int) -> int:
         """How many of ``live`` requests have not begun."""

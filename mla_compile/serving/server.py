@@ -57,8 +57,10 @@ class Server:
         self._http = http = _Http(config, self._stopping)
         if not self.loaded.ready:
             threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
-        http.run()
-        self.loaded.stop()
+        try:
+            http.run()
+        finally:  # it exits where the port is taken, say, and a loop would keep the process alive
+            self.loaded.stop()
         if self.loaded.problem is not None:
             raise self.loaded.problem
 
