@@ -238,7 +238,7 @@ class LatentManager(ContinuousBatchingManager):
         self._ends, self._in_vain, self.current_batch = False, 0, 0
         super().start()
 
-    def add_request(self, input_ids: Any, request_id: str | None = None, **how: Any) -> str | None:
+    def add_request(self, input_ids: Any, request_id: str | None = None, *args: Any, **how: Any) -> str | None:
         """As in transformers, with one more argument, ``mla_sampling``: how tokens of this request are drawn.
 
         A request whose id another one has that is under way gets one made of it, which is returned.
@@ -254,7 +254,7 @@ class LatentManager(ContinuousBatchingManager):
         name = self.output_router.take(request_id, self.num_return_sequences)
         added: str | None = None
         try:
-            added = super().add_request(input_ids, request_id=name, **how)
+            added = super().add_request(input_ids, name, *args, **how)
         finally:
             if added is None:
                 self.output_router.give_up(name, self.num_return_sequences)

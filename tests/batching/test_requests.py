@@ -95,8 +95,8 @@ def test_an_id_that_is_taken_is_replaced(served):
         assert names[0] == "same"
         assert len(set(names)) == 3
         assert [found[name].generated_tokens for name in names] == [alone(model, one, 6) for one in ids]
-        assert manager.add_request(ids[1], request_id="same") == "same"
-        assert results(manager, 1)["same"].generated_tokens == alone(model, ids[1], 6)
+        assert manager.add_request(ids[1], "same", 5) == "same"
+        assert results(manager, 1)["same"].generated_tokens == alone(model, ids[1], 5)
         manager.cancel_request(manager.add_request(ids[0], request_id="gone"))
         _wait(lambda: len(manager.output_router) == 0)
         for wrong in (7, ["same"]):
