@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from mla_compile import backend
     from mla_compile.api import explain, migrate_cache, optimize
     from mla_compile.batching.door import continuous_batching
+    from mla_compile.batching.figures import metrics
     from mla_compile.core.records import SiteReport
     from mla_compile.onnx.export import export_onnx
     from mla_compile.options import Options
@@ -58,6 +59,7 @@ __all__ = [
     "continuous_batching",
     "explain",
     "export_onnx",
+    "metrics",
     "migrate_cache",
     "optimize",
     "register_quantized_linear",
@@ -84,6 +86,7 @@ __getattr__, __dir__ = lazy(
         "continuous_batching": "mla_compile.batching.door",
         "explain": "mla_compile.api",
         "export_onnx": "mla_compile.onnx.export",
+        "metrics": "mla_compile.batching.figures",
         "migrate_cache": "mla_compile.api",
         "optimize": "mla_compile.api",
         "register_quantized_linear": "mla_compile.registration",

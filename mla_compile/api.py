@@ -18,6 +18,7 @@ from mla_compile.capture.cache_change import CacheChange
 from mla_compile.capture.migrate import Migrated, migrate
 from mla_compile.core.modules import HookOf, copy_models, models_within, remember_original, shallow
 from mla_compile.core.program import Program
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.compiler import tell
 from mla_compile.dynamo.forward import CompiledForward
 from mla_compile.dynamo.progress import Compilations
@@ -93,10 +94,10 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
     if not (progress is None or isinstance(progress, bool)):
         raise OptionError(f"progress is {progress!r}, expected True, False or None")
     if isinstance(obj, torch.export.ExportedProgram):
-        with Compilations("the program", progress).during("passes"):
+        with one_at_a_time(), Compilations("the program", progress).during("passes"):
             return _optimize_exported(obj, _artifact_options(options, lowering="aten"))
     if isinstance(obj, fx.GraphModule):
-        with Compilations("the program", progress).during("passes"):
+        with one_at_a_time(), Compilations("the program", progress).during("passes"):
             return _optimize_graph_module(obj, example_inputs, _artifact_options(options))
     if _is_plain_module(obj):
         if not models_within(obj):  # methods may call these
@@ -108,6 +109,7 @@ def optimize(obj: Any, example_inputs: Any = None, *, progress: bool | None = No
     )
 
 
+@one_at_a_time()
 def explain(model: Any, /, *example_inputs: Any, **arguments: Any) -> Report:
     """What would be done to a model, and why not where it would not be, without changing or running it.
 

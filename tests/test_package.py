@@ -35,6 +35,7 @@ PUBLIC = {
     "continuous_batching",
     "explain",
     "export_onnx",
+    "metrics",
     "migrate_cache",
     "optimize",
     "register_quantized_linear",
@@ -248,8 +249,9 @@ ROOMS = {
     "mla_compile": "api backend batching core errors onnx ops options registration report version",
     # The command line uses the package as everybody else does.
     "models": "core errors mla_compile report",
+    "serving": "batching core errors version",
     "workbench": "backend core errors mla_compile models passes.decide report runtime",
-    "cli": "core errors models onnx report version workbench",
+    "cli": "core errors models onnx report serving version workbench",
     "__main__": "cli version",
 }
 

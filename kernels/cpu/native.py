@@ -46,7 +46,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mla_compile.core.trusted import distrust, is_whole, seal
+from mla_compile.core import trusted
+from mla_compile.core.counting import count
 from mla_compile.kernels.call import DecodeCall, IndexCall
 
 log = logging.getLogger(__name__)
@@ -91,10 +92,14 @@ def _load_once() -> Library | None:
         log.info("native CPU kernel: switched off by MLA_COMPILE_NATIVE=0")
         return None
     try:
-        return library_of(_build())
+        library = library_of(_build())
+        count("kernels", kind="native")
+        return library
     except Exception as error:  # noqa: BLE001 - a missing or broken compiler shows itself in many ways, none is fatal
         lines = str(error).strip().split("\n")
         reason = next((line for line in lines if "error:" in line), lines[0])  # a compiler's first, after its command
+        count("kernels", kind="torch")
+        count("fallbacks", reason="no native kernel")
         log.warning("native CPU kernel: not built, torch's operators are used (%s: %s)", type(error).__name__, reason)
         return None
 
@@ -114,34 +119,23 @@ def load() -> Library | None:
         return _load_once()
 
 
-class _NotWholeError(Exception):
-    """The library at this path is not the one that was built."""
-
-
 def _build() -> ctypes.CDLL:
     from torch._inductor.codecache import CppCodeCache  # takes a second to import, and nothing else here needs it
 
     begin = time.time()
 
     class Checked(CppCodeCache):
-        """Inductor's cache, whose files are looked at before the dynamic linker runs them."""
+        """Inductor's cache, in the folder that TORCHINDUCTOR_CACHE_DIR names."""
 
         cache = {}  # noqa: RUF012 - of this class and not of torch
 
         @staticmethod
         def _load_library_inner(path: str, key: str) -> ctypes.CDLL:
-            why = distrust(path)
-            if why is not None:
-                raise PermissionError(f"{path} is not loaded, because {why}; TORCHINDUCTOR_CACHE_DIR names a folder")
-            if not is_whole(path):
-                if Path(path).stat().st_mtime < begin:
-                    raise _NotWholeError(path)
-                seal(path)  # built since then, by this process or by one that it waited for
-            return ctypes.CDLL(path)
+            return trusted.load(path, built_since=begin)
 
     try:
         library: ctypes.CDLL = Checked.load(source(), extra_flags=FLAGS)
-    except _NotWholeError as error:  # whoever built it ended on the way
+    except trusted.NotWholeError as error:  # whoever built it ended on the way
         Path(str(error)).unlink(missing_ok=True)
         library = Checked.load(source(), extra_flags=FLAGS)
     return library

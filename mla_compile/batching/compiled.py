@@ -8,7 +8,6 @@ asked of the sizes of each call, and where it does not hold the graph is compile
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,10 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from mla_compile.core.counting import count
 from mla_compile.core.guards import guards_of
 from mla_compile.core.program import Call, Program
+from mla_compile.core.tracing import one_at_a_time
 
 logger = logging.getLogger("mla_compile")
 Sizes = tuple[int, ...]
@@ -40,7 +41,6 @@ class Compiled:
         self._open = [(k, axis) for k, v in tensors for axis, n in enumerate(v.shape) if isinstance(n, torch.SymInt)]
         self._made: list[tuple[Callable[[Sizes], bool], Call]] = []
         self._known: dict[Sizes, Call] = {}
-        self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Any:
         """The graph's results."""
@@ -52,19 +52,28 @@ class Compiled:
         return (call or self._find(sizes, given))(*given)
 
     def _find(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
-        with self._lock:
-            call = next((call for holds, call in self._made if holds(sizes)), None)
-            if call is None and self.count < self.limit:
-                self.count += 1
-                holds, call = self._compile(inputs)
-                self._made.append((holds, call))
-            if call is None:
-                logger.warning("%s: compiled %d times; sizes %s run without", self.name, self.count, sizes)
-                call = self._program.gm
-            if len(self._known) > 4096:  # lengths of prompts, of which there is no end
-                self._known.clear()
-            self._known[sizes] = call
-            return call
+        call = self._fitting(sizes) or self._made_for(sizes, inputs)
+        if len(self._known) > 4096:  # lengths of prompts, of which there is no end
+            self._known.clear()
+        self._known[sizes] = call
+        return call
+
+    def _fitting(self, sizes: Sizes) -> Call | None:
+        return next((call for holds, call in self._made if holds(sizes)), None)
+
+    @one_at_a_time()
+    def _made_for(self, sizes: Sizes, inputs: Sequence[Any]) -> Call:
+        call = self._fitting(sizes)  # by another thread, meanwhile
+        if call is None and self.count < self.limit:
+            self.count += 1
+            count("compilations", graph=self.name)
+            holds, call = self._compile(inputs)
+            self._made.append((holds, call))
+        if call is None:
+            count("fallbacks", reason="too many sizes")
+            logger.warning("%s: compiled %d times; sizes %s run without", self.name, self.count, sizes)
+            call = self._program.gm.forward
+        return call
 
     def _compile(self, inputs: Sequence[Any]) -> tuple[Callable[[Sizes], bool], Call]:
         from torch._inductor.compile_fx import compile_fx  # on use: all of Inductor

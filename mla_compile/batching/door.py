@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from mla_compile.batching.graphs import Graph, StepGraphs
 from mla_compile.batching.traced import NotMlaError
 from mla_compile.capture.causal_lm import wire
 from mla_compile.capture.dtensors import shared_weight
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.ranks import Meeting, OtherRankFailedError, meeting_of
 from mla_compile.errors import (
     CaptureError,
@@ -30,7 +30,7 @@ from mla_compile.report.report import Report
 logger = logging.getLogger(__name__)
 
 
-def continuous_batching(model: Any, **options: Any) -> Any:
+def continuous_batching(model: Any, *, warm_up: Any = None, **options: Any) -> Any:
     """A model whose ``generate_batch`` and ``init_continuous_batching`` run on pages of latent rows.
 
     What comes back is :func:`mla_compile.optimize` of the model, sharing its weights, that the scheduler of
@@ -45,6 +45,10 @@ def continuous_batching(model: Any, **options: Any) -> Any:
 
     Args:
         model: a causal language model of transformers (5.23 or 5.24), on the device where it is to run.
+        warm_up: a ``ContinuousBatchingConfig``, or True for its defaults. Code is made before this returns, for all
+            that a pool of that config meets: up to ``max_requests_per_batch`` requests, 256 at most, with as many pages
+            as there are, and pieces of prompts of up to 512 tokens. Where it leaves ``num_blocks`` to what memory
+            allows, later pools may differ in size, and the decode step is compiled again for them.
         **options: as for :func:`mla_compile.optimize`. ``cache_dtype="fp8"`` keeps latent rows in float8 with a scale
             each: tokens may then differ. ``context_parallel`` has the ranks of a mesh share the pages.
 
@@ -75,7 +79,15 @@ def continuous_batching(model: Any, **options: Any) -> Any:
         warn(f"{type(model).__name__} has no latent attention to absorb: it runs as in transformers")
         return model
     Batching(fast, parsed, graphs).install()
+    if warm_up is not None and warm_up is not False:
+        _warm_up(fast, None if warm_up is True else warm_up)
     return fast
+
+
+def _warm_up(fast: Any, config: Any) -> None:
+    manager = fast.init_continuous_batching(continuous_batching_config=copy.copy(config))
+    manager.warm_up_for_all(logger.info)
+    manager.destroy()
 
 
 class Batching:
@@ -87,12 +99,11 @@ class Batching:
     def __init__(self, model: Any, options: Options, steps: StepGraphs | None = None) -> None:
         self.model, self.options = model, options
         self._steps = steps
-        self._lock = threading.Lock()
 
     @property
     def steps(self) -> StepGraphs:
         """The graphs, traced when they are first asked for."""
-        with self._lock:
+        with one_at_a_time():
             if self._steps is None:
                 self._steps = _graphs(plain_copy(self.model), self.options)
             return self._steps
@@ -154,6 +165,7 @@ def _options(options: dict[str, Any]) -> Options:
     return Options.parse(ours, verify=True)
 
 
+@one_at_a_time()
 def _graphs(model: Any, options: Options) -> StepGraphs:
     """The graphs, on all ranks that hold the weights together or on none of them."""
     ranks = meeting_of(model, options)

@@ -8,7 +8,6 @@ serves others, and there are few of them where it does not.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from mla_compile.batching.traced import POSITIONS, TOKENS, Traced, cache_inputs,
 from mla_compile.capture.autocast import without_autocast
 from mla_compile.capture.causal_lm import CausalLM
 from mla_compile.core.program import Call, Program
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.dynamo.ranks import Meeting
 from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
@@ -37,6 +37,7 @@ from mla_compile.runtime.folds import FoldedWeights
 if TYPE_CHECKING:
     from mla_compile.batching.replay import Replayed
 
+_POOLS = 4
 LEAST = 2
 """The smallest bucket: code for any number of requests is code for two and more, as torch takes 1 for a constant."""
 
@@ -102,7 +103,6 @@ class StepGraphs:
         """``like``: take what was traced for these, and run it without compiling. ``ranks``: who has to agree."""
         self.lm = lm
         self.options = options if like is None else replace(options, codegen="eager")
-        self._lock = threading.Lock()
         self._traced: Traced = trace(lm, options, ranks) if like is None else like._traced
         decode, prompt = self._traced.decode, self._traced.prompt
         self.rows, self.sharing = self._traced.rows, self._traced.sharing
@@ -117,6 +117,7 @@ class StepGraphs:
             told = f"each of {self.sharing.size} ranks keeps its share of the rows in its pages"
             self.report = replace(self.report, messages=(*self.report.messages, told))
         self.graphs: list[Graph] = []
+        self._decodes: dict[tuple[Any, ...], tuple[Graph, Callable[..., torch.Tensor]]] = {}
         self._prompts: list[Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]] = []
         self._pays: Callable[[Mapping[str, torch.Tensor]], bool] | None = None
         self._compile_prompts(prompt)
@@ -151,8 +152,25 @@ class StepGraphs:
         kinds = (pool_rows(rows, packed=self.packed) for rows in self.rows)
         return tuple(torch.zeros(pages, page, width, dtype=dtype, device=device) for width, dtype in kinds)
 
+    @one_at_a_time()
     def decode(self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None = None) -> Decode:
-        """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well."""
+        """The decode step over these pools, compiled when it is first called; with ``replays``, recorded as well.
+
+        Code is kept for the last pools that differed in their sizes, and made anew where it is recorded.
+        """
+        key = tuple((tuple(pool.shape), pool.dtype, pool.device) for pool in pools)
+        made = self._decodes.pop(key) if key in self._decodes else self._decode_over(pools, replays)
+        if replays is None:
+            self._decodes[key] = made
+        if len(self._decodes) > _POOLS:
+            del self._decodes[next(iter(self._decodes))]
+        graph, run = made
+        self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
+        return Decode(run, tuple(pools))
+
+    def _decode_over(
+        self, pools: Sequence[torch.Tensor], replays: type[Replayed] | None
+    ) -> tuple[Graph, Callable[..., torch.Tensor]]:
         program = self._decode.copy()
         # Nodes of the copy: what was found is told in terms of the graph it was found in.
         found = paged(program, self.lm)
@@ -162,8 +180,6 @@ class StepGraphs:
         B = hint(shape(ids)[0], val(ids).shape[0])
         graph.received = {name: count // B for name, count in received_bytes(program.gm.graph).items()}
         call = self._compiled(program, graph, decode=True, replays=replays, changing=(TOKENS, POSITIONS, *names[:2]))
-        with self._lock:
-            self.graphs = [*(g for g in self.graphs if g.name != "decode"), graph]
 
         def run(
             ids: torch.Tensor,
@@ -177,7 +193,7 @@ class StepGraphs:
             logits: torch.Tensor = call({TOKENS: ids, POSITIONS: positions, **given})[0]
             return logits
 
-        return Decode(run, tuple(pools))
+        return graph, run
 
     def read(self, ids: torch.Tensor, start: int, table: torch.Tensor, pools: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits [vocab] of the last of S tokens ``ids`` [S], S from two on, of one request, written to its pages.
@@ -208,11 +224,11 @@ class StepGraphs:
         new = [rows.reshape(-1, rows.shape[-1])[-count:] for rows in presents]
         return logits[:, -1], new
 
-    def warm_up_prompts(self, device: torch.device) -> None:
-        """Compiles the graphs of prompts."""
-        ids = torch.zeros(1, LEAST, dtype=torch.long, device=device)
-        past = [rows[0] for rows in self.lm.empty(1, LEAST)]
-        inputs = self._prompt_inputs(ids, torch.arange(LEAST, 2 * LEAST, device=device)[None], past)
+    def warm_up_prompt(self, tokens: int, held: int, device: torch.device) -> None:
+        """Compiles the graphs of a piece of a prompt of so many tokens, from two on, behind ``held`` others."""
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        past = [rows[0] for rows in self.lm.empty(1, held)]
+        inputs = self._prompt_inputs(ids, torch.arange(held, held + tokens, device=device)[None], past)
         for run in self._prompts:
             run(inputs)
 
@@ -227,11 +243,11 @@ class StepGraphs:
         what = "a piece of one prompt of S tokens after P, "
         if not outcome.variants:
             form = "absorbed" if outcome.absorbed else "expanded"
-            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)", 4))
+            self.graphs.append(Graph("prompt", f"{what}{form}, (S, P)", 8))
             self._prompts.append(self._compiled(outcome.program, self.graphs[-1]))
             return
         for name, how, program in (("expanded", "long", outcome.base), ("absorbed", "short", outcome.program)):
-            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)", 4))
+            self.graphs.append(Graph(f"prompt, {name}", f"{what}{how}, (S, P)", 8))
             self._prompts.append(self._compiled(program, self.graphs[-1]))
         pays, order = picker(outcome.base, outcome.variants), [node.name for node in outcome.base.placeholders]
         self._pays = lambda inputs: pays([inputs.get(name) for name in order])
@@ -267,7 +283,7 @@ class StepGraphs:
                 graph.buckets.add((bucket(S), bucket(held) if held else 0))
             with without_autocast(), torch.no_grad():
                 if not made:
-                    with self._lock:
+                    with one_at_a_time():
                         if not made:
                             call = self._generate(program, graph)
                             if replays is not None:
@@ -283,7 +299,7 @@ class StepGraphs:
         if any(n.meta["val"].is_cpu for n in program.placeholders):
             native.load()
         if self.options.codegen == "eager":
-            return program.gm
+            return program.gm.forward  # past what a tracer in another thread makes of calls of modules
         patches = {name.replace("-", "_"): value for name, value in self.options.inductor.items()}
         graph.compiled = Compiled(program, patches, graph.limit, graph.name)
         return graph.compiled

@@ -3,14 +3,17 @@
 * The pool, and what runs a step, are ours; queues, schedules, sharing, eviction, sampling and threads are theirs.
 * Where ranks hold the weights together, they run the same steps, as transformers has it: the first of them hands out
   the requests. What fails on one rank alone ends them all.
-* A request that could never run is refused when it comes, and one that fails, or that the pool becomes too small for,
-  fails alone. Where the loop itself dies all the same, everybody is answered and it starts again with an empty pool.
+* A request that could never run is refused when it comes, one whose id another has gets an id of its own, and one that
+  fails, or that the pool becomes too small for, fails alone. Where the loop itself dies all the same, everybody is
+  answered and it starts again with an empty pool.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,24 +24,43 @@ from transformers.generation.continuous_batching.continuous_api import (
 )
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
+from mla_compile.batching.figures import watch
 from mla_compile.batching.graphs import StepGraphs
 from mla_compile.batching.pages import LatentPages
 from mla_compile.batching.replay import Replayed, can_record
+from mla_compile.batching.router import Router
+from mla_compile.batching.sampling import LatentRunner, Sampling
+from mla_compile.batching.scheduling import latent_scheduler
 from mla_compile.batching.steps import Steps
 from mla_compile.capture.dtensors import weight_meshes
+from mla_compile.core.counting import count, observe
 from mla_compile.errors import InputError, OptionError, RankError, brief
 
 logger = logging.getLogger("mla_compile")
 _IN_VAIN = 2
+_LONGEST_PIECE = 512
+"""Tokens of a prompt up to which sizes are warmed up; code for them serves longer pieces."""
+_MOST_REQUESTS = 256
 
 
 class LatentProcessor(ContinuousBatchProcessor):
     """Prepares steps and takes their tokens; a request that the pool is too small for does not end the others."""
 
     steps: Steps
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.model_runner = LatentRunner(
+            logit_processor=self.logit_processor,
+            cb_config=self.cb_config,
+            cache=self.cache,
+            inputs_and_outputs=self.inputs_and_outputs,
+            do_sample=self.do_sample,
+            return_logprobs=self.return_logprobs,
+        )
 
     def prepare_next_batch(self) -> bool:
         """As in transformers, which gives up on everybody where the pool is full and nobody can wait."""
@@ -58,6 +80,24 @@ class LatentProcessor(ContinuousBatchProcessor):
         """Ends one request, with the tokens that it has so far, and frees its pages."""
         self._handle_request_error(error, state)
         self.scheduler.finish_request(state.request_id)
+
+    def update_batch(self) -> None:
+        """As in transformers, and counts what each request got."""
+        with_token = [f.state for f in self.inputs_and_outputs.requests_in_batch if f.has_new_token]
+        super().update_batch()
+        now = time.perf_counter()
+        count("generation_tokens", len(with_token))
+        for state in with_token:
+            before: float | None = getattr(state, "mla_last_token", None)
+            if before is not None:
+                observe("inter_token_latency_seconds", now - before)
+            elif not state._true_initial_tokens:
+                observe("time_to_first_token_seconds", now - state.created_time)
+            state.mla_last_token = now
+            if state.status is RequestStatus.FINISHED:
+                observe("e2e_request_latency_seconds", now - state.created_time)
+                ended = state.generated_tokens[-1:] and state.generated_tokens[-1] in state._eos_token_ids
+                count("request_success", finished_reason="stop" if ended else "length")
 
 
 class _OfOneKind:
@@ -120,6 +160,9 @@ class LatentManager(ContinuousBatchingManager):
         asked = arguments["continuous_batching_config"]
         super().__init__(_OfOneKind(model, self.mesh_of(model, graphs.options.context_parallel)), **arguments)
         self.model = model
+        self.output_router: Router = Router()
+        watch(self)
+        self.logit_processor.supported_keys["mla_sampling"] = Sampling
         # As asked, and by default where the device can: no mask, which is what transformers goes by, is needed here.
         wanted = asked.use_cuda_graph is None or asked.cuda_graph_booleans[1]
         alone = self.distributed_helper.tp_size == 1
@@ -168,17 +211,73 @@ class LatentManager(ContinuousBatchingManager):
         """Nothing: the graphs have been traced, and the model's own attention is not asked for any more."""
 
     def warmup(self) -> None:
-        """Compiles the graphs, which serve all sizes."""
+        """Compiles the graphs, which serve all sizes where code does."""
+        self.warm_up()
+
+    def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = 2) -> None:
+        """Compiles the graphs, also where code depends on a number: see :meth:`Steps.warm_up`."""
         if self.batch_processor is None:
             self.batch_processor = self._create_batch_processor()
         assert self._steps is not None
-        self._steps.warm_up()
+        self._steps.warm_up(told, requests, tokens)
         self.warmed_up = True
+
+    def warm_up_for_all(self, told: Callable[[str], None]) -> None:
+        """Compiles what as many requests meet as a step takes; ``told`` what is being made."""
+        config = self.continuous_batching_config
+        tokens = min(_LONGEST_PIECE, config.max_batch_tokens or _LONGEST_PIECE)
+        self.warm_up(told, min(_MOST_REQUESTS, config.max_requests_per_batch or _MOST_REQUESTS), tokens)
+
+    def room(self) -> int:
+        """The most tokens that one request can have, once the graphs are compiled or the thread runs."""
+        assert self._steps is not None
+        return self._steps.room()
 
     def start(self) -> None:
         """Starts the thread that generates."""
         self._ends, self._in_vain, self.current_batch = False, 0, 0
         super().start()
+
+    def add_request(self, input_ids: Any, request_id: str | None = None, *args: Any, **how: Any) -> str | None:
+        """As in transformers, with one more argument, ``mla_sampling``: how tokens of this request are drawn.
+
+        A request whose id another one has that is under way gets one made of it, which is returned.
+
+        Raises :class:`InputError` for an id that is no string.
+        """
+        if not self.is_tp_driver:
+            return None
+        if request_id is None:
+            with self._request_lock:
+                request_id = f"req_{self._request_counter}"
+                self._request_counter += 1
+        name = self.output_router.take(request_id, self.num_return_sequences)
+        added: str | None = None
+        try:
+            added = super().add_request(input_ids, name, *args, **how)
+        finally:
+            if added is None:
+                self.output_router.give_up(name, self.num_return_sequences)
+        return added
+
+    def add_requests(self, inputs: list[list[int]], *args: Any, **how: Any) -> list[str]:
+        """As in transformers, by ids that no request under way has."""
+        with self._request_lock:
+            while not self.output_router.is_free(f"req_{self._request_counter + k}" for k in range(len(inputs))):
+                self._request_counter += 1
+        added: list[str] = super().add_requests(inputs, *args, **how)
+        return added
+
+    def register_result_handler(self, request_id: str, callback: Callable[..., Any]) -> None:
+        """As in transformers; raises :class:`InputError` if somebody waits for a request of that id already."""
+        self.output_router.register(request_id)
+        super().register_result_handler(request_id, callback)
+
+    def cancel_request(self, request_id: str) -> None:
+        """As in transformers; raises :class:`InputError` for what cannot be an id."""
+        if not isinstance(request_id, str):
+            raise InputError(f"the id of a request is {request_id!r}, expected a string")
+        super().cancel_request(request_id)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Ends it, as in transformers."""
@@ -222,10 +321,11 @@ class LatentManager(ContinuousBatchingManager):
         self._use_prefix_sharing = pages.use_prefix_sharing
         update_cb_config_after_cache_creation(config, pages.num_blocks, pages.max_batch_tokens)
         self._steps = Steps(self.graphs, pages, self.graphs.vocabulary, self._replays)
-        scheduler = _scheduler(SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler))(
+        scheduler = latent_scheduler(SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler))(
             cache=pages, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )
         scheduler.vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        scheduler.gone = lambda state: self.output_router.give_up(state.request_id, state.num_children + 1)
         processor = LatentProcessor(
             cache=pages,
             # All that is read of it: without one of the attentions that it names, no mask is made.
@@ -256,24 +356,3 @@ class LatentManager(ContinuousBatchingManager):
         except RuntimeError as error:
             raise RankError(f"the other ranks do not say how a step went: {brief(error)}") from error
         return not (failed and worked)
-
-
-def _scheduler(kind: type[Any]) -> type[Any]:
-    """A scheduler of transformers that refuses what could never run: whoever sent it gets the error as its result."""
-
-    class Latent(kind):
-        vocabulary = 0
-
-        def add_waiting_request(self, state: RequestState) -> None:
-            ids = state.initial_tokens
-            if not ids:
-                raise InputError("the prompt is empty; expected at least one token id")
-            wrong = next((n for n in ids if not isinstance(n, int) or not 0 <= n < self.vocabulary), None)
-            if wrong is not None:
-                raise InputError(f"the prompt holds {wrong!r}, expected token ids below {self.vocabulary}")
-            told = self.cache.never_fits(state)
-            if told is not None:
-                raise InputError(told)
-            super().add_waiting_request(state)
-
-    return Latent

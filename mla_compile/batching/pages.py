@@ -157,6 +157,10 @@ class LatentPages(PagedAttentionCache):
         """The most tokens that one request can have."""
         return int(self.num_blocks * self.blocks.tokens_per_page)
 
+    def unheld(self) -> int:
+        """Blocks that no request holds: free ones, and those kept for their content."""
+        return int(self.pool.num_free_sectors + self.pool.count_free_blocks(0) + len(self.blocks.ledger.cached_blocks))
+
     def never_fits(self, state: RequestState) -> str | None:
         """Why a request could not even run alone, or None."""
         tokens = len(state.initial_tokens) + (state.max_new_tokens or 1) - 1  # the last token is never read

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from mla_compile.batching.graphs import Decode, StepGraphs, bucket
+from mla_compile.batching.graphs import LEAST, Decode, StepGraphs, bucket
 from mla_compile.batching.pages import TRASH, LatentPages
 from mla_compile.batching.replay import Replayed
+from mla_compile.core.counting import count
 from mla_compile.errors import RankError, brief
 
 logger = logging.getLogger("mla_compile")
@@ -56,11 +57,23 @@ class Steps:
         """The most tokens that one request can have."""
         return self._pages.room()
 
-    def warm_up(self) -> None:
-        """Compiles every graph, with requests that belong to nobody: each serves all sizes."""
-        nobody = _Part(None, torch.zeros(1, dtype=torch.long, device=self._pages.device), 0, [TRASH])
-        self._decoded([nobody])
-        self._graphs.warm_up_prompts(self._pages.device)
+    def warm_up(self, told: Callable[[str], None] = lambda _: None, requests: int = 1, tokens: int = LEAST) -> None:
+        """Compiles the graphs, by requests that belong to nobody.
+
+        Code serves all sizes, but for models where it depends on a number; it is made for up to so many ``requests`` in
+        a step, with all pages that one can have, and ``tokens`` in a piece of a prompt. ``told`` what is being made.
+        """
+        device = self._pages.device
+        ids = torch.zeros(1, dtype=torch.long, device=device)
+        most = bucket(self._pages.num_blocks) if requests > 1 else LEAST
+        for B, M in [*((B, LEAST) for B in _buckets(requests)), *((LEAST, M) for M in _buckets(most)[1:])]:
+            told(f"a decode step of {B} requests, {M} pages each")
+            self._decoded([_Part(None, ids, 0, [TRASH] * M)] * B)
+        # torch takes 0 and 1 for constants, and complex rotations are compiled for an even or an odd number.
+        pieces, behind = ([LEAST, 3, *_buckets(tokens)[1:]], (0, 1, LEAST)) if requests > 1 else ([LEAST], (0,))
+        for S, P in [(S, P) for S in pieces for P in behind]:
+            told(f"{S} tokens of a prompt behind {P} others")
+            self._graphs.warm_up_prompt(S, P, device)
 
     def __call__(self, input_ids: torch.Tensor, logits_indices: torch.Tensor, **_: Any) -> SimpleNamespace:
         """``logits`` [1,n,vocab]: of the requests that get a token, in their order, then rows that nobody reads."""
@@ -97,6 +110,7 @@ class Steps:
             raise
         except Exception:  # whatever one request makes the model raise must not end the others
             # What a step writes is the same each time, so the requests may be tried again one by one.
+            count("fallbacks", reason="a decode step failed")
             logger.warning("a decode step failed; its requests are run one by one", exc_info=True)
             alone: dict[int, torch.Tensor] = {}
             for number, part in decoding:
@@ -149,6 +163,10 @@ class Steps:
         """Logits [vocab] of the last token of a piece of a prompt, whose rows are written to its pages."""
         blocks = torch.tensor(part.table, dtype=torch.long).to(self._pages.device, non_blocking=True)
         return self._graphs.read(part.ids, part.past, blocks, self._pages.pools).float()
+
+
+def _buckets(most: int) -> list[int]:
+    return [1 << n for n in range(LEAST.bit_length() - 1, bucket(most).bit_length())]
 
 
 def _raise(error: Exception) -> None:

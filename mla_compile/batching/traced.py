@@ -26,6 +26,7 @@ from mla_compile.pass_state import Outcome
 from mla_compile.passes.cache.pages import PagedRows, Unpaged, find_pages, not_shared, read_batch_from
 from mla_compile.passes.ir.sizes import holds
 from mla_compile.passes.ir.walk import remove_dead_code
+from mla_compile.report.report import count_sites
 
 logger = logging.getLogger("mla_compile")
 TOKENS, POSITIONS = INPUTS
@@ -100,6 +101,7 @@ def _rewritten(lm: CausalLM, options: Options, ranks: Meeting | None, *, one_tok
         left |= more
         done = pipeline.run(program, own, name, refused=left)
     logger.info("%s", done.report.summary())
+    count_sites(done.report)
     for one in (done.program, done.base):
         _drop_asserts(one)
     return done

@@ -15,6 +15,7 @@ from mla_compile.cli.explain import explain
 from mla_compile.cli.export import export
 from mla_compile.cli.plan import plan
 from mla_compile.cli.run import run
+from mla_compile.cli.serve import serve
 from mla_compile.version import __version__
 from mla_compile.workbench import demo as demo_
 
@@ -32,6 +33,7 @@ app.command()(plan)
 app.command()(bench)
 app.command()(export)
 app.command()(run)
+app.command()(serve)
 
 
 def _version(wanted: bool) -> None:

@@ -30,6 +30,7 @@ EXIT_CODES = (
 # These are answers about a model; other errors are about what was typed.
 _ANSWERS = (ExportError, NothingToCompareError, VerificationError)
 _EXTRAS = {
+    "fastapi": "[server]",
     "jinja2": "",
     "matplotlib": "[plot]",
     "numpy": "[onnx]",
@@ -37,7 +38,11 @@ _EXTRAS = {
     "onnx_ir": "[onnx]",
     "onnxruntime": "[onnx]",
     "onnxscript": "[onnx]",
+    "openai": "[server]",
+    "prometheus_client": "[server]",
+    "starlette": "[server]",
     "transformers": "[demo]",
+    "uvicorn": "[server]",
 }
 
 _QUIET = {

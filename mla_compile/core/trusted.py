@@ -6,12 +6,39 @@ file that was cut short ends the process with SIGBUS.
 
 from __future__ import annotations
 
+import ctypes
 import grp
 import hashlib
 import os
 import pwd
 import stat
 from pathlib import Path
+
+
+class NotWholeError(Exception):
+    """The library at this path is not the one that was built; ``args`` has the path alone."""
+
+
+def load(path: str | os.PathLike[str], built_since: float | None = None) -> ctypes.CDLL:
+    """A library of compiled code, which is looked at before the dynamic linker runs it.
+
+    ``built_since``: it has a seal; without one it is whole only if it was built after that time (s), by this process or
+    by one that it waited for, and gets one. Raises :class:`PermissionError` for a file that others may write,
+    :class:`NotWholeError` for one that is cut short, and :class:`OSError` for one that cannot be loaded.
+    """
+    if (told := refusal(path)) is not None:
+        raise PermissionError(told)
+    if built_since is not None and not is_whole(path):
+        if os.stat(path).st_mtime < built_since:
+            raise NotWholeError(os.fspath(path))
+        seal(path)
+    return ctypes.CDLL(os.fspath(path))
+
+
+def refusal(path: str | os.PathLike[str]) -> str | None:
+    """What to say where :func:`distrust` has a reason."""
+    why = distrust(path)
+    return None if why is None else f"{os.fspath(path)} is not loaded, because {why}; have it in a folder of your own"
 
 
 def distrust(path: str | os.PathLike[str]) -> str | None:

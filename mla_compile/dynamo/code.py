@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import fx
 from torch._dynamo.exc import RestartAnalysis
 
+from mla_compile.core.counting import count
 from mla_compile.core.program import Call, Inputs
 from mla_compile.dynamo.progress import Compilations
 from mla_compile.errors import OptionError, brief, warn
@@ -28,6 +29,7 @@ class CodeGenerator:
         if self.options.codegen == "eager":
             return gm
         self.compilations.stage("code")
+        count("compilations", graph="forward")
         from torch._inductor import compile_fx, exc  # on use: all of Inductor
 
         try:
@@ -35,6 +37,7 @@ class CodeGenerator:
         except exc.InductorError as error:
             if self.options.strict or not isinstance(error.inner_exception, exc.InvalidCxxCompiler):
                 raise
+            count("fallbacks", reason="no C++ compiler")
             warn(
                 "torch finds no C++ compiler, which Inductor needs: graphs run as they are, and slower; install g++, "
                 'or ask for that with codegen="eager"'

@@ -45,7 +45,7 @@ from mla_compile.kernels.cpu import native
 from mla_compile.options import Options
 from mla_compile.pass_state import Outcome
 from mla_compile.passes.ir.collectives import is_collective
-from mla_compile.report.report import Report
+from mla_compile.report.report import Report, count_sites
 from mla_compile.runtime.choice import choose_by_call, picker
 from mla_compile.runtime.folds import FoldedWeights, with_folds
 from mla_compile.runtime.growing import with_room
@@ -361,6 +361,7 @@ def tell(report: Report, told: set[str]) -> None:
 
     ``told`` are the warnings of other graphs of the model, which are not repeated.
     """
+    count_sites(report)
     logger.info("%s", report.summary())
     logger.debug("%s", report)
     if not report.sites or report.absorbed or _all_kept_by_choice(report):

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from mla_compile.core.modules import models_within, shallow, share_marks
 from mla_compile.core.places import Place
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import GRADIENTS, Compiler
 from mla_compile.dynamo.entry import compiled_entry
@@ -114,10 +115,17 @@ class CompiledForward(OwnForward):
             outer = vars(self.outer).get("forward")
             return outer._device_of_all() if isinstance(outer, CompiledForward) else None
         if self._unwrapped is None:
-            self._unwrapped = take_off(self.module)
-            for part in (self, *self._parts()):
-                part.compiler.wrapped = self._unwrapped
+            self._take_off()
+        assert self._unwrapped is not None
         return self._unwrapped.device
+
+    @one_at_a_time()
+    def _take_off(self) -> None:
+        if self._unwrapped is None:  # nor has another thread done it
+            found = take_off(self.module)
+            for part in (self, *self._parts()):
+                part.compiler.wrapped = found
+            self._unwrapped = found
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._replaced or functools.partial(type(self.module).forward, self.module)
@@ -142,6 +150,27 @@ class CompiledForward(OwnForward):
         vars(self.module)["forward"] = self
         if hasattr(self.module, "get_compiled_call"):
             vars(self.module)["get_compiled_call"] = self.call_module
+        if self.outer is None and not hasattr(self.module, "warm_up") and hasattr(self.module, "generate"):
+            vars(self.module)["warm_up"] = self.warm_up
+
+    def warm_up(self, batch: int = 1, prompt: int = 16, context: int | None = None) -> None:
+        """Compiles what ``generate()`` meets for ``batch`` prompts of about ``prompt`` tokens, by generating a few.
+
+        Sizes that were seen to change are open afterwards. ``context``: also for prompts of so many tokens, where
+        another form may be cheaper. ``warm_up`` of an optimized language model of transformers, as long as its class
+        has no method of that name. Raises :class:`InputError` for numbers below 1.
+        """
+        lengths = [prompt, prompt + 1, *(() if context is None else (context,))]
+        if batch < 1 or min(lengths) < 1:
+            raise InputError(
+                f"warm_up() takes numbers from 1 on, got batch={batch}, prompt={prompt}, context={context}"
+            )
+        model: Any = self.module
+        device = next(model.parameters()).device
+        for length in lengths:
+            ids = torch.arange(batch * length, device=device).reshape(batch, length) % 7 + 1
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
     def below(self, forward: Callable[..., Any] | None) -> None:
         """From now on this is the module's own forward; None: that of its class."""
@@ -165,7 +194,8 @@ class CompiledForward(OwnForward):
         del vars(module)["forward"]
         if self._replaced is not None:
             vars(module)["forward"] = self._replaced
-        vars(module).pop("get_compiled_call", None)
+        for name in ("get_compiled_call", "warm_up"):
+            vars(module).pop(name, None)
 
     def _report(self) -> None:
         if self.outer is not None:

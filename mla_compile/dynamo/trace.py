@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 
 from mla_compile.core.modules import shallow
 from mla_compile.core.places import Place, tensors_of
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.core.wrapped import OwnForward, Unwrapped
 from mla_compile.dynamo.compiler import Compiler
 from mla_compile.dynamo.entry import compiled_entry
@@ -66,6 +67,7 @@ class Trace:
         return replace(report, messages=report.messages + problems + broken)
 
 
+@one_at_a_time()
 def trace(
     module: torch.nn.Module,
     args: Sequence[object],

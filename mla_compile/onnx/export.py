@@ -16,12 +16,14 @@ from torch import fx
 from mla_compile.capture import causal_lm
 from mla_compile.capture.dtensors import shared_weight
 from mla_compile.capture.exporting import traced_program
+from mla_compile.core.tracing import one_at_a_time
 from mla_compile.errors import ExportError, InputError, OptionError, brief, nearest
 from mla_compile.onnx.exported import DTYPES, Exported, Progress
 from mla_compile.onnx.profile import find_profile
 from mla_compile.options import Options
 
 
+@one_at_a_time()
 def export_onnx(
     model: Any,
     path: str | Path,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mla_compile.core.trusted import distrust
+from mla_compile.core import trusted
 from mla_compile.errors import ModelFileError
 from mla_compile.kernels.devices import PRESETS
 from mla_compile.onnx.manifest import OP_VERSION
@@ -74,12 +74,11 @@ def inspect(path: str | Path) -> Library:
     and for one that another user may have written.
     """
     path = Path(path).absolute()
-    why = distrust(path)
-    if why is not None:
-        raise ModelFileError(f"native library {path} is not loaded, because {why}; copy it to a folder of your own")
+    if (told := trusted.refusal(path)) is not None:
+        raise ModelFileError(f"native library {told}")
     _check_platform(path)
     try:
-        loaded = ctypes.CDLL(str(path))
+        loaded = trusted.load(path)
     except OSError as error:
         raise ModelFileError(f"native library {path} does not load: {error}") from error
     try:

@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from mla_compile.codes import Verdict
+from mla_compile.core.counting import count
 from mla_compile.core.records import VERDICTS, PassRecord, SiteReport
 from mla_compile.errors import InputError
 from mla_compile.report.grouping import grouped, of_each_attention
@@ -232,3 +233,9 @@ class Report:
 
     def _count(self, verdict: Verdict) -> int:
         return sum(site.verdict == verdict for site in self.sites)
+
+
+def count_sites(report: Report) -> None:
+    """Counts what became of the attentions of a graph that is compiled, served or saved."""
+    for site in report.sites:
+        count("sites", became=site.verdict)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig
 from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 import mla_compile
+from mla_compile.batching import door
 from mla_compile.batching.graphs import StepGraphs, bucket
 from mla_compile.batching.pages import LatentPages
 from mla_compile.capture.causal_lm import wire
@@ -225,3 +226,23 @@ class TestOtherModels:
 def _cache(graphs: StepGraphs, fast, config: ContinuousBatchingConfig) -> LatentPages:
     config.max_memory_percent = config.max_memory_percent or 0.6
     return LatentPages(graphs, fast.config, config, torch.device("cpu"), torch.float32, DistributedHelper(None, None))
+
+
+def test_what_is_warmed_up_is_not_compiled_again(served, monkeypatch):
+    """All sizes up to those of the pool are tried, and a second pool of the same sizes takes the code of the first."""
+    model, fast = served
+    made = []
+    inner = StepGraphs._generate
+    monkeypatch.setattr(StepGraphs, "_generate", lambda self, *args: made.append(args) or inner(self, *args))
+    monkeypatch.setattr(door, "optimize", lambda *_, **__: fast)
+    monkeypatch.setattr(door, "_graphs", lambda *_: fast.mla_batching.steps)
+    config = pages(blocks=16, max_requests_per_batch=8, max_batch_tokens=32)
+    mla_compile.continuous_batching(model, codegen="eager", fold="always", verify=False, warm_up=config)
+    decode, *reading = sorted(fast.mla_batching.graphs, key=lambda graph: graph.name)
+    assert decode.buckets == {(2, 2), (4, 2), (8, 2), (2, 4), (2, 8), (2, 16)}
+    assert all(graph.buckets >= {(S, P) for S in (2, 4, 8, 16, 32) for P in (0, 2)} for graph in reading)
+    before = list(made)
+    assert before
+    ids = prompts((9, 30, 5))
+    assert tokens(fast, ids, blocks=16, max_batch_tokens=32) == [alone(model, one) for one in ids]
+    assert made == before

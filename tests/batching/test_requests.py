@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
+from transformers import GenerationConfig
 
+from mla_compile.batching.sampling import Sampling
+from mla_compile.errors import InputError
 from tests.support.serving import alone, free_blocks, prompts, results, running, tokens
 
 
@@ -57,6 +62,96 @@ def test_a_bad_request_fails_alone(served, bad):
         assert told in found[names[1]].error
         assert [found[names[k]].generated_tokens for k in (0, 2)] == [alone(model, one, 6) for one in good]
         assert free_blocks(manager) == 64
+
+
+WRONG = {
+    "no token wanted": ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a number from 1 on"),
+    "tokens that are no number": ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
+    "a setting that nobody knows": ({"spam": 1}, "Unknown logit_processor_kwargs"),
+    "a sampling that is none": ({"mla_sampling": 0.7}, "expected Sampling"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_request_that_wants_what_is_not_there_fails_alone(served, wrong):
+    model, fast = served
+    how, told = wrong
+    ids = prompts((9,))[0]
+    with running(fast, new=6) as manager:
+        bad, good = manager.add_request(ids, **how), manager.add_request(ids)
+        found = results(manager, 2)
+        assert told in found[bad].error
+        assert found[good].generated_tokens == alone(model, ids, 6)
+
+
+def test_an_id_that_is_taken_is_replaced(served):
+    """As long as a request of that id is under way; each is answered, by what its id says."""
+    model, fast = served
+    ids = prompts((9, 5, 14))
+    with running(fast, new=6) as manager:
+        with manager.pause():
+            names = [manager.add_request(one, request_id="same") for one in ids]
+        found = results(manager, 3)
+        assert names[0] == "same"
+        assert len(set(names)) == 3
+        assert [found[name].generated_tokens for name in names] == [alone(model, one, 6) for one in ids]
+        assert manager.add_request(ids[1], "same", 5) == "same"
+        assert results(manager, 1)["same"].generated_tokens == alone(model, ids[1], 5)
+        manager.cancel_request(manager.add_request(ids[0], request_id="gone"))
+        _wait(lambda: len(manager.output_router) == 0)
+        for wrong in (7, ["same"]):
+            with pytest.raises(InputError, match="the id of a request is"):
+                manager.add_request(ids[0], request_id=wrong)
+            with pytest.raises(InputError, match="the id of a request is"):
+                manager.cancel_request(wrong)
+
+
+def test_ids_of_copies_and_of_several_requests_are_not_given_twice(served):
+    _, fast = served
+    config = GenerationConfig(max_new_tokens=3, do_sample=True, eos_token_id=-1, num_return_sequences=2)
+    with running(fast, generation=config) as manager:
+        with manager.pause():
+            first = manager.add_request([5, 6, 7], request_id="one")
+            second = manager.add_request([5, 6, 8], request_id="one__child#0")
+            manager.add_request([5, 6, 9], request_id="req_1")
+            several = manager.add_requests([[7, 8], [7, 9]])
+        assert second != "one__child#0"
+        assert not {"req_1"} & set(several)
+        found = results(manager, 10)
+        assert {first, second, f"{first}__child#0", f"{second}__child#0", *several} <= set(found)
+        assert all(one.error is None for one in found.values())
+
+
+def test_a_handler_is_not_taken_from_a_request(served):
+    _, fast = served
+
+    async def twice(manager):
+        manager.register_result_handler("same", print)
+        with pytest.raises(InputError, match="'same' is under way"):
+            manager.register_result_handler("same", print)
+
+    with running(fast) as manager:
+        asyncio.run(twice(manager))
+
+
+def test_each_request_is_drawn_by_its_own_settings(served):
+    """A seed gives the same tokens again, beside others and after it was put back; the most probable stay so."""
+    model, fast = served
+    ids = prompts((9, 12))
+    hot = Sampling(temperature=3.0, top_k=50, top_p=0.95, seed=4)
+    with running(fast, new=12) as manager:
+
+        def drawn(*settings):
+            names = [manager.add_request(ids[0], **({"mla_sampling": one} if one else {})) for one in settings]
+            found = results(manager, len(names))
+            return [found[name].generated_tokens for name in names]
+
+        (first,) = drawn(replace(hot, _generators={}))
+        plain = alone(model, ids[0], 12)
+        assert first != plain
+        found = drawn(None, replace(hot, _generators={}), Sampling(temperature=3.0, seed=5), None)
+        assert (found[0], found[1], found[3]) == (plain, first, plain)
+        assert found[2] not in (plain, first)
 
 
 def test_requests_wait_for_a_full_pool(served):

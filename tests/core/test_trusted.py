@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from mla_compile.core import trusted
-from mla_compile.core.trusted import distrust, is_whole, seal
+from mla_compile.core.trusted import NotWholeError, distrust, is_whole, load, seal
 from mla_compile.errors import ModelFileError
 from mla_compile.onnx import native as onnx_native
 
@@ -64,3 +68,20 @@ def test_a_file_that_was_cut_short_or_changed_is_not_whole(library: Path) -> Non
     library.write_bytes(bytes(1999) + b"1")
     assert not is_whole(library)
     assert sorted(path.name for path in library.parent.iterdir()) == ["kernels.so", "kernels.so.sha256"]
+
+
+def test_a_library_is_loaded_if_it_is_whole_and_nobody_elses(tmp_path):
+    library = tmp_path / "one.so"
+    shutil.copy(torch._C.__file__, library)
+    with pytest.raises(NotWholeError, match=re.escape(str(library))):
+        load(library, built_since=time.time() + 60)
+    assert load(library, built_since=0)  # which seals it
+    assert load(library, built_since=time.time() + 60)
+    content = library.read_bytes()
+    library.unlink()  # it is mapped
+    library.write_bytes(content[: len(content) // 2])
+    with pytest.raises(NotWholeError):
+        load(library, built_since=time.time() + 60)
+    library.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"everybody may write to .*; have it in a folder of your own"):
+        load(library, built_since=0)

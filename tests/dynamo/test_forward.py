@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from mla_compile import MlaCompileWarning, optimize
+from mla_compile import InputError, MlaCompileWarning, optimize
 from tests.support.compiling import assert_untouched, state
 from tests.support.models import build, greedy, prompt
 from tests.support.tiers import also
@@ -166,3 +166,22 @@ def test_a_forward_set_on_the_object_is_kept() -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(again, want, rtol=1e-5, atol=1e-5)
     assert fast.mla_report.absorbed == 1
+
+
+def test_what_is_warmed_up_is_not_compiled_when_the_first_user_comes():
+    model = build("minicpm3", num_hidden_layers=1)
+    fast = optimize(model, codegen="eager", verify=False)
+    fast.warm_up(batch=2, prompt=9)
+    made = fast.forward.compiler.graphs
+    assert made
+    ids = torch.arange(40).reshape(2, 20) + 3
+    mask = torch.ones_like(ids)
+    assert fast.generate(ids, attention_mask=mask, max_new_tokens=5).equal(
+        model.generate(ids, attention_mask=mask, max_new_tokens=5)
+    )
+    assert fast.forward.compiler.graphs == made
+    other = copy.deepcopy(fast)
+    assert other.warm_up.__self__ is other.forward
+    assert not hasattr(optimize(Toy()), "warm_up")
+    with pytest.raises(InputError, match="numbers from 1 on, got batch=0"):
+        fast.warm_up(batch=0)

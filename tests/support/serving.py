@@ -71,6 +71,4 @@ def results(manager: Any, count: int, seconds: float = 300.0) -> dict[str, Any]:
 
 def free_blocks(manager: Any) -> int:
     """Blocks of the pool that no running request holds: free ones, and those kept for their content."""
-    cache = manager.batch_processor.cache
-    blocks = cache.blocks
-    return cache.pool.num_free_sectors + cache.pool.count_free_blocks(0) + len(blocks.ledger.cached_blocks)
+    return manager.batch_processor.cache.unheld()

@@ -1,0 +1,59 @@
+"""What runs at this moment in all managers of this process, and :func:`metrics` of everything that is counted."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from mla_compile.core.counting import KINDS, counted, distributed
+
+GAUGES = {
+    "num_requests_running": "Requests of which the next step reads or makes tokens.",
+    "num_requests_waiting": "Requests that wait for room in a step or in the pool.",
+    "kv_cache_usage_perc": "How much of the pools is held by requests, 1 is all of it.",
+}
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch(manager: Any) -> None:
+    """Counts this manager's requests and pages in."""
+    _managers.add(manager)
+
+
+def gauges() -> dict[str, float]:
+    """Figures of this moment, by name."""
+    running = waiting = pages = held = 0
+    for manager in list(_managers):
+        processor = manager.batch_processor
+        if processor is None:
+            continue
+        scheduler, blocks = processor.scheduler, processor.cache.num_blocks
+        active = len(scheduler.active_requests)
+        running, waiting = running + active, waiting + max(0, len(manager.output_router) - active)
+        pages, held = pages + blocks, held + blocks - processor.cache.unheld()
+    return {
+        "num_requests_running": running,
+        "num_requests_waiting": waiting,
+        "kv_cache_usage_perc": held / pages if pages else 0.0,
+    }
+
+
+def metrics() -> dict[str, Any]:
+    """What this process has counted so far: the figures that ``mla-compile serve`` shows at ``/metrics``.
+
+    Returns:
+        By name: a number; a dict of numbers by label ("stop", "length"); or of a distribution its "count", its "sum"
+        (s) and how many values are up to each bound (s), "buckets".
+    """
+    found: dict[str, Any] = dict(gauges())
+    counts, distributions = counted(), distributed()
+    for name, kind in KINDS.items():
+        if kind.bounds:
+            buckets, total = distributions.get(name, ([(float("inf"), 0)], 0.0))
+            found[name] = {"count": buckets[-1][1], "sum": total, "buckets": dict(buckets)}
+        elif kind.labels:
+            of = counts.get(name, {})
+            found[name] = {", ".join(value for _, value in labels): int(number) for labels, number in of.items()}
+        else:
+            found[name] = int(counts.get(name, {}).get((), 0))
+    return found

@@ -1,0 +1,87 @@
+"""Which requests are not answered yet, and where their answers go."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable
+
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from mla_compile.core.counting import count
+from mla_compile.errors import InputError
+
+logger = logging.getLogger("mla_compile")
+
+
+class Router(OutputRouter):
+    """Answers each request once, under an id that no other has meanwhile.
+
+    The scheduler of transformers keeps requests by their ids: of two with the same one, the second would write to the
+    pages of the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: set[str] = set()
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def take(self, wanted: str, copies: int) -> str:
+        """An id for a request that is to be answered ``copies`` times: ``wanted``, or one made of it if it is taken.
+
+        Raises :class:`InputError` for an id that is no string.
+        """
+        if not isinstance(wanted, str):
+            raise InputError(f"the id of a request is {wanted!r}, expected a string")
+        with self._lock:
+            name = wanted
+            while not self._live.isdisjoint(_family(name, copies)):
+                name = f"{wanted}__again#{next(self._numbers)}"
+            self._live.update(_family(name, copies))
+        if name != wanted:
+            logger.warning("a request %s is under way: the new one with this id is %s", wanted, name)
+        return name
+
+    def is_free(self, names: Iterable[str]) -> bool:
+        """Whether no request under way has any of these ids."""
+        with self._lock:
+            return self._live.isdisjoint(names)
+
+    def give_up(self, name: str, copies: int = 1) -> None:
+        """Forgets a request that will not be answered, and who waits for it."""
+        with self._lock:
+            self._live.difference_update(_family(name, copies))
+            self.result_handlers.pop(name, None)
+
+    def register(self, name: str) -> None:
+        """Raises :class:`InputError` if somebody waits for the answers of a request of that id already."""
+        with self._lock:
+            if name in self.result_handlers:
+                raise InputError(f"a request with the id {name!r} is under way; expected one that is not in use")
+
+    def deliver(self, output: GenerationOutput) -> None:
+        """As in transformers; a request that is finished is under way no more."""
+        self._note((output,))
+        super().deliver(output)
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        """The same of several."""
+        self._note(outputs)
+        super().deliver_batch(outputs)
+
+    def _note(self, outputs: Iterable[GenerationOutput]) -> None:
+        done = [output for output in outputs if output.is_finished()]
+        with self._lock:
+            self._live.difference_update(output.request_id for output in done)
+        for output in done:
+            if output.error is not None:
+                count("request_success", finished_reason="error")
+
+
+def _family(name: str, copies: int) -> set[str]:
+    """The ids of a request and of the copies that transformers makes of it."""
+    return {name, *(f"{name}__child#{k}" for k in range(copies - 1))}

@@ -1,0 +1,78 @@
+"""How the next token of one request is drawn, whatever the others of its step want.
+
+transformers samples all requests of a step alike, by the settings that its scheduler was made with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Random tokens for one request: ``add_request(..., mla_sampling=Sampling(temperature=0.7))``.
+
+    Attributes:
+        temperature: above 0.
+        top_k: of how many tokens; 0: all.
+        top_p: of the most probable tokens that together have this probability.
+        seed: gives the same tokens again, as long as rounding does not differ; None: others each time.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    _generators: dict[torch.device, torch.Generator] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, config: Any, seed: int | None = None) -> Sampling | None:
+        """What a ``GenerationConfig`` asks for; None: the most probable token."""
+        if not config.do_sample or config.temperature == 0:
+            return None
+        temperature = 1.0 if config.temperature is None else config.temperature
+        top_p = 1.0 if config.top_p is None else config.top_p
+        return cls(temperature, config.top_k or 0, top_p, seed)
+
+    def draw(self, scores: torch.Tensor) -> torch.Tensor:
+        """A token [1] by ``scores`` [1,vocab]."""
+        warpers = LogitsProcessorList()
+        if self.temperature != 1.0:
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1.0:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        probabilities = warpers(None, scores).softmax(-1)
+        if not probabilities.sum() > 0:  # a model that computes no numbers; to draw from none would end the loop
+            return scores[0].argmax(-1, keepdim=True)
+        return torch.multinomial(probabilities, 1, generator=self._generator(scores.device))[0]
+
+    def _generator(self, device: torch.device) -> torch.Generator | None:
+        if self.seed is not None and device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators.get(device)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Sampling:
+        return self  # a request that is put back goes on where it was
+
+
+class LatentRunner(ModelRunner):
+    """Draws for each request by its own settings, where it has some."""
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        super()._sample(scores, output_ids)
+        futures = [one for one in self.inputs_and_outputs.requests_in_batch if one.has_new_token]
+        for row, future in enumerate(futures):
+            sampling = future.state.logit_processor_kwargs.get("mla_sampling")
+            if sampling is not None:
+                token = sampling.draw(scores[0, row : row + 1])
+                output_ids[0, row : row + 1].copy_(token)
+                if self.return_logprobs:  # as float32, in the same tensor
+                    log = scores[0, row].log_softmax(-1)[token]
+                    output_ids[1, row : row + 1].copy_(log.view(torch.int32))

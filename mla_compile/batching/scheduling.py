@@ -1,0 +1,61 @@
+"""A scheduler of transformers that takes only what can run, so that nothing of one request ends the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestState
+
+from mla_compile.core.counting import count
+from mla_compile.errors import InputError
+
+
+def latent_scheduler(kind: type[Any]) -> type[Any]:
+    """``kind`` that refuses what could never run: whoever sent it gets the error as its result."""
+
+    class Latent(kind):
+        vocabulary = 0
+        gone: Callable[[RequestState], None] = staticmethod(lambda _: None)
+        """Told of each request that was cancelled."""
+
+        def add_waiting_request(self, state: RequestState) -> None:
+            if state._true_initial_tokens or state.is_cpu_offloaded:  # it was put back
+                count("num_preemptions")
+            else:
+                self._check(state)
+                count("prompt_tokens", len(state.initial_tokens))
+            super().add_waiting_request(state)
+
+        def clear_cancelled_requests(self) -> list[RequestState]:
+            cancelled: list[RequestState] = super().clear_cancelled_requests()
+            for state in cancelled:
+                self.gone(state)
+                count("request_success", finished_reason="abort")
+            return cancelled
+
+        def _check(self, state: RequestState) -> None:
+            ids, new = state.initial_tokens, state.max_new_tokens
+            if not ids:
+                raise InputError("the prompt is empty; expected at least one token id")
+            if new is not None and (isinstance(new, bool) or not isinstance(new, int) or new < 1):
+                raise InputError(f"max_new_tokens is {new!r}, expected a number from 1 on")
+            told = self.cache.never_fits(state)
+            if told is not None:
+                raise InputError(told)
+            wrong = next((n for n in ids if not isinstance(n, int) or not 0 <= n < self.vocabulary), None)
+            if wrong is not None:
+                raise InputError(f"the prompt holds {wrong!r}, expected token ids below {self.vocabulary}")
+            _check_sampling(state.logit_processor_kwargs)
+
+    return Latent
+
+
+def _check_sampling(given: Mapping[str, Any]) -> None:
+    """A temperature of 0, say, makes scores that cannot be drawn from, and one drawing is for all requests."""
+    temperature, top_p = given.get("temperature", 1.0), given.get("top_p", 1.0)
+    if not (0 < temperature < math.inf):
+        raise InputError(f"temperature is {temperature}, expected a number above 0")
+    if not (0 < top_p <= 1):
+        raise InputError(f"top_p is {top_p}, expected a number above 0 and up to 1")

@@ -1,0 +1,119 @@
+"""What every request passes first: its id, its key, its size and its time, before anything of it is read.
+
+Ids are the server's own; the one that a client sent is only sent back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, Response
+
+from mla_compile.core.counting import count
+from mla_compile.serving.settings import Settings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+_ID = "x-request-id"
+_DRAINED = 16
+"""How many times the limit of a body is read and thrown away, so that its sender gets to read why."""
+
+
+class Gone(Exception):  # noqa: N818
+    """The client has left."""
+
+
+def refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """An error as OpenAI's interface has it."""
+    count("refused_requests", status=str(status))
+    told = message.encode("utf-8", "backslashreplace").decode()
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": told, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)
+
+
+class Door:
+    """The application behind it gets whole bodies."""
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        own = uuid.uuid4().hex
+        shown = headers.get(_ID) or own
+        scope.setdefault("state", {})["request_id"] = own
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_ID] = shown[:256]
+            await send(message)
+
+        refused: Response | None = None
+        body = b""
+        if scope["path"].startswith("/v1/"):
+            refused = self._without_key(headers)
+            if refused is None:
+                try:
+                    given = await asyncio.wait_for(self._body(headers, receive), self._settings.timeout)
+                except Gone:
+                    return
+                except asyncio.TimeoutError:
+                    given = refusal(408, f"the body did not come within {self._settings.timeout:g} s")
+                body, refused = (b"", given) if isinstance(given, Response) else (given, None)
+        if refused is not None:
+            await refused(scope, receive, answer)
+            return
+        await self._app(scope, _whole(body, receive), answer)
+
+    def _without_key(self, headers: Headers) -> Response | None:
+        key = self._settings.api_key
+        given = headers.get("authorization", "")
+        if key is None or secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            return None
+        return refusal(401, "the API key is missing or wrong", {"WWW-Authenticate": "Bearer"})
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes | Response:
+        most, size, parts = self._settings.max_body, 0, list[bytes]()
+        declared = headers.get("content-length", "0")
+        size_told = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Gone
+            part = message.get("body", b"")
+            size += len(part)
+            if max(size, size_told) > most:
+                parts.clear()
+            else:
+                parts.append(part)
+            if not message.get("more_body", False) or size > most * _DRAINED:
+                break
+        if max(size, size_told) > most:
+            return refusal(413, f"the request has {max(size, size_told)} bytes, expected at most {most}")
+        return b"".join(parts)
+
+
+def _whole(body: bytes, receive: Receive) -> Receive:
+    """``receive`` again: the body that was read, and then whatever comes."""
+    read = False
+
+    async def again() -> Message:
+        nonlocal read
+        if read:
+            return await receive()
+        read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

@@ -1,0 +1,146 @@
+"""The model of a server, from nothing to ready."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import HTTPException
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.model_manager import ModelManager
+
+from mla_compile.batching.door import continuous_batching
+from mla_compile.errors import InputError
+from mla_compile.serving.generation import LATER, Generation
+from mla_compile.serving.reading import HANDLERS, Reader, State
+from mla_compile.serving.settings import Settings
+
+logger = logging.getLogger("mla_compile")
+
+
+class Loaded:
+    """What is there of the model so far; ``told`` of each stage as it begins.
+
+    Attributes:
+        stage: what is being done, in words.
+        problem: why it cannot be served, once that is known.
+        ready: whether requests are answered.
+    """
+
+    def __init__(self, settings: Settings, told: Callable[[str], None]) -> None:
+        self._settings, self._told = settings, told
+        self.stage, self.ready, self.stopping = "starting", False, False
+        self.problem: Exception | None = None
+        self.readers: dict[str, Reader] = {}
+        self.manager: Any = None
+        self.generation: Generation | None = None
+        self.room = 0
+
+    def load(self, try_out: Callable[[], None] = lambda: None) -> None:
+        """Loads the weights, rewrites the graphs, compiles them, starts the loop and calls ``try_out``.
+
+        Raises :class:`InputError` for a model without latent attention, and what transformers raises of one that it
+        cannot load.
+        """
+        begin = time.monotonic()
+        settings = self._settings
+        self._begin("loading the weights")
+        models = _Models(settings)
+        tokenizer, model = models.read(settings.model)
+        self._begin("rewriting the model")
+        fast = continuous_batching(model, **settings.options)
+        if not hasattr(fast, "mla_batching"):
+            raise InputError(f"{settings.model} has no latent attention; serve it by `transformers serve`")
+        self.manager = self._manager(fast)
+        self._begin("compiling")
+        if settings.warm_up:
+            self.manager.warm_up_for_all(self._compiling)
+        else:
+            self.manager.warmup()
+        self.room = min(self.manager.room(), settings.max_model_len or self.manager.room(), _positions(fast))
+        self.manager.start()
+        self.generation = Generation(self.manager, settings.timeout)
+        state = State(settings.name, fast, tokenizer, self.generation)
+        self.readers = {path: Reader(path, state) for path in HANDLERS}
+        self._begin("trying out")
+        try_out()
+        self.ready = True
+        self._begin(f"ready after {time.monotonic() - begin:.0f} s")
+        for graph in fast.mla_batching.graphs:
+            logger.info("%s", graph)
+
+    def _manager(self, fast: Any) -> Any:
+        settings = self._settings
+        asked = {
+            "page_size": settings.page_size,
+            "num_blocks": settings.pages,
+            "max_batch_tokens": settings.max_batch_tokens,
+            "max_requests_per_batch": settings.max_requests,
+        }
+        config = ContinuousBatchingConfig(**{name: value for name, value in asked.items() if value is not None})
+        # Each request says itself how its tokens are drawn; what the model's own config says is in its defaults.
+        greedy = GenerationConfig(do_sample=False, eos_token_id=fast.generation_config.eos_token_id, pad_token_id=0)
+        return fast.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+
+    def _begin(self, stage: str) -> None:
+        self.stage = stage
+        self._told(stage)
+
+    def _compiling(self, what: str) -> None:
+        self.stage = f"compiling {what}"
+
+    def check(self) -> None:
+        """Raises :class:`HTTPException` unless requests are answered."""
+        if (why := self.trouble()) is not None:
+            raise HTTPException(503, f"the server is not ready: {why}", LATER)
+
+    def trouble(self) -> str | None:
+        """Why no requests are answered, in words; None: they are."""
+        if self.stopping:
+            return "it is stopping"
+        if not self.ready:
+            return self.stage
+        status = self.manager.background_thread_status
+        return (
+            status.can_accept_new_requests() if status.fatal_error is None else f"its loop died: {status.fatal_error}"
+        )
+
+    def waiting(self, live: int) -> int:
+        """How many of ``live`` requests have not begun."""
+        processor = self.manager.batch_processor
+        return live - (0 if processor is None else len(processor.scheduler.active_requests))
+
+    def stop(self) -> None:
+        """Ends the loop, and what still runs with it."""
+        self.stopping = True
+        if self.generation is not None:
+            self.generation.stop()
+
+
+class _Models(ModelManager):
+    """Reads a tokenizer and a model as ``transformers serve`` does."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(
+            device=settings.device,
+            dtype=settings.dtype,
+            trust_remote_code=settings.trust_remote_code,
+            continuous_batching=True,
+            quantization=settings.quantization,
+        )
+
+    def read(self, name: str) -> tuple[Any, Any]:
+        """Raises :class:`InputError` for a folder that is none, or without a tokenizer."""
+        place = self.process_model_name(name)
+        try:
+            processor, model = self._load_processor(place), self._load_model(place)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{name} cannot be loaded: {error}") from error
+        return getattr(processor, "tokenizer", processor), model
+
+
+def _positions(model: Any) -> int:
+    """The most tokens that the model was made for."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62)

@@ -1,0 +1,96 @@
+"""Listening, and ending: on SIGTERM no requests are taken any more, those under way have a time to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from mla_compile.serving.app import Desk, build
+from mla_compile.serving.door import Door
+from mla_compile.serving.loaded import Loaded
+from mla_compile.serving.settings import Settings
+from mla_compile.serving.trial import try_out
+
+_AT_ONCE = 143
+"""The exit status of a process that SIGTERM ended."""
+
+
+class Server:
+    """A server of one model.
+
+    It listens before the model is ready, so that ``/health`` says what it is at; with :meth:`load` called first, it is
+    ready when it listens. ``told``: called with each stage as it begins.
+    """
+
+    def __init__(self, settings: Settings, told: Callable[[str], None] = lambda _: None) -> None:
+        # transformers says of each request that it came.
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
+        self.loaded = Loaded(settings, told)
+        self.desk = Desk(settings, self.loaded)
+        self.app = build(settings, self.loaded, self.desk)
+        self._settings, self._told = settings, told
+        self._http: _Http | None = None
+
+    def load(self) -> None:
+        """Loads and compiles the model; raises what :meth:`Loaded.load` does."""
+        self.loaded.load(lambda: try_out(self.app))
+
+    def run(self) -> None:
+        """Serves until SIGTERM or SIGINT; raises what kept the model from being loaded.
+
+        A second signal ends the process at once.
+        """
+        settings = self._settings
+        config = uvicorn.Config(
+            Door(self.app, settings),
+            host=settings.host,
+            port=settings.port,
+            log_level="warning",
+            timeout_graceful_shutdown=max(1, round(settings.grace)),
+        )
+        self._http = http = _Http(config, self._stopping)
+        if not self.loaded.ready:
+            threading.Thread(target=self._load_behind, args=(http,), daemon=True).start()
+        try:
+            http.run()
+        finally:  # it exits where the port is taken, say, and a loop would keep the process alive
+            self.loaded.stop()
+        if self.loaded.problem is not None:
+            raise self.loaded.problem
+
+    def end(self) -> None:
+        """Ends :meth:`run` from another thread, as SIGTERM does."""
+        if self._http is not None:
+            self._http.should_exit = True
+
+    def _load_behind(self, http: _Http) -> None:
+        try:
+            self.load()
+        except Exception as error:  # noqa: BLE001  raised again in the thread that serves
+            self.loaded.problem = error
+            http.should_exit = True
+
+    def _stopping(self) -> None:
+        self.loaded.stopping = True
+        self._told(f"stopping: requests have {self._settings.grace:g} s to end")
+
+
+class _Http(uvicorn.Server):
+    """Ends with 0 after one signal, and at once after two."""
+
+    def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Uvicorn would raise the signal again when it has ended, and the process would end with that."""
+        if self.should_exit:
+            os._exit(_AT_ONCE if sig == signal.SIGTERM else 130)
+        self.should_exit = True
+        self._stopping()

@@ -1,0 +1,79 @@
+"""What can be asked of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mla_compile.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One server.
+
+    Attributes:
+        model: a folder, or a name that ``from_pretrained`` takes.
+        name: what clients call the model; by default ``model``.
+        host, port: where it listens; by default other machines cannot reach it.
+        dtype, device: as ``transformers serve`` takes them.
+        quantization: "bnb-4bit" or "bnb-8bit".
+        trust_remote_code: run the Python code that lies beside the weights.
+        max_model_len: the most tokens of one request, prompt and answer; by default what the config says.
+        page_size, pages: of the pool; by default as many pages as memory allows.
+        max_batch_tokens: tokens of prompts in one step.
+        max_requests: requests in one step, at most.
+        max_waiting: requests that wait besides, from 1 on; more are answered with 429.
+        max_body: bytes of one request; more are answered with 413.
+        timeout: seconds for one request, from its last byte to its last token.
+        grace: seconds that requests have to end after SIGTERM.
+        api_key: what clients have to send as ``Authorization: Bearer``; None: nothing.
+        warm_up: compile what will be met before the server is ready.
+        options: of :func:`mla_compile.continuous_batching`.
+    """
+
+    model: str
+    name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: str = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+    trust_remote_code: bool = False
+    max_model_len: int | None = None
+    page_size: int = 256
+    pages: int | None = None
+    max_batch_tokens: int | None = None
+    max_requests: int = 64
+    max_waiting: int = 256
+    max_body: int = 4 << 20
+    timeout: float = 600.0
+    grace: float = 30.0
+    api_key: str | None = None
+    warm_up: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self.model)
+        if self.page_size not in (1 << n for n in range(9)):
+            raise OptionError(f"page_size is {self.page_size}, expected a power of two up to 256")
+        for what in (
+            "max_requests",
+            "max_waiting",
+            "max_body",
+            "timeout",
+            "max_model_len",
+            "pages",
+            "max_batch_tokens",
+        ):
+            value = getattr(self, what)
+            if value is not None and not value > 0:
+                raise OptionError(f"{what} is {value}, expected a number above 0")
+        if self.grace < 0:
+            raise OptionError(f"grace is {self.grace}, expected 0 or more")
+        if self.quantization not in (None, "bnb-4bit", "bnb-8bit"):
+            raise OptionError(f"quantization is {self.quantization!r}, expected 'bnb-4bit' or 'bnb-8bit'")
+        if self.api_key == "":
+            raise OptionError("api_key is empty; leave it out if clients need none")

@@ -1,0 +1,59 @@
+"""The first requests of a server are its own: nobody waits for what is imported, or made, when it is first used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+logger = logging.getLogger("mla_compile")
+TRIAL = "trial"
+"""The id of these requests. Those of clients are random, and none of theirs."""
+_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a b c"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a b c"}]},
+}
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+def try_out(app: App) -> None:
+    """Asks for tokens by each kind of request. What is refused, for want of a chat template, say, is left at that."""
+    for path, body in _BODIES.items():
+        for stream in (False, True):
+            status = asyncio.run(_status(app, path, {**body, "max_tokens": 2, "temperature": 0, "stream": stream}))
+            logger.info("%s, streamed: %s: %s", path, stream, status)
+
+
+async def _status(app: App, path: str, body: dict[str, Any]) -> int:
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+        "state": {"request_id": TRIAL},
+    }
+    messages: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    found: list[int] = []
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # nobody leaves
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+
+    await app(scope, receive, send)
+    return found[0]

@@ -1,0 +1,137 @@
+"""``mla-compile serve`` as a process: from nothing to ready, and to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import requests
+
+from tests.support.server import alone, complete
+from tests.support.tiers import full
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = ("-m", "mla_compile", "serve")
+SMALL = ("--codegen", "eager", "--block-size", "16", "--num-blocks", "32", "--max-num-seqs", "8")
+TRIES = int(os.environ.get("MLA_SERVER_STOPS", "2"))
+
+
+@contextmanager
+def started(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", *command, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ready(address: str) -> list[int]:
+    """Waits until all is compiled; the answers of /health until then, each once in a row."""
+    seen: list[int] = []
+    for _ in range(1200):
+        try:
+            status = requests.get(f"{address}/health", timeout=5).status_code
+        except requests.exceptions.ConnectionError:
+            status = 0
+        if seen[-1:] != [status]:
+            seen.append(status)
+        if status == 200:
+            return seen
+        time.sleep(0.1)
+    raise AssertionError(seen)
+
+
+@full("command")
+def test_from_nothing_to_ready_and_to_its_end(folder, model):
+    with started(*COMMAND, str(folder), *SMALL, "--served-model-name", "tiny") as (process, address):
+        assert ready(address)[-2:] == [503, 200]
+        assert complete(address, "w7 w8") == alone(model, "w7 w8", 6)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+
+
+@full("command")
+def test_sigterm_under_load_ends_within_the_grace_period(folder):
+    """With clients that wait, clients that have left, and streams; what runs is finished or cancelled."""
+    for _ in range(TRIES):
+        with started(*COMMAND, str(folder), *SMALL, "--grace", "2") as (process, address):
+            ready(address)
+            stop = threading.Event()
+
+            def ask(seed: int, address: str = address, stop: threading.Event = stop) -> None:
+                while not stop.is_set():
+                    body = {"prompt": f"w{seed + 3}", "max_tokens": 400, "stream": seed % 2 == 0}
+                    try:
+                        requests.post(f"{address}/v1/completions", json=body, timeout=0.3 if seed % 3 else 30)
+                    except requests.exceptions.RequestException:
+                        time.sleep(0.02)
+
+            clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+            for client in clients:
+                client.start()
+            time.sleep(1)
+            process.send_signal(signal.SIGTERM)
+            begin = time.monotonic()
+            assert process.wait(timeout=60) == 0
+            took = time.monotonic() - begin
+            stop.set()
+            for client in clients:
+                client.join()
+            assert took < 2 + 5  # on a busy machine
+
+
+@full("command")
+def test_a_second_sigterm_ends_at_once(folder):
+    with started(*COMMAND, str(folder), *SMALL) as (process, address):
+        ready(address)
+
+        def wait() -> None:
+            body = {"prompt": "w5", "max_tokens": 500}
+            with suppress(requests.exceptions.RequestException):
+                while True:
+                    requests.post(f"{address}/v1/completions", json=body, timeout=60)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) in (
+            143,
+            -15,
+            0,
+        )  # 0: it had ended before
+        waiting.join()
+
+
+@full("command")
+def test_a_folder_that_is_none(tmp_path):
+    with started(*COMMAND, str(tmp_path)) as (process, _):
+        said = process.communicate(timeout=120)[1]
+        assert process.returncode == 2
+        assert "cannot be loaded" in said
+
+
+@full("command")
+def test_the_example(folder, model):
+    command = ("examples/torch_server.py", str(folder), "--codegen", "eager", "--blocks", "64", "--page", "16")
+    with started(*command) as (process, address):
+        ready(address)
+        assert complete(address, "w7 w8") == alone(model, "w7 w8", 6)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
