@@ -82,7 +82,7 @@ def test_figures_of_a_config(here):
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
     assert said["schema"] == "mla_compile.bench/1"
-    assert said["dims"] == {"H": 4, "L": 20, "R": 6, "N": 12, "V": 10, "Q": 28, "D": 48}
+    assert said["dims"] == {"H": 4, "L": 20, "R": 6, "N": 12, "V": 10, "Q": 28, "D": 48, "A": 0, "G": 1}
     assert said["notes"] == ["measured with 1 of 3 layers and a vocabulary of 256 instead of 997"]
     assert said["machine"]["threads"] == torch.get_num_threads()
     assert said["complete"]

@@ -7,7 +7,7 @@ from torch.func import functional_call
 from tests.support.latent_layer import LatentLayer
 from tests.zoo.base import Absorbed, Refused, carried
 
-EXPECTED = Refused("graph_break")
+EXPECTED = Refused("expanded_inputs")
 EXPORTED = Absorbed()
 
 
